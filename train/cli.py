@@ -1,0 +1,38 @@
+"""Command lines: a YAML file, flags over it, one dataclass out; and errors in one line."""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import jsonargparse
+from jsonargparse import ArgumentParser
+
+from draftsmith.decode.errors import InputError
+
+Config = TypeVar("Config")
+
+
+def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+    """Build a config dataclass from `--config FILE.yaml` and flags (flags win; nested fields are dotted).
+
+    Raises:
+        InputError: an unknown key, a missing or ill-typed value, an unreadable file.
+    """
+    parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
+    parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
+    parser.add_class_arguments(cls)
+    try:
+        values = vars(parser.instantiate(parser.parse_args(argv)))
+    except jsonargparse.ArgumentError as error:
+        raise InputError(" ".join(str(error).split())) from error
+    return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
+
+
+def run(main: Callable[[], int | None]) -> int:
+    """Run a command: an `InputError` prints as one line and gives exit code 2; anything else is ours and raises."""
+    try:
+        return main() or 0
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2

@@ -1,0 +1,60 @@
+"""The corpus that every Python installation carries: the sources of its standard library.
+
+The embedded target and the stock draft are trained on it, and quickstart takes its prompts from it, so that neither
+needs a download. A module is held out by a hash of its dotted name: the split is the same on every machine and for
+every Python version, and a held-out module was never seen by the embedded models, whatever version trained them.
+"""
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from draftsmith.decode.errors import InputError
+
+# Tests are not library sources; encodings and pydoc_data are generated tables, which would teach a model (and fake an
+# acceptance rate) with endless near-identical lines.
+EXCLUDED_PARTS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
+)
+HELDOUT_ONE_IN = 10
+
+
+@dataclass(frozen=True)
+class Module:
+    """One module of the standard library: its dotted name and its source."""
+
+    name: str
+    source: str
+
+    @property
+    def heldout(self) -> bool:
+        """Whether the module belongs to the fixed tenth that no embedded model was trained on."""
+        return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELDOUT_ONE_IN == 0
+
+
+def stdlib_modules(root: Path | None = None) -> list[Module]:
+    """Return the standard library's modules, sorted by name.
+
+    Args:
+        root: the library's folder; the running interpreter's own by default.
+
+    Raises:
+        InputError: the folder holds no Python sources (some distributions ship a zipped or stripped library).
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    modules = sorted(_read(root), key=lambda module: module.name)
+    if not modules:
+        raise InputError(f"{root}: expected the sources of the Python standard library, found no .py file")
+    return modules
+
+
+def _read(root: Path) -> Iterator[Module]:
+    for path in root.rglob("*.py"):
+        parts = path.relative_to(root).with_suffix("").parts
+        if EXCLUDED_PARTS.intersection(parts) or parts[0].startswith(("_sysconfigdata", "config-")):
+            continue
+        source = path.read_text(encoding="utf-8", errors="replace")
+        if source.strip():
+            yield Module(".".join(part for part in parts if part != "__init__"), source)
