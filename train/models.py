@@ -95,6 +95,22 @@ def check_same_tokenizer(
     )
 
 
+def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of logits that are tokens: the largest id plus one, whatever padding a head has."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field: str) -> None:
+    """Require a logit for every token of the tokenizer; more of them are padding and do no harm.
+
+    Raises:
+        InputError: the head is narrower than the tokenizer.
+    """
+    found, expected = model.config.get_text_config().vocab_size, tokenizer_size(tokenizer)
+    if found < expected:
+        raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {found}")
+
+
 def _require_config(path: str | Path, field: str) -> None:
     # A path that looks local but is missing would otherwise be looked up on the hub: a slow and confusing failure.
     local = Path(path)

@@ -1,0 +1,87 @@
+"""What was drafted, accepted and emitted, as integers; every ratio is derived here and nowhere else."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Integer counts of speculative decoding; they add up across prompts, ranks and runs.
+
+    The names are vLLM's (`vllm:spec_decode_*`). A round is one drafting phase and one forward of the target. Positions
+    past the length limit are not drafted; where the text ends inside an accepted block (end of sequence, a stop
+    string), the positions after its end count neither as drafted nor as accepted, for they are no failures of the
+    drafter; a round cut in either way still counts as a round. Plain decoding is a round without a draft per token.
+    """
+
+    num_drafts: int = 0
+    """Rounds."""
+    num_draft_tokens: int = 0
+    """Drafted tokens."""
+    num_accepted_tokens: int = 0
+    """Accepted drafted tokens, the bonus token excluded."""
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    """Rounds whose drafted token i was accepted (and so all before it)."""
+    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    """Rounds that drafted position i."""
+    num_reached_per_pos: tuple[int, ...] = ()
+    """Rounds that drafted position i and accepted every position before it."""
+    num_emitted_tokens: int = 0
+    """Tokens that entered the text: accepted ones, corrections and bonus tokens."""
+
+    @classmethod
+    def of_round(cls, drafted: int, accepted: int, emitted: int) -> "Counts":
+        """Count one round in which the first `accepted` of `drafted` tokens were accepted and `emitted` tokens stood."""
+        return cls(
+            num_drafts=1,
+            num_draft_tokens=drafted,
+            num_accepted_tokens=accepted,
+            num_accepted_tokens_per_pos=(1,) * accepted + (0,) * (drafted - accepted),
+            num_draft_tokens_per_pos=(1,) * drafted,
+            num_reached_per_pos=tuple(int(i <= accepted) for i in range(drafted)),
+            num_emitted_tokens=emitted,
+        )
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.num_drafts + other.num_drafts,
+            self.num_draft_tokens + other.num_draft_tokens,
+            self.num_accepted_tokens + other.num_accepted_tokens,
+            _add(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos),
+            _add(self.num_draft_tokens_per_pos, other.num_draft_tokens_per_pos),
+            _add(self.num_reached_per_pos, other.num_reached_per_pos),
+            self.num_emitted_tokens + other.num_emitted_tokens,
+        )
+
+    def draft_acceptance_rate(self) -> float | None:
+        """Return accepted ÷ drafted tokens, the bonus excluded; it depends on the draft length. None if none drafted."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    def mean_acceptance_length(self) -> float | None:
+        """Return τ, the tokens emitted per forward of the target, bonus included; plain decoding has 1. None if no round.
+
+        It is 1 + accepted ÷ rounds, but for the rounds whose accepted draft ended the text and which got no bonus.
+        """
+        return _ratio(self.num_emitted_tokens, self.num_drafts)
+
+    def acceptance_per_position(self) -> list[float | None]:
+        """Return, for each position, the rounds that accepted it ÷ the rounds that drafted it (unconditional)."""
+        return [_ratio(*x) for x in zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)]
+
+    def conditional_acceptance(self) -> list[float | None]:
+        """Return, for each position, its acceptance given that every position before it was accepted."""
+        return [_ratio(*x) for x in zip(self.num_accepted_tokens_per_pos, self.num_reached_per_pos, strict=True)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts as plain JSON types."""
+        return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+
+
+def _ratio(numerator: int, denominator: int) -> float | None:
+    return numerator / denominator if denominator else None

@@ -1,0 +1,1 @@
+"""Proposers: what drafts the tokens that the target verifies."""

@@ -1,0 +1,104 @@
+"""Replay: acceptance from text that the target wrote, by one teacher-forced forward of each model, without decoding.
+
+Speculative sampling emits x with law p whatever q is, so GIVEN the emitted text the drafted token at position i was
+accepted with probability a_i = min(1, q_i(x_i) / p_i(x_i)), independently along the block. The block structure is then
+a Markov chain on positions that can be summed exactly, for every draft length from the same a_i.
+
+Shape suffixes: B sequences, N positions of the text, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.sampling import Law, align_vocabulary
+
+
+def acceptance_probabilities(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """Return a_i = min(1, q_i(x_i) / p_i(x_i)), the probability that x_i was the accepted draft, given that it stands.
+
+    Args:
+        p: the target's distributions on the true prefixes, (…, V).
+        q: the drafter's, warped alike, (…, V). One-hot p and q (T=0) give 1 where the drafter's argmax is x and else 0.
+        tokens: x, (…) int64, tokens that the target wrote: p(x) > 0.
+
+    Returns:
+        (…), in [0, 1].
+    """
+    p_x = p.gather(-1, tokens[..., None])[..., 0]
+    q_x = q.gather(-1, tokens[..., None])[..., 0]
+    return (q_x / p_x.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1.0)
+
+
+def overlap(p: Tensor, q: Tensor) -> Tensor:
+    """Return Σ_v min(p, q) = 1 − TV(p, q) of distributions (…, V): the acceptance rate α of each context, (…)."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def expected_rounds(a_BN: Tensor, lengths_B: Tensor, draft_length: int) -> Tensor:
+    """Return the expected number of rounds in which speculative decoding writes each text, (B,).
+
+    With s_t the probability that a round starts at t (s_0 = 1), a round from t accepts j tokens with probability
+    a_t…a_{t+j−1}(1 − a_{t+j}) for j < γ, or all γ, and the next one starts at t + j + 1; the rounds are Σ_t s_t, and
+    τ = N ÷ Σ_t s_t exactly.
+
+    Args:
+        a_BN: acceptance probabilities of the text's tokens, (B, N); entries past a text's length are ignored.
+        lengths_B: the texts' lengths, (B,).
+        draft_length: γ.
+    """
+    batch, n = a_BN.shape
+    starts = a_BN.new_zeros(batch, n + draft_length + 2)
+    starts[:, 0] = 1.0
+    for t in range(n):
+        reach = starts[:, t]
+        for j in range(min(draft_length, n - t)):
+            starts[:, t + j + 1] += reach * (1 - a_BN[:, t + j])
+            reach = reach * a_BN[:, t + j]
+        starts[:, t + draft_length + 1] += reach
+    inside = torch.arange(n, device=a_BN.device)[None, :] < lengths_B[:, None]
+    return (starts[:, :n] * inside).sum(1)
+
+
+@dataclass(frozen=True)
+class ReplayedText:
+    """One text's acceptance probabilities, from which every draft length is summed."""
+
+    acceptance: Tensor
+    """a_i of each token the target wrote, (N,)."""
+    overlap: Tensor
+    """Σ_v min(p_i, q_i) of each context, (N,); at T=0 whether the argmaxes agree."""
+
+    def rounds(self, draft_length: int) -> float:
+        """Return the expected rounds at γ = `draft_length`; at T=0 exactly the decoder's `num_drafts`."""
+        a = self.acceptance[None, :].double()
+        return float(expected_rounds(a, torch.tensor([a.shape[1]], device=a.device), draft_length))
+
+
+@torch.inference_mode()
+def replay_text(
+    target: PreTrainedModel, draft: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law
+) -> ReplayedText:
+    """Replay one text that the target wrote, with a draft model.
+
+    Args:
+        target: the model that wrote it.
+        draft: the draft model; its logits are cut or filled to the target's width.
+        sequence: prompt and text, (T,) int64.
+        prompt_length: tokens of the prompt, at least 1 and less than T.
+        law: the warping that the text was written under.
+
+    Returns:
+        Per-token acceptance of the T − `prompt_length` tokens of the text.
+    """
+    tokens = sequence[prompt_length:]
+    p_logits = target(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
+    q_logits = draft(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
+    q_logits = align_vocabulary(q_logits, p_logits.shape[-1])
+    p, q = (law.probabilities(logits, sequence[:-1]) for logits in (p_logits, q_logits))
+    if not law.do_sample:
+        # In half precision a parallel forward can break a near-tie the other way: the text itself says what p chose.
+        p = torch.nn.functional.one_hot(tokens, p.shape[-1]).to(p.dtype)
+    return ReplayedText(acceptance_probabilities(p, q, tokens), overlap(p, q))

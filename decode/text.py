@@ -1,0 +1,25 @@
+"""How repetitive a text is: the number that unmasks an acceptance rate earned on endless loops."""
+
+from collections.abc import Sequence
+
+
+def count_repeated_ngrams(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
+    """Count the n-grams of a completion that already occurred earlier in it.
+
+    Counts of several completions add; divide once, at the end.
+
+    Args:
+        ids: the completion's T token ids, without its prompt.
+        n: tokens in an n-gram.
+
+    Returns:
+        The repeated n-grams and all n-grams: `max(T - n + 1, 0)`, so (0, 0) for a completion shorter than n.
+    """
+    ngrams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+    return len(ngrams) - len(set(ngrams)), len(ngrams)
+
+
+def repeated_ngram_share(ids: Sequence[int], n: int = 4) -> float:
+    """Return the share, in [0, 1], of a completion's n-grams that repeat an earlier one; 0 where it has none."""
+    repeated, total = count_repeated_ngrams(ids, n)
+    return repeated / total if total else 0.0

@@ -1,0 +1,1 @@
+"""Entry points: the draftsmith command, prepare, measure, report, quickstart."""

@@ -1,0 +1,46 @@
+"""`draftsmith prepare --config configs/prepare/tiny.yaml`: prompts in, completions written by the target out."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.completions import CompletionsSummary, PrepareConfig, prepare
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prepare completions and print what was written.
+
+    Args:
+        argv: the flags; those of the process by default.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        InputError: bad flags, prompts, target or output directory; or a full disk.
+    """
+    _print(prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare")))
+    return 0
+
+
+def _print(summary: CompletionsSummary) -> None:
+    share, speed = summary.repeated_ngram_share, summary.tokens_per_second
+    rows = {
+        "completions": f"{summary.written + summary.kept} ({summary.written} written now, {summary.kept} kept)",
+        "tokens": f"{summary.tokens} ({summary.cut} completions cut at max_new_tokens, {summary.empty} empty)",
+        "repeated 4-grams": "none to count" if share is None else f"{share:.1%}",
+        "speed": "nothing to write" if speed is None else f"{speed:.0f} tokens/s over {summary.seconds:.0f} s",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print(f"completions: {summary.output}", soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,208 @@
+"""From observations to `report.json` and a table in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from draftsmith.decode import Counts
+from draftsmith.decode.intervals import Estimate, ratio, ratio_difference
+from draftsmith.decode.text import count_repeated_ngrams
+from draftsmith.train.provenance import environment
+
+if TYPE_CHECKING:
+    from draftsmith.scripts.measure import MeasureConfig, Method, Observation, Observations
+
+SCHEMA = "draftsmith.report/1"
+
+
+def build_report(config: MeasureConfig, models: dict[str, PreTrainedModel], observations: Observations) -> dict[str, Any]:
+    """Return the report of one run of `measure`; what is not measured is None.
+
+    Intervals are bootstrapped over prompts; comparisons are paired over prompts.
+    """
+    target = models["target"]
+    plain = {t: seen for (t, method), seen in observations.items() if method.kind == "plain"}
+    runs = [
+        _run(config, models, temperature, method, seen, plain[temperature], observations)
+        for (temperature, method), seen in observations.items()
+        if method.kind != "plain"
+    ]
+    return {
+        "schema": SCHEMA,
+        "environment": environment(target.device, config.dtype),
+        "target": {"path": config.target, "parameters": target.num_parameters(), "dtype": config.dtype},
+        "prompts": {"path": config.prompts, "count": len(next(iter(plain.values())))},
+        "baseline": {
+            "tokens_per_second": _speed([o for seen in plain.values() for o in seen]),
+            "by_temperature": [
+                {"temperature": t, "tokens_per_second": _speed(seen), "repeated_ngram_share": _repeated(seen)}
+                for t, seen in plain.items()
+            ],
+        },
+        "runs": runs,
+        "costs": None,
+        "recommendation": None,
+    }
+
+
+def _run(
+    config: MeasureConfig,
+    models: dict[str, PreTrainedModel],
+    temperature: float,
+    method: Method,
+    seen: list[Observation],
+    plain: list[Observation],
+    observations: Observations,
+) -> dict[str, Any]:
+    counts = sum((o.counts for o in seen), Counts())
+    model = models[method.kind]
+    path = config.draft if method.kind == "draft" else config.baseline_draft
+    stock = next(
+        (
+            other
+            for (t, m), other in observations.items()
+            if t == temperature and m.kind == "baseline_draft" and m.draft_length == method.draft_length
+        ),
+        None,
+    )
+    return {
+        "proposer": {"kind": method.kind, "path": path, "parameters": model.num_parameters()},
+        "draft_length": method.draft_length,
+        "rule": "exact",
+        "temperature": temperature,
+        "batch_size": 1,
+        "counts": counts.to_dict(),
+        "alpha": ratio([float(o.replay.overlap.sum()) for o in seen], [len(o.replay.overlap) for o in seen]),
+        "draft_acceptance_rate": ratio(
+            [o.counts.num_accepted_tokens for o in seen], [o.counts.num_draft_tokens for o in seen]
+        ),
+        "mean_acceptance_length": ratio(*_acceptance_length(seen)),
+        "acceptance_per_position": counts.acceptance_per_position(),
+        "conditional_acceptance": counts.conditional_acceptance(),
+        "speedup": _speedup(seen, plain),
+        "predicted_speedup": None,
+        "tokens_per_second": _speed(seen),
+        "gain_over_baseline_draft": _gain(seen, stock) if method.kind == "draft" and stock else None,
+        "replay": _replay(seen, method.draft_length, temperature),
+        "lossless": _lossless(seen, plain, temperature),
+        "by_category": _by_category(seen, plain),
+        "repeated_ngram_share": _repeated(seen),
+    }
+
+
+def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
+    return [o.counts.num_emitted_tokens for o in seen], [o.counts.num_drafts for o in seen]
+
+
+def _speed(seen: list[Observation]) -> dict[str, Any]:
+    speeds = sorted(len(o.tokens) / o.seconds for o in seen)
+    return {"median": speeds[len(speeds) // 2], **ratio([len(o.tokens) for o in seen], [o.seconds for o in seen])}
+
+
+def _speedup(seen: list[Observation], plain: list[Observation]) -> Estimate:
+    """Tokens per second ÷ those of plain decoding; texts may differ in length where they are sampled."""
+    # Seconds a token of plain decoding × the tokens written here = what plain decoding would have taken for them.
+    plain_seconds = [o.seconds / len(o.tokens) * len(s.tokens) for o, s in zip(plain, seen, strict=True)]
+    return ratio(plain_seconds, [o.seconds for o in seen])
+
+
+def _gain(seen: list[Observation], stock: list[Observation]) -> dict[str, Estimate]:
+    stock_seconds = [s.seconds / len(s.tokens) * len(o.tokens) for s, o in zip(stock, seen, strict=True)]
+    return {
+        "mean_acceptance_length": ratio_difference(*_acceptance_length(seen), *_acceptance_length(stock)),
+        "speedup": ratio(stock_seconds, [o.seconds for o in seen]),
+    }
+
+
+def _replay(seen: list[Observation], draft_length: int, temperature: float) -> dict[str, Any]:
+    """Replayed τ of plain decoding's texts beside the decoder's own.
+
+    At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
+    and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
+    """
+    tokens = [len(o.replay.acceptance) for o in seen]
+    rounds = [o.replay.rounds(draft_length) for o in seen]
+    if temperature == 0:
+        agrees = all(abs(o.counts.num_drafts - r) < 1e-6 for o, r in zip(seen, rounds, strict=True))
+    else:
+        interval = ratio_difference(*_acceptance_length(seen), tokens, rounds)["ci95"]
+        agrees = None if interval is None else interval[0] <= 0 <= interval[1]
+    return {"mean_acceptance_length": ratio(tokens, rounds), "agrees": agrees}
+
+
+def _lossless(seen: list[Observation], plain: list[Observation], temperature: float) -> dict[str, Any]:
+    if temperature > 0:
+        return {"checked": False, "identical": None, "prompts_identical": None, "p_value": None}
+    same = sum(o.tokens == p.tokens for o, p in zip(seen, plain, strict=True))
+    return {"checked": True, "identical": same == len(seen), "prompts_identical": same, "p_value": None}
+
+
+def _by_category(seen: list[Observation], plain: list[Observation]) -> dict[str, Any]:
+    names = sorted({o.category for o in seen if o.category is not None})
+
+    def of(name: str) -> dict[str, Any]:
+        chosen = [(o, p) for o, p in zip(seen, plain, strict=True) if o.category == name]
+        own, other = [o for o, _ in chosen], [p for _, p in chosen]
+        return {
+            "prompts": len(own),
+            "mean_acceptance_length": ratio(*_acceptance_length(own)),
+            "speedup": _speedup(own, other),
+        }
+
+    return {name: of(name) for name in names}
+
+
+def _repeated(seen: list[Observation]) -> float | None:
+    repeated, total = (sum(x) for x in zip(*(count_repeated_ngrams(o.tokens) for o in seen), strict=True))
+    return repeated / total if total else None
+
+
+def print_report(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the report's main figures as a table, a row for plain decoding and one for each run."""
+    environment = report["environment"]
+    table = Table(
+        title=f"{report['target']['path']} · {report['prompts']['count']} prompts · {environment['dtype']} · "
+        f"{environment['device']}, {environment['threads']} threads",
+        title_justify="left",
+        caption="τ: tokens per target forward; α: 1 − TV(p, q); [ ]: 95 % interval over prompts",
+        caption_justify="left",
+    )
+    for name in ("T", "drafter", "γ"):
+        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
+    for name in ("α", "accepted", "τ", "tokens/s", "speed-up", "τ gain over stock"):
+        table.add_column(name, justify="right")
+    for base in report["baseline"]["by_temperature"]:
+        temperature = base["temperature"]
+        speed = f"{base['tokens_per_second']['value']:.0f}"
+        table.add_row(f"{temperature:g}", "none (plain decoding)", "", "", "", "1.00", speed, "1.00×", "", style="dim")
+        for run in report["runs"]:
+            if run["temperature"] != temperature:
+                continue
+            gain = (run["gain_over_baseline_draft"] or {}).get("mean_acceptance_length")
+            table.add_row(
+                f"{temperature:g}",
+                {"draft": "draft", "baseline_draft": "stock draft"}[run["proposer"]["kind"]],
+                str(run["draft_length"]),
+                _cell(run["alpha"], interval=False),
+                _cell(run["draft_acceptance_rate"], interval=False),
+                _cell(run["mean_acceptance_length"]),
+                f"{run['tokens_per_second']['value']:.0f}",
+                _cell(run["speedup"], unit="×"),
+                _cell(gain, sign=True) if gain else "",
+            )
+        table.add_section()
+    (console or Console()).print(table)
+
+
+def _cell(estimate: Estimate, unit: str = "", interval: bool = True, sign: bool = False) -> str:
+    if estimate["value"] is None:
+        return "–"
+    number: Callable[[float], str] = lambda x: f"{x:+.2f}" if sign else f"{x:.2f}"  # noqa: E731
+    bounds = estimate.get("ci95")
+    ends = f" \\[{number(bounds[0])}, {number(bounds[1])}]" if interval and bounds else ""
+    return number(estimate["value"]) + unit + ends

@@ -1,0 +1,87 @@
+"""Tiny models and tokenizers, built in memory: no test needs the network or a GPU."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from draftsmith.train.runs import save_model
+from draftsmith.train.tokenizer import train_bpe
+
+torch.set_num_threads(1)
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n",
+    "class Stack:\n    def __init__(self):\n        self.items = []\n",
+    "for i in range(10):\n    print(i, i * i)\n",
+    "import os\n\nprint(os.getcwd())\n",
+]
+
+
+def tiny_llama(
+    seed: int = 0, vocab_size: int = 97, layers: int = 2, hidden: int = 32, scale: float = 6.0, **config: object
+) -> LlamaForCausalLM:
+    """A random Llama whose logits are spread by `scale`, so that its distributions are neither flat nor degenerate."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=2 * hidden,
+            max_position_embeddings=512,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            **config,
+        )
+    )
+    with torch.no_grad():
+        model.lm_head.weight.mul_(scale)
+    model.generation_config.pad_token_id = 0
+    return model.eval().requires_grad_(False)
+
+
+def perturbed(model: LlamaForCausalLM, noise: float, seed: int = 1) -> LlamaForCausalLM:
+    """A drafter that agrees with `model` more often the smaller the noise on its head is."""
+    draft = tiny_llama(0, **{k: getattr(model.config, k) for k in ("vocab_size",)}, layers=model.config.num_hidden_layers)
+    draft.load_state_dict(model.state_dict())
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * noise)
+    return draft.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="session")
+def target() -> LlamaForCausalLM:
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="session")
+def draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
+    return perturbed(target, 0.05)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return train_bpe(TEXTS, 300)
+
+
+@pytest.fixture
+def pair_dirs(tmp_path, tokenizer):
+    """A target and a draft as Hugging Face directories that share a tokenizer."""
+    vocab = len(tokenizer)
+    for name, seed, layers in (("target", 0, 2), ("draft", 1, 1)):
+        model = tiny_llama(seed, vocab, layers=layers)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+        model.generation_config.bos_token_id = tokenizer.bos_token_id
+        save_model(model, tokenizer, tmp_path / name)
+    return tmp_path / "target", tmp_path / "draft"

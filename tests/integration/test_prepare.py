@@ -1,0 +1,404 @@
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.prepare import main
+from draftsmith.train import completions, shards
+from draftsmith.train.cli import parse_config
+from draftsmith.train.completions import PrepareConfig, load_completions, prepare, split_empty
+from draftsmith.train.tokenizer import train_bpe
+
+WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
+COUNT = 11  # in batches of 2: five full ones and a last one of a single row
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A random Llama with a padded vocabulary, and a generation config full of settings that must not leak."""
+    path = tmp_path_factory.mktemp("target")
+    tokenizer = train_bpe(WORDS, 290)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=320, max_position_embeddings=128, initializer_range=0.3, num_key_value_heads=2, **shape)
+    )
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    with torch.no_grad():  # louder than the rest: the end of a text, and the padding, which wins unless it is barred
+        model.lm_head.weight[[end, 77]] *= 2
+        model.lm_head.weight[len(tokenizer) :] *= 3
+    leaks = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0, "max_length": 3}
+    model.generation_config = GenerationConfig(eos_token_id=[end, 77], pad_token_id=pad, **leaks)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = [" ".join(WORDS[: 1 + i % len(WORDS)]) for i in range(COUNT)]
+    records = [{"prompt": text, "id": f"p{i}", "category": [None, "code"][i % 2]} for i, text in enumerate(texts)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def config(target, prompts, tmp_path):
+    def make(output: str = "out", **settings) -> PrepareConfig:
+        settings = {"max_new_tokens": 12, "batch_size": 2, "target": str(target), "prompts": str(prompts)} | settings
+        return PrepareConfig(output=str(tmp_path / output), **settings)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(target, prompts, tmp_path_factory):
+    """The directory of an uninterrupted run: a name and its bytes a file."""
+    output = tmp_path_factory.mktemp("whole")
+    prepare(PrepareConfig(str(target), str(prompts), str(output), max_new_tokens=12, batch_size=2))
+    return contents(output)
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def flags(config: PrepareConfig) -> list[str]:
+    names = ("target", "prompts", "output", "max_new_tokens", "batch_size")
+    return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
+
+
+def rows(config: PrepareConfig) -> list[dict]:
+    return load_completions(config.output).to_list()
+
+
+def fail_at_call(monkeypatch, module, name: str, calls: int, error: BaseException) -> None:
+    real, made = getattr(module, name), []
+
+    def failing(*args, **kwargs):
+        made.append(1)
+        if len(made) > calls:
+            raise error
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, failing)
+
+
+def test_samples_are_prompt_and_completion_with_an_exact_mask(config):
+    cfg = config(max_new_tokens=40)
+    summary = prepare(cfg)
+    tokenizer = completions.load_tokenizer(cfg.target)
+    ends, reasons = {tokenizer.eos_token_id, 77}, set()
+    texts = {p.id: p for p in completions.read_prompts(cfg.prompts)}
+    for row in rows(cfg):
+        ids, length = row["input_ids"], row["prompt_length"]
+        completion = ids[length:]
+        assert tokenizer.decode(ids[:length]) == texts[row["id"]].text
+        assert row["category"] == texts[row["id"]].category
+        assert row["loss_mask"] == [0] * length + [1] * len(completion)
+        assert 1 <= len(completion) <= 40
+        assert not ends & set(completion[:-1])
+        assert row["finish_reason"] == ("stop" if completion[-1] in ends else "length")
+        assert row["finish_reason"] == "stop" or len(completion) == 40
+        reasons.add(row["finish_reason"])
+        assert max(completion) < len(tokenizer)  # the rows that pad the vocabulary are never sampled
+    assert reasons == {"stop", "length"}
+    assert sorted(row["id"] for row in rows(cfg)) == sorted(texts)
+    assert (summary.prompts, summary.written, summary.kept) == (COUNT, COUNT, 0)
+    assert summary.tokens == summary.tokens_written == sum(sum(row["loss_mask"]) for row in rows(cfg))
+    assert summary.cut == sum(row["finish_reason"] == "length" for row in rows(cfg))
+
+
+def test_a_batched_row_is_the_row_completed_alone(config):
+    together, alone = (
+        config("together", temperature=0.0, batch_size=COUNT),
+        config("alone", temperature=0.0, batch_size=1),
+    )
+    prepare(together)
+    prepare(alone)
+    assert rows(together) == rows(alone)
+
+
+def test_greedy_is_the_argmax_and_sampling_inherits_nothing(config):
+    greedy = config("greedy", temperature=0.0, batch_size=1)
+    prepare(greedy)
+    model = completions.load_model(greedy.target)
+    tokenizer = completions.load_tokenizer(greedy.target)
+    for row in rows(greedy):  # a repetition penalty, or a padded vocabulary's rows, would change the argmax
+        logits = model(torch.tensor([row["input_ids"]])).logits[0, :, : len(tokenizer)]
+        start = row["prompt_length"]
+        assert logits[start - 1 : -1].argmax(-1).tolist() == row["input_ids"][start:]
+
+    generation = completions.set_generation_config(config("sampled"), model, tokenizer)
+    processors = model._get_logits_processor(model._prepare_generation_config(generation)[0], 1)
+    assert [type(p).__name__ for p in processors] == ["SuppressTokensLogitsProcessor"]
+    assert generation.eos_token_id == [tokenizer.eos_token_id, 77]
+    # the model's top_k=1 and temperature 0.01 would leave a single answer
+    many = config("sampled", prompts=str(Path(greedy.output).parent / "many.txt"), batch_size=32, max_new_tokens=1)
+    Path(many.prompts).write_text("def\n" * 64)
+    prepare(many)
+    last = [row["input_ids"][-1] for row in rows(many)]
+    assert len(set(last)) > 10
+    assert last[:32] != last[32:]  # each batch has its own seed
+
+
+def test_completions_do_not_depend_on_what_was_sampled_before(config, whole):
+    torch.manual_seed(123)
+    state = torch.random.get_rng_state()
+    prepare(config("again"))
+    assert contents(Path(config("again").output)) == whole
+    assert torch.equal(torch.random.get_rng_state(), state)
+    prepare(config("other", seed=1))
+    assert [row["input_ids"] for row in rows(config("other"))] != [row["input_ids"] for row in rows(config("again"))]
+
+
+def test_a_finished_directory_is_left_alone_without_loading_the_weights(config, whole, monkeypatch):
+    once = prepare(config())
+    monkeypatch.setattr(completions, "load_model", None)
+    again = prepare(config())
+    assert contents(Path(config().output)) == whole
+    assert (again.kept, again.written, again.seconds, again.tokens_per_second) == (COUNT, 0, 0.0, None)
+    assert (again.tokens, again.ngrams) == (once.tokens, once.ngrams)
+    assert again.repeated_ngram_share == once.repeated_ngram_share
+
+
+def test_resume_after_a_crash_with_a_partial_file_and_damaged_shards(config, whole, monkeypatch):
+    output = Path(config().output)
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, completions, "complete", 4, KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            prepare(config())
+    assert sorted(contents(output)) == ["manifest.json", *(f"shard-0000{i}.parquet" for i in range(4))]
+    (output / ".shard-00004.parquet.partial").write_bytes(whole["shard-00004.parquet"][:50])
+    truncated, blotted = output / "shard-00001.parquet", output / "shard-00002.parquet"
+    truncated.write_bytes(truncated.read_bytes()[:-20])
+    data = blotted.read_bytes()
+    blotted.write_bytes(data[:40] + bytes(200) + data[240:])
+    summary = prepare(config())
+    assert contents(output) == whole
+    assert (summary.kept, summary.written) == (4, COUNT - 4)
+
+
+@pytest.mark.slow
+def test_resume_after_sigkill(config, whole):
+    cfg = config()
+    output = Path(cfg.output)
+    # Slowed down, so that the signal comes between the second and the last batch.
+    code = (
+        "import sys, time; from draftsmith.train import completions as c; real = c.complete\n"
+        "def slow(*args): time.sleep(0.3); return real(*args)\n"
+        "c.complete = slow; from draftsmith.scripts.prepare import main; main(sys.argv[1:])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, *flags(cfg)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (output / "shard-00001.parquet").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    left = [name for name in contents(output) if name.startswith("shard-")]
+    assert 2 <= len(left) < 6
+    unfinished = load_completions(cfg.output)
+    assert len(unfinished) == 2 * len(left)
+    assert prepare(cfg).kept == 2 * len(left)
+    assert contents(output) == whole
+
+
+def test_a_flipped_bit_never_changes_what_is_read(tmp_path, whole):
+    shard, data = tmp_path / "shard-00000.parquet", whole["shard-00000.parquet"]
+    shard.write_bytes(data)
+    table = shards.read_shard(shard)
+    assert table is not None
+    for i in range(0, len(data), 7):
+        shard.write_bytes(data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :])
+        found = shards.read_shard(shard)
+        assert found is None or found.equals(table), f"byte {i}"
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_keeps_what_was_written(code, config, whole, monkeypatch):
+    output = Path(config().output)
+    with monkeypatch.context() as patch:
+        fail_at_call(patch, shards.os, "fsync", 4, OSError(code, os.strerror(code)))  # the manifest and three shards
+        with pytest.raises(InputError) as error:
+            prepare(config())
+    assert str(error.value) == (
+        f"output: no space left for {output}: 6 of {COUNT} completions are kept; "
+        "free some space and run the same command again"
+    )
+    assert sorted(contents(output)) == ["manifest.json", *(f"shard-0000{i}.parquet" for i in range(3))]
+    assert prepare(config()).kept == 6
+    assert contents(output) == whole
+
+
+def test_another_failure_to_write_is_not_called_a_full_disk(config, monkeypatch):
+    monkeypatch.setattr(shards.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    with pytest.raises(OSError, match="broken"):
+        prepare(config())
+    (Path(config().output) / "file").write_text("")
+    with pytest.raises(InputError, match=r"^output: expected a directory to write in, found: .*File exists"):
+        prepare(config("out/file"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "before"),
+    [
+        ("limit", 10, "None"),
+        ("max_prompt_tokens", 3, "None"),
+        ("max_new_tokens", 13, "12"),
+        ("temperature", 0.5, "1.0"),
+        ("top_k", 5, "0"),
+        ("top_p", 0.5, "1.0"),
+        ("batch_size", 3, "2"),
+        ("seed", 1, "0"),
+        ("dtype", "bfloat16", "'float32'"),
+        ("split", "test", "'train'"),
+    ],
+)
+def test_other_settings_are_refused_by_name(name, value, before, config, whole):
+    output = Path(config().output)
+    output.mkdir()
+    (output / "manifest.json").write_bytes(whole["manifest.json"])
+    with pytest.raises(InputError) as error:
+        prepare(config(**{name: value}))
+    assert str(error.value) == (
+        f"{name}: expected {before}, found {value!r}; {output} was begun otherwise, give another --output"
+    )
+    assert contents(output) == {"manifest.json": whole["manifest.json"]}
+
+
+def test_other_prompts_and_another_target_are_refused_but_they_may_move(config, prompts, target, whole, tmp_path):
+    prepare(config())
+    moved, copied = tmp_path / "moved.jsonl", tmp_path / "copied"
+    shutil.copy(prompts, moved)
+    shutil.copytree(target, copied)
+    assert prepare(config(prompts=str(moved), target=str(copied))).kept == COUNT
+    moved.write_text(moved.read_text().replace("print", "paint"))
+    with pytest.raises(
+        InputError, match=rf"^prompts: expected {prompts} as it was \(sha256: .* give another --output$"
+    ):
+        prepare(config(prompts=str(moved)))
+    weights = copied / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1  # the same names and sizes, trained on
+    weights.write_bytes(data)
+    with pytest.raises(InputError, match=rf"^target: expected {target} as it was \(model.safetensors: .* --output$"):
+        prepare(config(target=str(copied)))
+    assert contents(Path(config().output)) == whole
+
+
+def test_other_versions_are_warned_of(config, whole, caplog):
+    output = Path(config().output)
+    prepare(config())
+    (output / "manifest.json").write_bytes(re.sub(rb'"torch": ".*"', b'"torch": "1.0"', whole["manifest.json"]))
+    assert prepare(config()).kept == COUNT
+    assert "begun with" in caplog.text
+
+
+def test_the_context_of_the_target_is_respected(config):
+    with pytest.raises(InputError) as error:
+        prepare(config(max_new_tokens=110))
+    assert re.fullmatch(
+        r"max_prompt_tokens: expected prompt and completion within the target's 128 positions, found \d\d \+ 110 "
+        r"tokens for prompt 'p7'; give --max_prompt_tokens 18, or a smaller --max_new_tokens",
+        str(error.value),
+    )
+    cfg = config(max_new_tokens=110, max_prompt_tokens=18)
+    prepare(cfg)
+    assert max(row["prompt_length"] for row in rows(cfg)) == 18
+
+
+def test_loading_names_what_is_wrong(config, whole, tmp_path, caplog):
+    output = Path(config().output)
+
+    def message() -> str:
+        with pytest.raises(InputError) as error:
+            load_completions(str(output))
+        return str(error.value)
+
+    assert message() == f"{output}: expected a directory of completions, found none"
+    output.mkdir()
+    assert message() == f"{output}: expected completions written by draftsmith prepare, found no manifest.json"
+    manifest = output / "manifest.json"
+    manifest.write_text("{")
+    assert message().startswith(f"{manifest}: expected JSON, found: ")
+    manifest.write_text('{"schema": "draftsmith.completions/2"}')
+    assert message() == f"{manifest}: expected schema 'draftsmith.completions/1', found 'draftsmith.completions/2'"
+    manifest.write_bytes(whole["manifest.json"])
+    assert message() == f"{output}: expected completions written by draftsmith prepare, found no shards"
+    shard = output / "shard-00000.parquet"
+    shard.write_bytes(whole["shard-00000.parquet"])
+    assert len(load_completions(str(output))) == 2
+    assert "unfinished, 1 of 6 shards are there" in caplog.text
+    said = f"{shard}: expected a shard of completions, found a damaged file; run draftsmith prepare again"
+    for damaged in (whole["shard-00000.parquet"][:-9], b""):
+        shard.write_bytes(damaged)
+        assert message() == said
+    shards.write_shard(shard, pa.table({"id": ["a"]}))
+    assert message() == said
+    manifest.unlink()
+    with pytest.raises(InputError, match=r"^output: expected manifest.json beside the shards in .*, found none$"):
+        prepare(config())
+
+
+def test_samples_with_an_empty_mask_are_counted_and_named(config):
+    prepare(config())
+    dataset = load_completions(config().output)
+    assert split_empty(dataset)[1] == []
+    emptied = dataset.map(
+        lambda row: row | {"loss_mask": [0] * len(row["loss_mask"])} if row["id"] in ("p3", "p8") else row
+    )
+    kept, names = split_empty(emptied)
+    assert sorted(names) == ["p3", "p8"]
+    assert sorted([*kept["id"], *names]) == sorted(dataset["id"])
+    with pytest.raises(InputError) as error:
+        split_empty(dataset.map(lambda row: {"loss_mask": [0] * len(row["loss_mask"])}))
+    assert str(error.value) == (
+        f"completions: expected tokens to train on, found an empty loss mask in all {COUNT} samples, the first: "
+        + ", ".join(dataset["id"][:5])
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        *((name, 0, "at least 1") for name in ("limit", "max_prompt_tokens", "max_new_tokens", "batch_size")),
+        *((name, -1, "0 or more") for name in ("top_k", "seed")),
+        ("temperature", -0.1, "a finite number, 0 or more"),
+        ("temperature", float("nan"), "a finite number, 0 or more"),
+        ("top_p", 0.0, "more than 0 and at most 1"),
+        ("dtype", "int8", "one of float32, bfloat16, float16, float64"),
+    ],
+)
+def test_settings_are_checked(name, value, expected, config):
+    with pytest.raises(InputError) as error:
+        config(**{name: value})
+    assert str(error.value) == f"{name}: expected {expected}, found {value!r}"
+
+
+def test_command_prints_where_the_completions_are(config, capsys):
+    cfg = config()
+    assert main(flags(cfg)) == 0
+    out = capsys.readouterr().out
+    assert f"completions: {cfg.output}\n" in out
+    assert f"{COUNT} ({COUNT} written now, 0 kept)" in out
+    assert "repeated 4-grams" in out
+    with pytest.raises(InputError, match="batch_size"):
+        main([*flags(cfg), "--batch_size", "0"])
+
+
+def test_the_config_that_we_ship_parses():
+    path = Path(__file__).parents[2] / "configs" / "prepare" / "tiny.yaml"
+    assert parse_config(PrepareConfig, ["--config", str(path)]).target == "assets/tiny-target"

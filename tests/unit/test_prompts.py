@@ -1,0 +1,218 @@
+# ruff: noqa: E501 - the table of errors reads best with a case a line
+import json
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.text import count_repeated_ngrams, repeated_ngram_share
+from draftsmith.train.prompts import Prompt, encode_prompt, read_prompts
+from draftsmith.train.tokenizer import END_OF_TEXT, train_bpe
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m['role'] == 'system' and m['content'] == 'no' %}{{ raise_exception('no system role') }}{% endif %}"
+    "[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+def user(content: str) -> dict[str, str]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str) -> dict[str, str]:
+    return {"role": "assistant", "content": content}
+
+
+def write(directory: Path, name: str, text: str | bytes) -> str:
+    path = directory / name
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+def jsonl(directory: Path, *records: object) -> str:
+    return write(directory, "prompts.jsonl", "".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    """Adds a beginning-of-text token by itself, as Llama's does: what a chat template must not double."""
+    tokenizer = train_bpe(["hello world, say hello to the world"], 300)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, tokenizer.bos_token_id)]
+    )
+    return tokenizer
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"prompt": "hello"}, Prompt("0", "hello", None, None)),
+        ({"prompt": [user("a"), assistant("b")]}, Prompt("0", None, [user("a")], None)),
+        ({"prompt": "first", "messages": [user("second")]}, Prompt("0", "first", None, None)),
+        ({"prompt": None, "messages": [user("second")]}, Prompt("0", None, [user("second")], None)),
+        ({"messages": [SYSTEM, user("a")], "id": "x"}, Prompt("x", None, [SYSTEM, user("a")], None)),
+        (
+            {"messages": [user("a"), assistant("b"), user("c"), assistant("d"), assistant("e")], "id": 7},
+            Prompt("7", None, [user("a"), assistant("b"), user("c")], None),
+        ),
+        (
+            {"messages": [SYSTEM | {"content": ""}, user("a")]},
+            Prompt("0", None, [SYSTEM | {"content": ""}, user("a")], None),
+        ),
+        (
+            {
+                "conversations": [
+                    {"from": "system", "value": "Be brief."},
+                    {"from": "human", "value": "a"},
+                    {"from": "gpt", "value": "b"},
+                    {"from": "user", "value": "c"},
+                    {"from": "assistant", "value": "d"},
+                ]
+            },
+            Prompt("0", None, [SYSTEM, user("a"), assistant("b"), user("c")], None),
+        ),
+        (
+            {"question_id": 81, "category": "writing", "turns": ["a", "needs an answer to a"]},
+            Prompt("81", None, [user("a")], "writing"),
+        ),
+    ],
+)
+def test_a_record_is_recognised_by_its_field(record, expected, tmp_path):
+    assert read_prompts(jsonl(tmp_path, record)) == [expected]
+    assert read_prompts(write(tmp_path, "prompts.json", json.dumps([record], indent=2))) == [expected]
+
+
+def test_text_files_are_one_prompt_a_line(tmp_path):
+    for name in ("prompts.txt", "prompts.md"):
+        source = write(tmp_path, name, b"\xef\xbb\xbfone\r\n\r\n  two\r\nthree")
+        assert [(p.id, p.text) for p in read_prompts(source)] == [("0", "one"), ("1", "  two"), ("2", "three")]
+
+
+def test_byte_order_mark_and_crlf_and_line_separators_are_fine(tmp_path):
+    text = b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two\xe2\x80\xa8lines"}\r\n'
+    assert [p.text for p in read_prompts(write(tmp_path, "p.jsonl", text))] == ["one", "two\u2028lines"]
+    text = b'\xef\xbb\xbf[\r\n{"prompt": "one"},\r\n{"prompt": "two"}]\r\n'
+    assert [p.text for p in read_prompts(write(tmp_path, "p.json", text))] == ["one", "two"]
+
+
+def test_parquet_and_directories_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"prompt": "one", "messages": None}, {"prompt": None, "messages": [user("two"), assistant("three")]}]
+    expected = [Prompt("0", "one", None, None), Prompt("1", None, [user("two")], None)]
+    directory = tmp_path / "data"
+    directory.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), directory / "train.parquet")
+    assert read_prompts(str(directory / "train.parquet")) == expected
+    assert read_prompts(str(directory)) == expected
+    with pytest.raises(InputError, match=r"data: expected .* with split 'test', found: "):
+        read_prompts(str(directory), split="test")
+
+
+def test_ids_are_unique_and_limit_reads_no_further(tmp_path):
+    source = jsonl(tmp_path, {"prompt": "a"}, {"prompt": "b", "id": 0}, {"prompt": "c"}, {"broken": "d"})
+    assert [p.id for p in read_prompts(source, limit=3)] == ["0_", "0", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("p.jsonl", "", "{path}: expected prompts, found none"),
+        ("p.jsonl", "\n\n", "{path}: expected prompts, found none"),
+        ("p.json", "", "{path}: expected prompts, found none"),
+        ("p.json", " [ ] ", "{path}: expected prompts, found none"),
+        ("p.txt", "\n", "{path}: expected prompts, found none"),
+        ("p.jsonl", '{"prompt": "a"}\n\n{"prompt"\n', "{path}:3: expected a JSON object, found: Expecting ':' delimiter (column 10)"),
+        ("p.jsonl", '["a"]\n', "{path}:1: expected an object, found a list"),
+        ("p.jsonl", '{"prompt": "a"}\n{"question": "b", "n": 1}', "{path}:2: expected one of the fields prompt, messages, conversations, turns, found 'question', 'n'"),
+        ("p.jsonl", "{}", "{path}:1: expected one of the fields prompt, messages, conversations, turns, found an empty object"),
+        ("p.jsonl", '{"prompt": " "}', "{path}:1: prompt: expected some text, found an empty string"),
+        ("p.jsonl", '{"prompt": 3}', "{path}:1: prompt: expected a string or a list of messages, found the number 3"),
+        ("p.jsonl", r'{"prompt": "\ud800"}', "{path}:1: prompt: expected Unicode text, found a lone surrogate"),
+        ("p.jsonl", '{"messages": "a"}', "{path}:1: messages: expected a list, found a string"),
+        ("p.jsonl", '{"messages": ["a"]}', "{path}:1: messages[0]: expected an object, found a string"),
+        ("p.jsonl", '{"messages": [{"role": "tool", "content": "a"}]}', "{path}:1: messages[0].role: expected one of system, user, human, assistant, gpt, found 'tool'"),
+        ("p.jsonl", '{"messages": [{"content": "a"}]}', "{path}:1: messages[0].role: expected one of system, user, human, assistant, gpt, found nothing"),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": null}]}', "{path}:1: messages[0].content: expected a string, found nothing"),
+        ("p.jsonl", '{"messages": [{"role": "user", "content": ""}]}', "{path}:1: messages[0].content: expected some text, found an empty string"),
+        ("p.jsonl", '{"messages": []}', "{path}:1: messages: expected a user turn, found none"),
+        ("p.jsonl", '{"conversations": [{"from": "gpt", "value": "a"}]}', "{path}:1: conversations: expected a user turn, found none"),
+        ("p.jsonl", '{"turns": []}', "{path}:1: turns: expected at least one turn, found none"),
+        ("p.jsonl", '{"turns": [[]]}', "{path}:1: turns[0]: expected a string, found a list"),
+        ("p.jsonl", '{"prompt": "a", "category": 1}', "{path}:1: category: expected a string, found the number 1"),
+        ("p.jsonl", '{"prompt": "a", "id": true}', "{path}:1: id: expected a string or a whole number, found a boolean"),
+        ("p.jsonl", '{"prompt": "a", "id": "x"}\n\n{"prompt": "b", "id": "x"}', "{path}:3: expected a unique id, found 'x' again (first at {path}:1)"),
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt": "\xff"}', "{path}:2: expected UTF-8, found byte 0xff"),
+        ("p.txt", b"a\n\nb\xc3", "{path}:3: expected UTF-8, found byte 0xc3"),
+        ("p.json", '\n{"prompt": "a"}', "{path}:2: expected an array of records, found '{{' (a file of one record a line is named .jsonl)"),
+        ("p.json", '[\n{"prompt": "a"},\n\n{"prompt":\n""}\n]', "{path}:4: prompt: expected some text, found an empty string"),
+        ("p.json", '[\n{"prompt": "a"},\n{"prompt" "b"}]', "{path}:3: expected JSON, found: Expecting ':' delimiter (column 11)"),
+        ("p.json", '[{"prompt": "a"}\n{"prompt": "b"}]', "{path}:2: expected ',' or ']', found '{{'"),
+        ("p.json", '[{"prompt": "a"}\n', "{path}:2: expected ',' or ']', found the end of the file"),
+        ("p.json", '[{"prompt": "a"}]\n\nx', "{path}:3: expected the end of the file, found 'x'"),
+        ("p.csv", "a", "{path}: expected a file named .jsonl, .json, .txt, .md, .parquet, found '.csv'"),
+    ],
+)  # fmt: skip
+def test_errors_name_file_and_line(name, text, message, tmp_path):
+    source = write(tmp_path, name, text)
+    with pytest.raises(InputError) as error:
+        read_prompts(source)
+    assert str(error.value) == message.format(path=source)
+
+
+def test_errors_about_files_that_are_not_there_or_not_what_they_say(tmp_path):
+    for source in (str(tmp_path / "none.jsonl"), "none.json", "./none", ""):
+        with pytest.raises(InputError) as error:
+            read_prompts(source)
+        assert str(error.value) == f"{source}: expected a file of prompts, found nothing there"
+    source = write(tmp_path, "p.parquet", "not parquet")
+    with pytest.raises(InputError, match=r"p\.parquet: expected a Parquet file, found: "):
+        read_prompts(source)
+    pq.write_table(pa.table({"prompt": ["a", ""]}), source)
+    with pytest.raises(InputError, match=r"p\.parquet: row 2: prompt: expected some text, found an empty string"):
+        read_prompts(source)
+    with pytest.raises(InputError, match=r"^limit: expected at least 1, found 0$"):
+        read_prompts(source, limit=0)
+
+
+def test_plain_text_keeps_the_tokenizers_own_special_tokens(tokenizer):
+    ids = encode_prompt(Prompt("0", "hello world", None, None), tokenizer)
+    assert tokenizer.decode(ids) == f"{END_OF_TEXT}hello world"
+    assert encode_prompt(Prompt("0", "hello world", None, None), tokenizer, max_tokens=2) == ids[-2:]
+
+
+def test_chat_template_writes_the_generation_prompt_and_its_own_special_tokens(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    ids = encode_prompt(Prompt("0", None, [SYSTEM, user("a"), assistant("b"), user("c")], None), tokenizer)
+    assert all(type(token) is int for token in ids)
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids) == f"{END_OF_TEXT}[system]Be brief.\n[user]a\n[assistant]b\n[user]c\n[assistant]"
+    with pytest.raises(InputError, match=r"^prompt 'x': expected roles that the chat template takes, found: no system"):
+        encode_prompt(Prompt("x", None, [{"role": "system", "content": "no"}, user("a")], None), tokenizer)
+
+
+def test_without_a_chat_template_the_user_turns_are_plain_text(tokenizer):
+    ids = encode_prompt(Prompt("0", None, [SYSTEM, user("a"), assistant("b"), user("c")], None), tokenizer)
+    assert tokenizer.decode(ids) == f"{END_OF_TEXT}a\n\nc"
+
+
+def test_a_prompt_without_tokens_is_refused_by_name(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{# nothing #}")
+    with pytest.raises(InputError, match=r"^prompt 'x': expected at least one token, found none$"):
+        encode_prompt(Prompt("x", None, [user("a")], None), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("ids", "counts"),
+    [([], (0, 0)), ([1, 2, 3], (0, 0)), ([1, 2, 3, 4, 5], (0, 2)), ([7] * 8, (4, 5)), ([1, 2] * 4, (3, 5))],
+)
+def test_repeated_ngrams(ids, counts):
+    assert count_repeated_ngrams(ids) == counts
+    assert repeated_ngram_share(ids) == (counts[0] / counts[1] if counts[1] else 0.0)

@@ -1,0 +1,320 @@
+"""Prompts in, token ids out: every format that prompts are kept in, and the target's chat template.
+
+A record is recognised by its field; where it has several, the first of these counts:
+
+* `prompt`: a string, encoded as it is; or a list of messages (TRL's conversational format);
+* `messages`: a list of `{"role": …, "content": …}`;
+* `conversations`: ShareGPT, a list of `{"from": …, "value": …}`;
+* `turns`: Spec-Bench and MT-Bench, the user's turns. Only the first is used: the later ones need an answer to the
+  one before, which nobody has given yet.
+
+A conversation is kept up to its last user turn, because the answer is the target's to write. `id` (or `question_id`)
+and `category` are optional.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+
+FIELDS = ("prompt", "messages", "conversations", "turns")
+ROLES = {
+    "system": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+}
+SHAREGPT_KEYS = {"role": "from", "content": "value"}
+MESSAGE_KEYS = {"role": "role", "content": "content"}
+
+Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the record
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the target is asked: exactly one of a plain text and a conversation that ends with a user turn."""
+
+    id: str
+    text: str | None
+    messages: list[dict[str, str]] | None
+    category: str | None
+
+
+def read_prompts(source: str, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
+    """Read prompts from a file, a directory or a data set on the hub.
+
+    Args:
+        source: a `.jsonl` file (a record a line), `.json` (an array of records), `.parquet`, `.txt` or `.md` (a prompt
+            a line, empty lines skipped); or a directory or a hub id, `NAME` or `NAME:CONFIG`, that
+            `datasets.load_dataset` reads.
+        split: the split of a directory or hub id.
+        limit: read the first so many prompts only.
+
+    Returns:
+        The prompts in their order, with unique ids: those given, and the position (from 0) for those without one.
+
+    Raises:
+        InputError: names the file and the line (or row) of the first record that cannot be used.
+    """
+    if limit is not None and limit < 1:
+        raise InputError(f"limit: expected at least 1, found {limit}")
+    located = list(islice(_records(source, split), limit))
+    if not located:
+        raise InputError(f"{source}: expected prompts, found none")
+    given = [_given_id(record, where) for where, record in located]
+    taken: dict[str, str] = {}
+    for (where, _), name in zip(located, given, strict=True):
+        if name is not None and name in taken:
+            raise InputError(f"{where}: expected a unique id, found {name!r} again (first at {taken[name]})")
+        if name is not None:
+            taken[name] = where
+    prompts = []
+    for position, ((where, record), name) in enumerate(zip(located, given, strict=True)):
+        if name is None:
+            name = str(position)
+            while name in taken:  # some records were given an id, and one of them is this number
+                name += "_"
+            taken[name] = where
+        prompts.append(_parse(record, where, name))
+    return prompts
+
+
+def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None) -> list[int]:
+    """Encode a prompt as the target will see it, ready for its answer.
+
+    A conversation goes through the tokenizer's chat template with the generation prompt; where there is no template,
+    the user turns joined by blank lines are plain text. Plain text is encoded as it is, with the special tokens that
+    the tokenizer adds by itself; a template writes its own, and none are added to those.
+
+    Args:
+        prompt: the prompt.
+        tokenizer: the target's tokenizer.
+        max_tokens: keep the last so many tokens: the end of a prompt is what the answer follows.
+
+    Returns:
+        At least one token id.
+
+    Raises:
+        InputError: names the prompt that has no tokens, or that the chat template refuses.
+    """
+    ids: Any
+    if prompt.messages is not None and tokenizer.chat_template is not None:
+        try:
+            ids = tokenizer.apply_chat_template(
+                prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except TemplateError as error:
+            raise InputError(
+                f"prompt {prompt.id!r}: expected roles that the chat template takes, found: {error}"
+            ) from error
+    else:
+        turns = [m["content"] for m in prompt.messages or [] if m["role"] == "user"]
+        text = prompt.text if prompt.text is not None else "\n\n".join(turns)
+        ids = tokenizer(text, verbose=False)["input_ids"]
+    if not ids:
+        raise InputError(f"prompt {prompt.id!r}: expected at least one token, found none")
+    return list(ids) if max_tokens is None else list(ids[-max_tokens:])
+
+
+def _records(source: str, split: str) -> Iterator[Located]:
+    path = Path(source)
+    readers: dict[str, Callable[[Path], Iterator[Located]]] = {
+        ".jsonl": _jsonl,
+        ".json": _json,
+        ".txt": _lines_as_prompts,
+        ".md": _lines_as_prompts,
+        ".parquet": _parquet,
+    }
+    reader = readers.get(path.suffix.lower())
+    if path.is_file():
+        if reader is None:
+            raise InputError(
+                f"{source}: expected a file named {', '.join(readers)}, found {path.suffix or path.name!r}"
+            )
+        return reader(path)
+    # A path that looks local but is missing would otherwise be looked up on the hub: a slow and confusing failure.
+    looks_local = path.is_absolute() or source.startswith(".") or source.count("/") > 1
+    if not source or (not path.is_dir() and (reader is not None or looks_local)):
+        raise InputError(f"{source}: expected a file of prompts, found nothing there")
+    return _dataset(source, split)
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: expected a readable file, found: {error.strerror}") from error
+    # Bytes are split, not text: str.splitlines would also cut at U+2028, which JSON allows inside a string.
+    for number, line in enumerate(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+        where = f"{path}:{number}"
+        try:
+            yield where, line.removesuffix(b"\r").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: expected UTF-8, found byte 0x{line[error.start]:02x}") from error
+
+
+def _lines_as_prompts(path: Path) -> Iterator[Located]:
+    return ((where, {"prompt": line}) for where, line in _lines(path) if line.strip())
+
+
+def _jsonl(path: Path) -> Iterator[Located]:
+    for where, line in _lines(path):
+        if line.strip():
+            try:
+                yield where, json.loads(line)
+            except json.JSONDecodeError as error:
+                raise InputError(
+                    f"{where}: expected a JSON object, found: {error.msg} (column {error.colno})"
+                ) from error
+
+
+def _json(path: Path) -> Iterator[Located]:
+    """Read an array record by record, because the decoder tells where a value ends, and so the line it began on."""
+    text = "\n".join(line for _, line in _lines(path))
+    decoder = json.JSONDecoder()
+
+    def skip_space(at: int) -> int:
+        while at < len(text) and text[at] in " \t\r\n":
+            at += 1
+        return at
+
+    at = skip_space(0)
+    if at == len(text):
+        return
+    if text[at] != "[":
+        raise InputError(
+            f"{path}:{text.count(chr(10), 0, at) + 1}: expected an array of records, found {text[at]!r} "
+            "(a file of one record a line is named .jsonl)"
+        )
+    line, counted = 1, 0
+    while text[at] != "]":
+        at = skip_space(at + 1)  # past the bracket or comma
+        line, counted = line + text.count("\n", counted, at), at
+        if text[at : at + 1] == "]":  # an empty array, or a comma after its last record
+            break
+        try:
+            record, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{path}:{error.lineno}: expected JSON, found: {error.msg} (column {error.colno})"
+            ) from error
+        yield f"{path}:{line}", record
+        at = skip_space(at)
+        if text[at : at + 1] not in {",", "]"}:
+            found = repr(text[at]) if at < len(text) else "the end of the file"
+            raise InputError(f"{path}:{text.count(chr(10), 0, at) + 1}: expected ',' or ']', found {found}")
+    rest = skip_space(at + 1)
+    if rest < len(text):
+        raise InputError(
+            f"{path}:{text.count(chr(10), 0, rest) + 1}: expected the end of the file, found {text[rest]!r}"
+        )
+
+
+def _parquet(path: Path) -> Iterator[Located]:
+    try:
+        with pq.ParquetFile(path) as file:
+            rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+            yield from _rows(rows, str(path))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: expected a Parquet file, found: {_first_line(error)}") from error
+
+
+def _dataset(source: str, split: str) -> Iterator[Located]:
+    # A directory may have a colon in its name; a hub id may not.
+    name, _, config = (source, "", "") if Path(source).is_dir() else source.partition(":")
+    try:
+        dataset = datasets.load_dataset(name, config or None, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise InputError(
+            f"{source}: expected a file, a directory or a data set with split {split!r}, found: {_first_line(error)}"
+        ) from error
+    return _rows(dataset, f"{source}[{split}]")
+
+
+def _rows(rows: Iterable[Any], source: str) -> Iterator[Located]:
+    return ((f"{source}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _given_id(record: Any, where: str) -> str | None:
+    if not isinstance(record, dict):
+        raise InputError(f"{where}: expected an object, found {_kind(record)}")
+    for field in ("id", "question_id"):
+        value = record.get(field)
+        if value is not None:
+            if isinstance(value, bool) or not isinstance(value, str | int):
+                raise InputError(f"{where}: {field}: expected a string or a whole number, found {_kind(value)}")
+            return _text(str(value), where, field)
+    return None
+
+
+def _parse(record: dict[str, Any], where: str, name: str) -> Prompt:
+    category = record.get("category")
+    if category is not None and not isinstance(category, str):
+        raise InputError(f"{where}: category: expected a string, found {_kind(category)}")
+    field = next((field for field in FIELDS if record.get(field) is not None), None)
+    if field is None:
+        found = ", ".join(map(repr, record)) or "an empty object"
+        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+    value = record[field]
+    if field == "prompt" and isinstance(value, str):
+        return Prompt(name, _text(value, where, field), None, category)
+    if not isinstance(value, list):
+        expected = "a string or a list of messages" if field == "prompt" else "a list"
+        raise InputError(f"{where}: {field}: expected {expected}, found {_kind(value)}")
+    if field == "turns":
+        if not value:
+            raise InputError(f"{where}: turns: expected at least one turn, found none")
+        return Prompt(name, None, [{"role": "user", "content": _text(value[0], where, "turns[0]")}], category)
+    keys = SHAREGPT_KEYS if field == "conversations" else MESSAGE_KEYS
+    return Prompt(name, None, _until_last_user_turn(value, keys, where, field), category)
+
+
+def _until_last_user_turn(value: list[Any], keys: dict[str, str], where: str, field: str) -> list[dict[str, str]]:
+    messages = []
+    for i, message in enumerate(value):
+        if not isinstance(message, dict):
+            raise InputError(f"{where}: {field}[{i}]: expected an object, found {_kind(message)}")
+        role, content = message.get(keys["role"]), message.get(keys["content"])
+        if not isinstance(role, str) or role not in ROLES:
+            known, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else _kind(role)
+            raise InputError(f"{where}: {field}[{i}].{keys['role']}: expected one of {known}, found {found}")
+        # An empty system or assistant turn is odd but says something; an empty question does not.
+        required = ROLES[role] == "user"
+        content = _text(content, where, f"{field}[{i}].{keys['content']}", may_be_empty=not required)
+        messages.append({"role": ROLES[role], "content": content})
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{where}: {field}: expected a user turn, found none")
+    return messages
+
+
+def _text(value: Any, where: str, field: str, *, may_be_empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where}: {field}: expected a string, found {_kind(value)}")
+    if not may_be_empty and not value.strip():
+        raise InputError(f"{where}: {field}: expected some text, found an empty string")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, which no tokenizer takes
+        raise InputError(f"{where}: {field}: expected Unicode text, found a lone surrogate") from error
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
+    return names.get(type(value), f"the number {value}" if isinstance(value, int | float) else type(value).__name__)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,66 @@
+"""Where a result came from: versions, machine, commit, config."""
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+
+def environment(device: torch.device, dtype: str | None = None) -> dict[str, Any]:
+    """Return the `environment` object of reports and run records; what is unknown is None."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else (platform.processor() or platform.machine())
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": f"{device.type}: {name}",
+        "cores": os.cpu_count(),
+        "dtype": dtype,
+        "threads": torch.get_num_threads(),
+        "git_sha": git_sha(),
+    }
+
+
+def git_sha() -> str | None:
+    """Return the commit of the source tree that runs, with `+` where it has changes; None outside a checkout."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*args: str) -> str:
+        return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON aside, then rename: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.partial")
+    aside.write_text(json.dumps(value, indent=2, default=_plain) + "\n", encoding="utf-8")
+    os.replace(aside, path)
+
+
+def write_run_record(directory: Path, config: Any, device: torch.device) -> None:
+    """Leave `draftsmith.json` beside a trained model: the config it came from and the environment it ran in."""
+    write_json(directory / "draftsmith.json", {"config": config, "environment": environment(device)})
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, transformers.TrainingArguments):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    if isinstance(value, Enum):
+        return value.value
+    return str(value)

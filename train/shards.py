@@ -1,0 +1,113 @@
+"""A directory of completions on disk: its manifest, its shards, both written so that a kill harms nothing."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
+
+from draftsmith.decode.errors import InputError
+
+SCHEMA = "draftsmith.completions/1"
+MANIFEST = "manifest.json"
+COLUMNS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("category", pa.string()),  # null where the prompt has none
+        ("prompt_length", pa.int32()),
+        ("input_ids", pa.list_(pa.int32())),  # prompt and completion, no padding
+        ("loss_mask", pa.list_(pa.int8())),  # 0 on the prompt, 1 on the completion, its end-of-sequence token included
+        ("finish_reason", pa.string()),  # "stop": it ended with an end-of-sequence token; "length": it was cut
+    ]
+)
+
+logger = logging.getLogger(__name__)
+
+
+def read_shard(path: Path) -> pa.Table | None:
+    """Read a shard, checksums and all; None where there is none, or one that is cut, damaged or of other columns."""
+    try:
+        # Not pq.read_table: it would take `name=value` in a directory's name for a column.
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            shard = file.read()
+    except (OSError, pa.ArrowException):
+        return None
+    return shard if shard.schema.equals(COLUMNS) else None
+
+
+def write_shard(path: Path, shard: pa.Table) -> None:
+    """Write a shard whole or not at all.
+
+    Raises:
+        OSError: the disk is full, or cannot be written; nothing is left behind.
+    """
+    buffer = pa.BufferOutputStream()
+    pq.write_table(shard, buffer, compression="zstd", write_page_checksum=True)
+    _write_aside(path, buffer.getvalue().to_pybytes())
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """Read the manifest of a directory of completions; None where there is none.
+
+    Raises:
+        InputError: it is no JSON, or of another schema.
+    """
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found: {error}") from error
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        raise InputError(f"{path}: expected schema {SCHEMA!r}, found {schema!r}")
+    return manifest
+
+
+def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a new directory, or require that the one there was begun from the same settings and inputs.
+
+    `settings` must agree field by field; `prompts` and `target` by everything but their `path`, since files may move.
+    Other `versions` are warned of: libraries may sample otherwise, and a long run should survive an upgrade.
+
+    Raises:
+        InputError: names the first difference, and the way out.
+        OSError: the disk is full, or cannot be written.
+    """
+    before = read_manifest(directory)
+    if before is None:
+        if any(directory.glob("shard-*.parquet")):
+            raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
+        _write_aside(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        return
+    way_out = f"; {directory} was begun otherwise, give another --output"
+    for name, value in manifest["settings"].items():
+        if before["settings"].get(name) != value:
+            raise InputError(f"{name}: expected {before['settings'].get(name)!r}, found {value!r}{way_out}")
+    for name in ("prompts", "target"):
+        for part in sorted((manifest[name].keys() | before[name].keys()) - {"path"}):
+            then, now = before[name].get(part), manifest[name].get(part)
+            if then != now:
+                raise InputError(
+                    f"{name}: expected {before[name]['path']} as it was ({part}: {then}), "
+                    f"found {manifest[name]['path']} ({part}: {now}){way_out}"
+                )
+    if before["versions"] != manifest["versions"]:
+        logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])
+
+
+def _write_aside(path: Path, data: bytes) -> None:
+    aside = path.with_name(f".{path.name}.partial")
+    try:
+        with aside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
