@@ -33,7 +33,7 @@ class Counts:
 
     @classmethod
     def of_round(cls, drafted: int, accepted: int, emitted: int) -> "Counts":
-        """Count one round in which the first `accepted` of `drafted` tokens were accepted and `emitted` tokens stood."""
+        """Count one round that accepted the first `accepted` of `drafted` tokens and emitted `emitted`."""
         return cls(
             num_drafts=1,
             num_draft_tokens=drafted,
@@ -56,11 +56,11 @@ class Counts:
         )
 
     def draft_acceptance_rate(self) -> float | None:
-        """Return accepted ÷ drafted tokens, the bonus excluded; it depends on the draft length. None if none drafted."""
+        """Return accepted ÷ drafted tokens, bonus excluded; it depends on the draft length. None if none drafted."""
         return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
 
     def mean_acceptance_length(self) -> float | None:
-        """Return τ, the tokens emitted per forward of the target, bonus included; plain decoding has 1. None if no round.
+        """Return τ, tokens emitted per forward of the target, bonus included; plain decoding has 1. None if no round.
 
         It is 1 + accepted ÷ rounds, but for the rounds whose accepted draft ended the text and which got no bonus.
         """

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.utils.generic import ModelOutput
 
 from draftsmith.decode.counts import Counts
 
 
-@dataclass
-class DecodeOutput(ModelOutput):
+@dataclass(frozen=True)
+class DecodeOutput:
     """The decoded sequences and what it took."""
 
-    sequences: Tensor | None = None
+    sequences: Tensor
     """(B, ≤ T + max_new_tokens) int64, prompts included, padded on the right where rows end early."""
-    counts: Counts | None = None
+    counts: Counts
     """Summed over the rows."""
 
 
@@ -93,7 +92,6 @@ def run_generate(
 ) -> DecodeOutput:
     """Call `target.generate` with one of the decoders."""
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    generate: Any = target.generate
     with torch.inference_mode():
-        return target.generate(
-            input_ids, attention_mask=mask, custom_generate=decode, return_dict_in_generate=True, **kwargs
-        )
+        return generate(input_ids, attention_mask=mask, custom_generate=decode, return_dict_in_generate=True, **kwargs)

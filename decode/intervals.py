@@ -3,6 +3,7 @@
 Pooling tokens would overstate certainty about fourfold.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -51,7 +52,8 @@ def _estimate(statistic: Callable[..., Any], data: tuple[Sequence[float], ...], 
     value = float(statistic(*arrays))
     if len(arrays[0]) < 2:
         return {"value": value, key: None}
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # told by the missing interval
         interval = stats.bootstrap(
             arrays,
             lambda *resampled, axis: statistic(*resampled),

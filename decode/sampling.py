@@ -5,6 +5,7 @@ Shape suffixes: K positions, V vocabulary, T context tokens.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,12 +48,13 @@ class Law:
         scores_KV = logits_KV if logits_KV.dtype in (torch.float32, torch.float64) else logits_KV.float()
         if not self.processors:
             return scores_KV
+        process: Any = self.processors  # annotated for LongTensor, which no tensor's static type is
         if scores_KV is logits_KV:
             scores_KV = logits_KV.clone()
         if self.context_free:
-            return self.processors(context_T[None, :], scores_KV)
+            return process(context_T[None, :], scores_KV)
         first = len(context_T) - len(scores_KV) + 1
-        rows = [self.processors(context_T[None, : first + j], row[None, :]) for j, row in enumerate(scores_KV)]
+        rows = [process(context_T[None, : first + j], row[None, :]) for j, row in enumerate(scores_KV)]
         return torch.cat(rows)
 
     def probabilities(self, logits_KV: Tensor, context_T: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import parse_config, run
@@ -34,7 +35,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
     trainer.save_model()
     trainer.save_state()
     if trainer.is_world_process_zero():
-        write_run_record(Path(args.output_dir), config, args.device)
+        write_run_record(Path(str(args.output_dir)), config, args.device)
     return trainer
 
 

@@ -45,6 +45,8 @@ class DistillConfig:
             raise InputError("completions: expected at least one directory, found none")
         if self.eval_draft_length < 1:
             raise InputError(f"eval_draft_length: expected at least 1, found {self.eval_draft_length}")
+        if self.max_length is not None and self.max_length < 2:
+            raise InputError(f"max_length: expected at least 2, found {self.max_length}")
         if self.training.eval_strategy != "no" and not self.heldout:
             raise InputError(
                 f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "

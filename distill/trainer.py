@@ -45,7 +45,8 @@ class DistillTrainer(Trainer):
         self.config = config
         # Either head may be padded beyond the tokenizer, to different sizes: entries that are no token have no law.
         self.vocab_size = tokenizer_size(tokenizer)
-        self.target = target.to(self.args.device).eval().requires_grad_(False)
+        self.target: Any = target.eval().requires_grad_(False)
+        self.target.to(self.args.device)
         # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
         self.model_accepts_loss_kwargs = True
 
@@ -60,29 +61,40 @@ class DistillTrainer(Trainer):
         p_logits, q_logits, labels = self._forward(model, inputs)
         chosen = labels != IGNORED
         values = per_token(
-            p_logits[chosen], q_logits[chosen], self.config.divergence, self.config.temperature, self.config.beta,
+            p_logits[chosen],
+            q_logits[chosen],
+            self.config.divergence,
+            self.config.temperature,
+            self.config.beta,
             labels[chosen],
         )
         if num_items_in_batch is None:
             loss = values.sum() / chosen.sum().clamp(min=1)
         else:
-            # Gradients are averaged over processes; the count is already the sum over them.
-            loss = values.sum() / num_items_in_batch * self.accelerator.num_processes
+            loss = values.sum() / num_items_in_batch
+            if self.args.average_tokens_across_devices:
+                # Gradients are averaged over processes; the count is already the sum over them.
+                loss = loss * self.accelerator.num_processes
         return (loss, {"logits": q_logits}) if return_outputs else loss
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the loss and, in place of logits, each sample's replay sums, (B, 4)."""
+    ) -> tuple[None, Tensor, Tensor]:
+        """Return, in place of logits, each sample's replay sums and loss, (B, 5).
+
+        No loss by itself: the Trainer would average it over batches, whatever their token counts.
+        """
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             p_logits, q_logits, labels = self._forward(model, inputs)
             chosen, config = labels != IGNORED, self.config
-            loss = per_token(
+            values = torch.zeros(labels.shape, device=labels.device)
+            values[chosen] = per_token(
                 p_logits[chosen], q_logits[chosen], config.divergence, config.temperature, config.beta, labels[chosen]
-            ).mean()
+            )
             sums = replay_statistics(p_logits, q_logits, labels, config.temperature, config.eval_draft_length)
-        return loss, sums, sums[:, :1]
+        sums = torch.cat([sums, values.sum(1, keepdim=True)], dim=1)
+        return None, sums, sums[:, :1]
 
     def _forward(self, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return p's and q's logits of each next token, (B, T − 1, V), and those tokens, (B, T − 1)."""

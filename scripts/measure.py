@@ -10,7 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import LogitsProcessorList, PreTrainedModel, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
@@ -68,7 +75,13 @@ class MeasureConfig:
     def __post_init__(self) -> None:
         self.draft_lengths = _numbers(self.draft_length, int, "draft_length")
         self.temperatures = _numbers(self.temperature, float, "temperature")
-        for name, least in (("max_new_tokens", 1), ("repeats", 1), ("limit", 1), ("max_prompt_tokens", 1), ("top_k", 0)):
+        for name, least in (
+            ("max_new_tokens", 1),
+            ("repeats", 1),
+            ("limit", 1),
+            ("max_prompt_tokens", 1),
+            ("top_k", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name}: expected at least {least}, found {value}")
@@ -130,6 +143,9 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     }
     for name, model in models.items():
         check_head(model, tokenizer, name)
+    # `generate` fills what is left open from here: only where a text ends may come from the target, not how it samples.
+    ends = models["target"].generation_config.eos_token_id
+    models["target"].generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     methods = [Method("plain")] + [Method(name, k) for k in config.draft_lengths for name in paths]
     observations: Observations = {(t, m): [] for t in config.temperatures for m in methods}
     for temperature in config.temperatures:
@@ -140,7 +156,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         for i, ids in bar:
             input_ids = _ids(ids)
             rotated = methods[i % len(methods) :] + methods[: i % len(methods)]
-            runs = {m: [] for m in methods}
+            runs: dict[Method, list[tuple[DecodeOutput, float]]] = {m: [] for m in methods}
             for _ in range(config.repeats):
                 for method in rotated:
                     runs[method].append(_timed(models, method, input_ids, config, temperature, config.seed + i))

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts
 from draftsmith.decode.intervals import Estimate, ratio, ratio_difference
+from draftsmith.decode.replay import ReplayedText
 from draftsmith.decode.text import count_repeated_ngrams
 from draftsmith.train.provenance import environment
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 SCHEMA = "draftsmith.report/1"
 
 
-def build_report(config: MeasureConfig, models: dict[str, PreTrainedModel], observations: Observations) -> dict[str, Any]:
+def build_report(
+    config: MeasureConfig, models: dict[str, PreTrainedModel], observations: Observations
+) -> dict[str, Any]:
     """Return the report of one run of `measure`; what is not measured is None.
 
     Intervals are bootstrapped over prompts; comparisons are paired over prompts.
@@ -77,7 +80,7 @@ def _run(
         "temperature": temperature,
         "batch_size": 1,
         "counts": counts.to_dict(),
-        "alpha": ratio([float(o.replay.overlap.sum()) for o in seen], [len(o.replay.overlap) for o in seen]),
+        "alpha": ratio([float(r.overlap.sum()) for r in _replays(seen)], [len(r.overlap) for r in _replays(seen)]),
         "draft_acceptance_rate": ratio(
             [o.counts.num_accepted_tokens for o in seen], [o.counts.num_draft_tokens for o in seen]
         ),
@@ -93,6 +96,10 @@ def _run(
         "by_category": _by_category(seen, plain),
         "repeated_ngram_share": _repeated(seen),
     }
+
+
+def _replays(seen: list[Observation]) -> list[ReplayedText]:
+    return [o.replay for o in seen if o.replay is not None]
 
 
 def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
@@ -125,8 +132,9 @@ def _replay(seen: list[Observation], draft_length: int, temperature: float) -> d
     At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
     and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
     """
-    tokens = [len(o.replay.acceptance) for o in seen]
-    rounds = [o.replay.rounds(draft_length) for o in seen]
+    tokens = [len(r.acceptance) for r in _replays(seen)]
+    rounds = [r.rounds(draft_length) for r in _replays(seen)]
+    agrees: bool | None
     if temperature == 0:
         agrees = all(abs(o.counts.num_drafts - r) < 1e-6 for o, r in zip(seen, rounds, strict=True))
     else:

@@ -51,7 +51,9 @@ def tiny_llama(
 
 def perturbed(model: LlamaForCausalLM, noise: float, seed: int = 1) -> LlamaForCausalLM:
     """A drafter that agrees with `model` more often the smaller the noise on its head is."""
-    draft = tiny_llama(0, **{k: getattr(model.config, k) for k in ("vocab_size",)}, layers=model.config.num_hidden_layers)
+    draft = tiny_llama(
+        0, **{k: getattr(model.config, k) for k in ("vocab_size",)}, layers=model.config.num_hidden_layers
+    )
     draft.load_state_dict(model.state_dict())
     torch.manual_seed(seed)
     with torch.no_grad():

@@ -11,10 +11,12 @@ from transformers import EvalPrediction
 
 from draftsmith.decode.replay import acceptance_probabilities, expected_rounds, overlap
 
-COLUMNS = ("tokens", "overlap", "agreement", "rounds")
+COLUMNS = ("tokens", "overlap", "agreement", "rounds", "loss")
 
 
-def replay_statistics(p_logits: Tensor, q_logits: Tensor, labels: Tensor, temperature: float, draft_length: int) -> Tensor:
+def replay_statistics(
+    p_logits: Tensor, q_logits: Tensor, labels: Tensor, temperature: float, draft_length: int
+) -> Tensor:
     """Return a sample's sums over its completion.
 
     Args:
@@ -39,14 +41,15 @@ def replay_statistics(p_logits: Tensor, q_logits: Tensor, labels: Tensor, temper
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Turn gathered sums, (samples, 4), into ratios over tokens.
+    """Turn gathered sums, (samples, 5): those of `replay_statistics` and the loss, into ratios over tokens.
 
     Returns:
-        `alpha` = 1 − TV(p, q); `agreement`, the share of contexts with equal argmax (on these contexts, which need not
-        be greedy ones); `mean_acceptance_length`, τ at the configured draft length.
+        `loss`, the mean over tokens; `alpha` = 1 − TV(p, q); `agreement`, the share of contexts with equal argmax (on
+        these contexts, which need not be greedy ones); `mean_acceptance_length`, τ at the configured draft length.
     """
     sums = dict(zip(COLUMNS, np.asarray(prediction.predictions, dtype=np.float64).sum(0), strict=True))
     return {
+        "loss": float(sums["loss"] / sums["tokens"]),
         "alpha": float(sums["overlap"] / sums["tokens"]),
         "agreement": float(sums["agreement"] / sums["tokens"]),
         "mean_acceptance_length": float(sums["tokens"] / sums["rounds"]),

@@ -14,7 +14,9 @@ Config = TypeVar("Config")
 
 
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
-    """Build a config dataclass from `--config FILE.yaml` and flags (flags win; nested fields are dotted).
+    """Build a config dataclass from `--config FILE.yaml` and flags.
+
+    Flags win over the file; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag.
 
     Raises:
         InputError: an unknown key, a missing or ill-typed value, an unreadable file.
@@ -22,11 +24,19 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
     parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
     parser.add_class_arguments(cls)
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        values = vars(parser.instantiate(parser.parse_args(argv)))
+        values = vars(parser.instantiate(parser.parse_args([_underscored(argument) for argument in arguments])))
     except jsonargparse.ArgumentError as error:
         raise InputError(" ".join(str(error).split())) from error
     return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
+
+
+def _underscored(argument: str) -> str:
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument[2:].partition("=")
+    return f"--{flag.replace('-', '_')}{equals}{value}"
 
 
 def run(main: Callable[[], int | None]) -> int:

@@ -6,6 +6,7 @@ every Python version, and a held-out module was never seen by the embedded model
 """
 
 import hashlib
+import random
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,3 +59,26 @@ def _read(root: Path) -> Iterator[Module]:
         source = path.read_text(encoding="utf-8", errors="replace")
         if source.strip():
             yield Module(".".join(part for part in parts if part != "__init__"), source)
+
+
+def code_prompts(modules: list[Module], count: int, lines: int = 8, seed: int = 0) -> list[dict[str, str]]:
+    """Cut prompts out of modules: beginnings of top-level and nested definitions, for a model to go on with.
+
+    Args:
+        modules: where to cut.
+        count: prompts wanted; fewer come back where the modules have fewer definitions.
+        lines: lines of a prompt, from the one before the definition on.
+        seed: which definitions are taken.
+
+    Returns:
+        Records with `id` (module and line), `prompt` and `category` (the module's top-level package).
+    """
+    records = []
+    for module in modules:
+        source = module.source.splitlines(keepends=True)
+        for number, line in enumerate(source):
+            if line.lstrip().startswith(("def ", "class ", "async def ")):
+                text = "".join(source[max(number - 1, 0) : number + lines - 1]).lstrip("\n")
+                category = module.name.partition(".")[0]
+                records.append({"id": f"{module.name}:{number + 1}", "prompt": text, "category": category})
+    return random.Random(seed).sample(records, min(count, len(records)))

@@ -26,13 +26,19 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
         InputError: a directory is missing or malformed, or no sample has a loss token.
     """
 
+    def cut(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"input_ids": sample["input_ids"][:max_length], "loss_mask": sample["loss_mask"][:max_length]}
+
     def label(sample: dict[str, Any]) -> dict[str, Any]:
-        ids, mask = sample["input_ids"][:max_length], sample["loss_mask"][:max_length]
+        ids, mask = sample["input_ids"], sample["loss_mask"]
         return {"input_ids": ids, "labels": [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]}
 
     parts = []
     for path in paths:
-        dataset, empty = split_empty(load_completions(path))
+        dataset = load_completions(path)
+        if max_length is not None:  # before empty samples are sought: a long prompt may leave no completion
+            dataset = dataset.map(cut)
+        dataset, empty = split_empty(dataset)
         if empty:
             logger.warning(
                 f"{path}: {len(empty)} of {len(empty) + len(dataset)} samples have no token to learn from and are "
@@ -52,6 +58,7 @@ class CompletionCollator:
         self.tokenizer = tokenizer
 
     def __call__(self, samples: list[dict[str, list[int]]]) -> dict[str, Any]:
+        """Collate samples of `input_ids` and `labels`."""
         batch = self.tokenizer.pad(
             {"input_ids": [s["input_ids"] for s in samples]}, padding_side="right", return_tensors="pt"
         )

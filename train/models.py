@@ -66,7 +66,9 @@ def load_tokenizer(
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
-            raise InputError(f"{field}: expected a pad or an end-of-sequence token in {path}'s tokenizer, found neither")
+            raise InputError(
+                f"{field}: expected a pad or an end-of-sequence token in {path}'s tokenizer, found neither"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -85,13 +87,14 @@ def check_same_tokenizer(
     p, q = target.get_vocab(), draft.get_vocab()
     if p == q:
         return
-    differing = sorted((token for token in p.keys() | q.keys() if p.get(token) != q.get(token)), key=lambda t: (
-        min(p.get(t, len(p)), q.get(t, len(q))), t
-    ))
+    differing = sorted(
+        (token for token in p.keys() | q.keys() if p.get(token) != q.get(token)),
+        key=lambda t: (min(p.get(t, len(p)), q.get(t, len(q))), t),
+    )
     token = differing[0]
     raise InputError(
-        f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} tokens that differ, "
-        f"the first {token!r}: id {q.get(token)} in the draft, {p.get(token)} in the target"
+        f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} tokens that "
+        f"differ, the first {token!r}: id {q.get(token)} in the draft, {p.get(token)} in the target"
     )
 
 

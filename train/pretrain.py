@@ -73,9 +73,13 @@ def pretrain(config: PretrainConfig) -> Path:
     )
     special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     special["pad_token_id"] = tokenizer.pad_token_id
-    model = LlamaForCausalLM(
+    model: Any = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=len(tokenizer), max_position_embeddings=config.block_size, use_cache=False, **special, **config.model
+            vocab_size=len(tokenizer),
+            max_position_embeddings=config.block_size,
+            use_cache=False,
+            **special,
+            **config.model,
         )
     )
     args = config.training
@@ -91,7 +95,7 @@ def pretrain(config: PretrainConfig) -> Path:
     metrics = trainer.evaluate()
     trainer.log({"eval_perplexity": math.exp(metrics["eval_loss"])})
     trainer.save_state()
-    final = Path(args.output_dir) / "final"
+    final = Path(str(args.output_dir)) / "final"
     if trainer.is_world_process_zero():
         model.config.use_cache = True
         model.generation_config = GenerationConfig(**special)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-import pyarrow.parquet as pq  # type: ignore[import-untyped]
+import pyarrow.parquet as pq
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 

@@ -1,6 +1,5 @@
 """What a training run leaves on disk, and how it is found again."""
 
-import os
 import shutil
 from pathlib import Path
 
@@ -8,9 +7,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 
-def last_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+def last_checkpoint(output_dir: str | None) -> str | None:
     """Return the newest Trainer checkpoint in a directory, or None where there is none."""
-    return get_last_checkpoint(str(output_dir)) if Path(output_dir).is_dir() else None
+    return get_last_checkpoint(output_dir) if output_dir and Path(output_dir).is_dir() else None
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:

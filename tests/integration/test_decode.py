@@ -134,7 +134,12 @@ def test_other_stopping_criteria_hold_inside_a_block(target):
 
 @pytest.mark.parametrize(
     "options",
-    [{"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[5], [6], [7]]}, {"min_new_tokens": 9}],
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [6], [7]]},
+        {"min_new_tokens": 9},
+    ],
 )
 def test_processors_see_the_tokens_drafted_before_them(target, draft, options):
     """Trap 15."""
@@ -193,7 +198,12 @@ def test_padded_vocabularies_are_aligned(target_size, draft_size):
         model.load_state_dict(shared | pad)
     for do_sample in (False, True):
         out = speculative_generate(
-            target, DraftModelProposer(draft), prompt(0), max_new_tokens=24, do_sample=do_sample, **({"top_k": 5} if do_sample else {})
+            target,
+            DraftModelProposer(draft),
+            prompt(0),
+            max_new_tokens=24,
+            do_sample=do_sample,
+            **({"top_k": 5} if do_sample else {}),
         )
         plain = autoregressive_generate(target, prompt(0), max_new_tokens=24, do_sample=False)
         assert do_sample or torch.equal(out.sequences, plain.sequences)
@@ -216,9 +226,7 @@ def test_sliding_window_caches_roll_back_past_the_window():
     with torch.no_grad():
         draft.lm_head.weight.add_(torch.randn_like(draft.lm_head.weight) * 0.02)
     for seed in range(3):
-        library = mistral.generate(
-            prompt(seed), attention_mask=torch.ones(1, 7), max_new_tokens=30, do_sample=False
-        )
+        library = mistral.generate(prompt(seed), attention_mask=torch.ones(1, 7), max_new_tokens=30, do_sample=False)
         out = speculative_generate(mistral, DraftModelProposer(draft), prompt(seed), max_new_tokens=30, do_sample=False)
         assert torch.equal(out.sequences, library)
         assert 0 < out.counts.draft_acceptance_rate() < 1

@@ -74,7 +74,9 @@ def p_value(model, proposer, law_args, length: int = 3, samples: int = SAMPLES, 
 def test_emitted_texts_have_the_targets_law(small, law_args):
     draft = perturbed_draft(small)
     p = p_value(small, DraftModelProposer(draft), law_args)
-    assert p > FALSE_ALARM, f"p = {p:.2g} (a right decoder falls below {FALSE_ALARM} once in {1 / FALSE_ALARM:.0f} seeds)"
+    assert p > FALSE_ALARM, (
+        f"p = {p:.2g} (a right decoder falls below {FALSE_ALARM} once in {1 / FALSE_ALARM:.0f} seeds)"
+    )
 
 
 def perturbed_draft(model):

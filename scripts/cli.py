@@ -1,0 +1,39 @@
+"""The `draftsmith` command."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from draftsmith.train.cli import run
+
+COMMANDS = {
+    "quickstart": "the whole road on the embedded target, in minutes on a laptop CPU",
+    "prepare": "prompts → completions written by the target",
+    "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
+}
+USAGE = "\n".join(
+    [
+        "usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]",
+        "",
+        *(f"  {name:<12}{what}" for name, what in COMMANDS.items()),
+        "",
+        "  accelerate launch -m draftsmith.distill --config FILE.yaml     distil a draft model",
+        "",
+        "draftsmith COMMAND --help lists its fields.",
+    ]
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 2 bad input; a failure of ours raises."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
+        return 2
+    # Imported by need: torch and transformers take seconds, which `--help` should not cost.
+    command = importlib.import_module(f"draftsmith.scripts.{name}")
+    return run(lambda: command.main(rest))

@@ -1,0 +1,394 @@
+"""Distillation in one process: what is learned, on which positions, and whether it can be trusted to resume."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import tiny_llama
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.replay import ReplayedText
+from draftsmith.distill import __main__ as command
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.divergences import NAMES
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.cli import run
+from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.data import CompletionCollator, training_examples
+from draftsmith.train.runs import save_model
+from draftsmith.train.shards import write_shard
+from draftsmith.train.tokenizer import train_bpe
+
+WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]
+
+
+@pytest.fixture(scope="module")
+def road(tmp_path_factory, tokenizer):
+    """A pair, and completions of 3 and of up to 12 tokens that the target wrote: 20 to train on, 5 held out."""
+    root, vocab = tmp_path_factory.mktemp("road"), len(tokenizer)
+    draft = tiny_llama(1, vocab, layers=1)
+    dropping = tiny_llama(1, vocab, layers=1, attention_dropout=0.2)
+    for name, model in {"target": tiny_llama(0, vocab), "draft": draft, "dropping": dropping}.items():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        save_model(model, tokenizer, root / name)
+    for name, count, tokens in (("short", 10, 3), ("long", 10, 12), ("heldout", 5, 9)):
+        prompts = [" ".join(WORDS[i % 7 : i % 7 + 1 + i % 3]) for i in range(count)]
+        (root / f"{name}.txt").write_text("\n".join(p.replace("\n", " ") for p in prompts))
+        prepare(
+            PrepareConfig(
+                str(root / "target"), str(root / f"{name}.txt"), str(root / name), max_new_tokens=tokens, seed=count
+            )
+        )
+    return root
+
+
+def configured(road: Path, output: Path, **options) -> DistillConfig:
+    training = {"learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant"}
+    training |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    training |= options.pop("training", {})
+    options = {"draft": str(road / "draft"), "completions": [str(road / "short"), str(road / "long")]} | options
+    return DistillConfig(
+        target=str(road / "target"), training=TrainingArguments(output_dir=str(output), **training), **options
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(road, tmp_path_factory):
+    """Four steps with held-out measurement, and what the trainer knows after them."""
+    output = tmp_path_factory.mktemp("trained") / "draft"
+    training = {"max_steps": 4, "report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 2}
+    training["per_device_eval_batch_size"] = 2  # 2 + 2 + 1: an incomplete last batch
+    options = {"temperature": 0.8, "eval_draft_length": 3, "heldout": [str(road / "heldout")]}
+    return command.distill(configured(road, output, training=training, **options)), output
+
+
+def history(trainer: DistillTrainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights(directory: Path | str) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_divergence_is_learned(road, tmp_path, name):
+    data = [str(road / "short"), str(road / "long")]
+    training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
+    trainer = command.distill(configured(road, tmp_path / "out", divergence=name, heldout=data, training=training))
+    (before, after), alpha = history(trainer, "eval_loss"), history(trainer, "eval_alpha")
+    assert after < 0.9 * before
+    if name in ("forward_kl", "tvd"):
+        assert alpha[1] > alpha[0] + 0.05
+        lengths = history(trainer, "eval_mean_acceptance_length")
+        assert 1 <= lengths[0] < lengths[1]
+    if name == "tvd":
+        assert [before, after] == pytest.approx([1 - a for a in alpha], abs=1e-5)
+
+
+def test_the_target_is_untouched_and_the_draft_is_not(road, trained):
+    trainer, output = trained
+    for name, value in weights(road / "target").items():
+        assert torch.equal(trainer.target.state_dict()[name], value)
+    assert all(p.grad is None and not p.requires_grad for p in trainer.target.parameters())
+    assert not any(module.training for module in trainer.target.modules())
+    updated = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
+    assert updated == {id(p) for p in trainer.model.parameters()}
+    before, after = weights(road / "draft"), weights(output)
+    assert all(not torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_the_draft_trains_in_training_mode(road, tmp_path, monkeypatch):
+    modes = []
+    real = DistillTrainer.compute_loss
+
+    def spy(self, model, inputs, *args, **kwargs):
+        modes.append((model.training, self.target.training))
+        return real(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(DistillTrainer, "compute_loss", spy)
+    command.distill(configured(road, tmp_path / "out", training={"max_steps": 2}))
+    assert modes == [(True, False)] * 2
+
+
+def collated(road: Path, trainer: DistillTrainer) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    samples = training_examples([str(road / "short"), str(road / "heldout")]).to_list()[6:12]
+    return samples, CompletionCollator(trainer.processing_class)(samples)
+
+
+def forwards(trainer: DistillTrainer, sample: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """A sample's logits, each model alone and unpadded, and where its completion begins."""
+    ids = torch.tensor([sample["input_ids"]])
+    start = sum(label == -100 for label in sample["labels"])
+    assert sample["labels"][start:] == sample["input_ids"][start:]
+    with torch.no_grad():
+        return trainer.target(ids).logits[0], trainer.model.eval()(ids).logits[0], start
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "cross_entropy"])
+def test_the_loss_is_that_of_the_completion_tokens(road, trained, monkeypatch, name):
+    """Trap 17: position t − 1 predicts token t; the first counted token is the completion's first."""
+    trainer, _ = trained
+    monkeypatch.setattr(trainer.config, "divergence", name)
+    samples, batch = collated(road, trainer)
+    terms = []
+    for sample in samples:
+        p, q, start = forwards(trainer, sample)
+        for t in range(start, len(sample["input_ids"])):
+            log_p, log_q = (x[t - 1].div(0.8).log_softmax(-1) for x in (p, q))
+            if name == "forward_kl":
+                terms.append(float((log_p.exp() * (log_p - log_q)).sum()))
+            else:
+                terms.append(-float(q[t - 1].log_softmax(-1)[sample["input_ids"][t]]))
+    with torch.no_grad():
+        alone = trainer.compute_loss(trainer.model, batch).item()
+        part = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.tensor(100)).item()
+    # float32, and other shapes of the same forward.
+    assert alone == pytest.approx(sum(terms) / len(terms), rel=1e-5)
+    assert part == pytest.approx(sum(terms) / 100, rel=1e-5)
+
+
+def test_prompts_and_padding_carry_no_loss(road, trained):
+    trainer, _ = trained
+    samples, batch = collated(road, trainer)
+    loss, outputs = trainer.compute_loss(trainer.model.eval(), batch, return_outputs=True)
+    (gradient,) = torch.autograd.grad(loss, outputs["logits"])
+    carries = torch.zeros(gradient.shape[:2], dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        start = sum(label == -100 for label in sample["labels"])
+        carries[row, start - 1 : len(sample["input_ids"]) - 1] = True
+    assert torch.equal(gradient.abs().sum(-1) > 0, carries)
+    padding = batch["attention_mask"] == 0
+    assert padding.any()
+    batch["input_ids"] = torch.where(padding, 7, batch["input_ids"])
+    with torch.no_grad():
+        assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(loss.item(), rel=1e-6)
+
+
+def test_the_split_of_a_batch_changes_nothing(road, tmp_path, monkeypatch):
+    """4 × 1 and 2 × 2: the mean is over the tokens of the whole batch, and completions differ in length."""
+    parts = []
+    real = DistillTrainer.compute_loss
+
+    def spy(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        count = int((inputs["labels"] != -100).sum())
+        loss = real(self, model, inputs, return_outputs, num_items_in_batch)
+        parts.append((loss.item() * float(num_items_in_batch), count, int(num_items_in_batch)))
+        return loss
+
+    whole = command.distill(configured(road, tmp_path / "whole", training={"max_steps": 8}))
+    monkeypatch.setattr(DistillTrainer, "compute_loss", spy)
+    training = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    split = command.distill(configured(road, tmp_path / "split", training=training))
+    # Eight steps of float32 in which the sums of a batch are taken in two parts.
+    assert history(split, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
+    assert history(split, "grad_norm") == pytest.approx(history(whole, "grad_norm"), rel=1e-4)
+    assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "split")) < 1e-5
+
+    pairs = list(zip(parts[::2], parts[1::2], strict=True))
+    assert len(pairs) == 8 and all(a[1] + b[1] == a[2] == b[2] for a, b in pairs)
+    over_tokens = [(a[0] + b[0]) / (a[1] + b[1]) for a, b in pairs]
+    mean_of_means = [(a[0] / a[1] + b[0] / b[1]) / 2 for a, b in pairs]
+    assert history(split, "loss") == pytest.approx(over_tokens, rel=1e-5)
+    # The data can tell: averaging the two halves' means would have been off by far more than that.
+    assert max(abs(m - t) / t for m, t in zip(mean_of_means, over_tokens, strict=True)) > 1e-2
+
+
+class Killed(Exception):
+    pass
+
+
+class KillAfterSave(TrainerCallback):
+    def on_save(self, args, state, control, **kwargs):
+        raise Killed
+
+
+def test_a_killed_run_resumes_exactly_in_a_later_epoch(road, tmp_path, monkeypatch):
+    training = {"max_steps": 12, "save_strategy": "steps", "save_steps": 7, "lr_scheduler_type": "linear"}
+    options = {"draft": str(road / "dropping"), "training": training}  # dropout: the generators must be restored, too
+    whole = command.distill(configured(road, tmp_path / "whole", **options))
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "DistillTrainer", functools.partial(DistillTrainer, callbacks=[KillAfterSave()]))
+        with pytest.raises(Killed):
+            command.distill(configured(road, tmp_path / "cut", **options))
+    state = json.loads((tmp_path / "cut/checkpoint-7/trainer_state.json").read_text())
+    assert state["global_step"] == 7 and 1 < state["epoch"] < 2  # in the second epoch, not at its start
+    assert not (tmp_path / "cut/model.safetensors").exists()
+    steps = []
+    real = DistillTrainer.training_step
+    monkeypatch.setattr(DistillTrainer, "training_step", lambda *a, **k: steps.append(1) or real(*a, **k))
+    resumed = command.distill(configured(road, tmp_path / "cut", **options))
+    assert len(steps) == 5
+    assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
+    assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "cut")) < 1e-6
+
+
+def test_without_resume_a_run_begins_again(road, tmp_path):
+    training = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    first = command.distill(configured(road, tmp_path / "out", training=training))
+    again = command.distill(configured(road, tmp_path / "out", training=training | {"max_steps": 3}, resume=False))
+    assert len(history(again, "loss")) == 3
+    assert history(again, "loss")[:2] == history(first, "loss")
+
+
+def test_the_result_is_an_ordinary_directory(trained, tokenizer):
+    trainer, output = trained
+    model, own = AutoModelForCausalLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert own.get_vocab() == tokenizer.get_vocab()
+    ids = own(["def f(x):"], return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, trainer.model.eval()(ids).logits)
+    assert model.config.num_hidden_layers == 1
+    assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
+    assert (output / "model.safetensors").is_file()
+    assert not list(output.glob("*.bin"))
+    record = json.loads((output / "draftsmith.json").read_text())
+    assert record["config"]["divergence"] == "forward_kl" and record["config"]["temperature"] == 0.8
+    assert record["config"]["training"]["max_steps"] == 4
+    assert record["environment"]["torch"] == torch.__version__
+
+
+def test_held_out_metrics_are_those_computed_by_hand(road, trained):
+    trainer, _ = trained
+    temperature, overlap, agree, rounds, loss, tokens = 0.8, 0.0, 0, 0.0, 0.0, 0
+    for sample in training_examples([str(road / "heldout")]):
+        p_logits, q_logits, start = forwards(trainer, sample)
+        a = []
+        for t in range(start, len(sample["input_ids"])):
+            p, q = (x[t - 1].double().div(temperature).softmax(-1) for x in (p_logits, q_logits))
+            token = sample["input_ids"][t]
+            a.append(min(1.0, float(q[token] / p[token])))
+            overlap += float(torch.minimum(p, q).sum())
+            agree += int(p.argmax() == q.argmax())
+            loss += float((p * (p / q).log()).sum())
+        tokens += len(a)
+        rounds += ReplayedText(torch.tensor(a), torch.tensor(a)).rounds(3)
+    measured = [entry for entry in trainer.state.log_history if "eval_alpha" in entry]
+    assert [entry["step"] for entry in measured] == [2, 4, 4]
+    last = measured[-1]
+    # float32 against float64, over some forty tokens.
+    assert last["eval_alpha"] == pytest.approx(overlap / tokens, rel=1e-5)
+    assert last["eval_agreement"] == pytest.approx(agree / tokens)
+    assert last["eval_mean_acceptance_length"] == pytest.approx(tokens / rounds, rel=1e-5)
+    assert last["eval_loss"] == pytest.approx(loss / tokens, rel=1e-5)
+
+
+def test_the_tracker_receives_them(trained):
+    trainer, output = trained
+    (events,) = {path.parent for path in output.rglob("events.out.tfevents.*")}
+    scalars = EventAccumulator(str(events)).Reload()
+    for name in ("alpha", "agreement", "mean_acceptance_length", "loss"):
+        seen = {event.step: event.value for event in scalars.Scalars(f"eval/{name}")}
+        assert seen[4] == pytest.approx(history(trainer, f"eval_{name}")[-1], rel=1e-6)
+    assert len(scalars.Scalars("train/loss")) == 4
+
+
+def test_a_padded_head_is_cut_to_the_tokens(road, tmp_path, tokenizer):
+    """Trap 10: entries that are no token have no law, in training as in measuring."""
+    padded = tiny_llama(1, len(tokenizer) + 20, layers=1)
+    with torch.no_grad():
+        padded.lm_head.weight[len(tokenizer) :].mul_(50)  # would draw nearly all of q's mass
+    save_model(padded, tokenizer, tmp_path / "padded")
+    trainer = command.distill(
+        configured(road, tmp_path / "out", draft=str(tmp_path / "padded"), training={"max_steps": 2})
+    )
+    samples = training_examples([str(road / "short")]).to_list()[:2]
+    batch = CompletionCollator(trainer.processing_class)(samples)
+    _, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+    assert outputs["logits"].shape[-1] == len(tokenizer)
+    found = weights(tmp_path / "out")["lm_head.weight"]
+    assert torch.equal(found[len(tokenizer) :], padded.lm_head.weight[len(tokenizer) :])
+
+
+def without_loss(road: Path, output: Path, ids: set[str] | None = None) -> Path:
+    """A copy of the short completions in which those ids, or all, have an empty loss mask."""
+    shutil.copytree(road / "short", output)
+    for path in output.glob("shard-*.parquet"):
+        table = pq.ParquetFile(path).read()
+        rows = [
+            row | {"loss_mask": [0] * len(row["loss_mask"])} if ids is None or row["id"] in ids else row
+            for row in table.to_pylist()
+        ]
+        write_shard(path, table.from_pylist(rows, schema=table.schema))
+    return output
+
+
+def test_samples_without_loss_are_left_out_and_named(road, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr("draftsmith.train.data.logger", SimpleNamespace(warning=said.append))
+    kept = training_examples([str(without_loss(road, tmp_path / "some", {"3", "7"}))])
+    assert len(kept) == 8
+    (line,) = said
+    assert "2 of 10 samples" in line and "3" in line and "7" in line
+
+
+def test_a_cut_that_leaves_no_completion_counts_as_no_loss(road, monkeypatch):
+    said = []
+    monkeypatch.setattr("draftsmith.train.data.logger", SimpleNamespace(warning=said.append))
+    samples = training_examples([str(road / "long")]).to_list()
+    prompts = sorted(sum(label == -100 for label in sample["labels"]) for sample in samples)
+    cut = training_examples([str(road / "long")], max_length=prompts[5])
+    assert 0 < len(cut) < 10 and said
+    assert all(len(ids) <= prompts[5] for ids in cut["input_ids"])
+    assert all(any(label != -100 for label in labels) for labels in cut["labels"])
+    with pytest.raises(InputError, match="empty loss mask in all 10 samples"):
+        training_examples([str(road / "long")], max_length=prompts[0])
+
+
+def fails(capsys, argv: list[str]) -> str:
+    """Run the command; it must refuse with exit code 2 and say why in one line."""
+    capsys.readouterr()
+    assert run(lambda: command.main(argv)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def test_the_command_refuses_bad_input_in_one_line(road, tmp_path, tokenizer, capsys):
+    good = tmp_path / "good.yaml"
+    text = (
+        f"target: {road / 'target'}\ndraft: {road / 'draft'}\ncompletions: [{road / 'short'}]\n"
+        f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, use_cpu: true, report_to: none}}\n"
+    )
+    good.write_text(text)
+    flags = ["--config", str(good)]
+
+    (tmp_path / "bad.yaml").write_text(text + "divergance: tvd\n")
+    assert "divergance" in fails(capsys, ["--config", str(tmp_path / "bad.yaml")])
+    assert "temperature: expected more than 0, found 0.0" in fails(capsys, [*flags, "--temperature", "0"])
+    assert "max_length: expected at least 2, found 0" in fails(capsys, [*flags, "--max_length", "0"])
+    gone = str(tmp_path / "gone")
+    assert f"target: expected a model directory or a hub id, found nothing at {gone}" in fails(
+        capsys, [*flags, "--target", gone]
+    )
+    assert f"{gone}: expected a directory of completions, found none" in fails(
+        capsys, [*flags, "--completions", f"[{gone}]"]
+    )
+    empty = without_loss(road, tmp_path / "empty")
+    assert "empty loss mask in all 10 samples" in fails(capsys, [*flags, "--completions", f"[{empty}]"])
+
+    other = train_bpe(["zebra quagga okapi giraffe", "wildebeest hartebeest " * 3, "the quick brown fox"], 300)
+    assert len(other) == len(tokenizer)
+    save_model(tiny_llama(1, 300, layers=1), other, tmp_path / "stranger")
+    message = fails(capsys, [*flags, "--draft", str(tmp_path / "stranger")])
+    assert "expected the tokenizer of target" in message and "tokens that differ" in message
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_the_command_distils(road, tmp_path, capsys):
+    argv = ["--target", str(road / "target"), "--draft", str(road / "draft"), "--completions", f"[{road / 'short'}]"]
+    training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
+    argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
+    assert run(lambda: command.main(argv)) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()

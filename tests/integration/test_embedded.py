@@ -1,0 +1,75 @@
+"""The embedded pair: what ships is what the README says, and the road runs on it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from draftsmith.decode import Counts, DraftModelProposer, InputError, autoregressive_generate, speculative_generate
+from draftsmith.scripts import quickstart
+from draftsmith.train.completions import load_completions
+from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
+
+ASSETS = Path(__file__).parents[2] / "assets"
+
+
+@pytest.fixture(scope="module")
+def embedded():
+    tokenizer = load_tokenizer(ASSETS / "tiny-target")
+    check_same_tokenizer(tokenizer, load_tokenizer(ASSETS / "tiny-draft"), "tiny-target", "tiny-draft")
+    return tokenizer, load_model(ASSETS / "tiny-target"), load_model(ASSETS / "tiny-draft")
+
+
+def test_assets_are_small_safetensors_with_their_licence():
+    files = [path for path in ASSETS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 34e6
+    assert sum(path.stat().st_size for path in (ASSETS / "tiny-draft").glob("*.safetensors")) <= 2e6
+    assert not [path for path in files if path.suffix in {".bin", ".pt", ".pkl"}]
+    assert "Python Software Foundation" in (ASSETS / "README.md").read_text(encoding="utf-8")
+
+
+def test_target_reads_heldout_python(embedded):
+    """Far above the loss in docs/log.md: it fails where the weights and the tokenizer do not belong together."""
+    tokenizer, target, _ = embedded
+    heldout = [m.source for m in stdlib_modules() if m.heldout and m.name in {"colorsys", "tempfile", "threading"}]
+    ids = [tokenizer(source, return_tensors="pt")["input_ids"][:, :512] for source in heldout]
+    losses = [float(target(input_ids=i, labels=i).loss) for i in ids]
+    assert max(losses) < 5.0, losses
+
+
+def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
+    tokenizer, target, draft = embedded
+    prompts = code_prompts([m for m in stdlib_modules() if m.heldout], 100)
+    assert len(prompts) == 100
+    proposer, counts = DraftModelProposer(draft), Counts()
+    for prompt in prompts:
+        ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"][:, -48:]
+        plain = autoregressive_generate(target, ids, max_new_tokens=24, do_sample=False)
+        out = speculative_generate(target, proposer, ids, draft_length=4, max_new_tokens=24, do_sample=False)
+        assert torch.equal(out.sequences, plain.sequences), prompt["id"]
+        counts += out.counts
+    assert counts.mean_acceptance_length() > 1.3
+
+
+def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
+    config = quickstart.QuickstartConfig(
+        output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2
+    )
+    console = Console(record=True, width=120)
+    report = quickstart.quickstart(config, console)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    assert {run["proposer"]["kind"] for run in report["runs"]} == {"draft", "baseline_draft"}
+    assert len(load_completions(str(tmp_path / "completions/train"))) == 6
+    load_model(tmp_path / "draft")
+    text = console.export_text()
+    assert "stock draft" in text and "plain decoding" in text
+    quickstart.quickstart(config, console)
+
+
+def test_quickstart_outside_a_clone_says_so(monkeypatch, tmp_path):
+    monkeypatch.setattr(quickstart, "TARGET", tmp_path / "nowhere")
+    with pytest.raises(InputError, match="run it from a clone"):
+        quickstart.quickstart(quickstart.QuickstartConfig(), Console())

@@ -1,0 +1,243 @@
+"""`draftsmith measure` on a tiny pair: what the report says, and that it is consistent with itself."""
+
+import json
+import math
+
+import pytest
+from conftest import perturbed
+from rich.console import Console
+from transformers import AutoModelForCausalLM
+
+from draftsmith.scripts.measure import MeasureConfig, main, measure
+from draftsmith.scripts.report import print_report
+from draftsmith.train.cli import run
+from draftsmith.train.runs import save_model
+
+TOP = {"schema", "environment", "target", "prompts", "baseline", "runs", "costs", "recommendation"}
+ENVIRONMENT = {"python", "torch", "transformers", "device", "dtype", "threads", "git_sha"}
+COUNTS = {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_emitted_tokens"}
+RUN = {
+    "proposer", "draft_length", "rule", "temperature", "batch_size", "counts", "alpha", "draft_acceptance_rate",
+    "mean_acceptance_length", "acceptance_per_position", "conditional_acceptance", "speedup", "predicted_speedup",
+    "tokens_per_second", "gain_over_baseline_draft", "replay", "lossless", "by_category", "repeated_ngram_share",
+}  # fmt: skip
+PROMPTS = [
+    ("def f(x):", "code"),
+    ("import os", "code"),
+    ("a story of x", "prose"),
+    ("for i in", "code"),
+    ("self", None),
+]
+NEW = 13
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory, tokenizer):
+    """A draft that is close to the target beside a stock draft that is further off: 2 temperatures × 2 lengths × 2."""
+    from conftest import tiny_llama
+
+    root = tmp_path_factory.mktemp("measured")
+    target = tiny_llama(0, len(tokenizer))
+    for name, model in {"target": target, "draft": perturbed(target, 0.02), "stock": perturbed(target, 0.2)}.items():
+        model.generation_config.eos_token_id = None
+        save_model(model, tokenizer, root / name)
+    rows = [{"prompt": text} | ({"category": category} if category else {}) for text, category in PROMPTS]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = MeasureConfig(
+        target=str(root / "target"), draft=str(root / "draft"), baseline_draft=str(root / "stock"),
+        prompts=str(root / "prompts.jsonl"), output=str(root / "out"), temperature="0,1", draft_length="1,3",
+        max_new_tokens=NEW, dtype="float32",
+    )  # fmt: skip
+    return measure(config, progress=False), root
+
+
+def runs_of(report: dict, **where: object) -> list[dict]:
+    return [run for run in report["runs"] if all(run[key] == value for key, value in where.items())]
+
+
+def walk(value: object):
+    yield value
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from walk(item)
+
+
+def test_the_file_is_the_report(measured):
+    report, root = measured
+    text = (root / "out" / "report.json").read_text()
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    assert json.loads(text, parse_constant=refuse) == report
+    assert not list((root / "out").glob(".*"))
+
+
+def test_every_field_of_the_schema_is_there(measured):
+    report, root = measured
+    assert report["schema"] == "draftsmith.report/1"
+    assert report.keys() >= TOP and report["environment"].keys() >= ENVIRONMENT
+    assert report["target"] == {
+        "path": str(root / "target"),
+        "parameters": AutoModelForCausalLM.from_pretrained(root / "target").num_parameters(),
+        "dtype": "float32",
+    }
+    assert report["prompts"] == {"path": str(root / "prompts.jsonl"), "count": len(PROMPTS)}
+    assert report["baseline"]["tokens_per_second"]["median"] > 0
+    asked = [(t, k, kind) for t in (0.0, 1.0) for k in (1, 3) for kind in ("draft", "baseline_draft")]
+    found = [(r["temperature"], r["draft_length"], r["proposer"]["kind"]) for r in report["runs"]]
+    assert sorted(found) == sorted(asked)
+    for run in report["runs"]:
+        assert run.keys() >= RUN and run["counts"].keys() >= COUNTS
+        assert (run["rule"], run["batch_size"]) == ("exact", 1)
+        assert run["proposer"]["path"] == str(
+            root / {"draft": "draft", "baseline_draft": "stock"}[run["proposer"]["kind"]]
+        )
+        assert run["proposer"]["parameters"] == report["target"]["parameters"]
+        for name in ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "speedup"):
+            low, high = run[name]["ci95"]
+            assert low <= run[name]["value"] <= high
+        assert run["tokens_per_second"]["median"] > 0
+        assert 0 <= run["repeated_ngram_share"] <= 1
+    assert all(math.isfinite(value) for value in walk(report) if isinstance(value, float))
+
+
+def test_counts_are_integers_and_ratios_are_theirs(measured):
+    report, _ = measured
+    for run in report["runs"]:
+        counts, gamma = run["counts"], run["draft_length"]
+        assert all(type(value) is int for value in walk(counts) if not isinstance(value, dict | list))
+        assert counts["num_emitted_tokens"] == NEW * len(PROMPTS)
+        assert counts["num_accepted_tokens"] == sum(counts["num_accepted_tokens_per_pos"])
+        assert counts["num_draft_tokens"] == sum(counts["num_draft_tokens_per_pos"])
+        assert counts["num_accepted_tokens"] <= counts["num_draft_tokens"] <= gamma * counts["num_drafts"]
+        # Every round emits its accepted tokens and one more: no text ends inside a block here.
+        assert counts["num_emitted_tokens"] == counts["num_drafts"] + counts["num_accepted_tokens"]
+        assert len(run["acceptance_per_position"]) == len(run["conditional_acceptance"]) == gamma
+        assert run["acceptance_per_position"] == sorted(run["acceptance_per_position"], reverse=True)
+        ratio = counts["num_accepted_tokens"] / counts["num_draft_tokens"]
+        assert run["draft_acceptance_rate"]["value"] == pytest.approx(ratio, rel=1e-12)
+        tau = counts["num_emitted_tokens"] / counts["num_drafts"]
+        assert run["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
+        assert 0 < run["alpha"]["value"] < 1 <= tau <= gamma + 1
+
+
+def test_greedy_texts_are_identical_and_replay_is_exact(measured):
+    report, _ = measured
+    for run in runs_of(report, temperature=0.0):
+        assert run["lossless"]["checked"] is run["lossless"]["identical"] is True
+        assert run["replay"]["agrees"] is True
+        replayed, decoded = run["replay"]["mean_acceptance_length"], run["mean_acceptance_length"]
+        assert replayed["value"] == pytest.approx(decoded["value"], rel=1e-12)
+        assert replayed["ci95"] == pytest.approx(decoded["ci95"], rel=1e-12)
+
+
+def test_sampled_runs_claim_no_identity_and_replay_covers_both_lengths(measured):
+    report, _ = measured
+    for run in runs_of(report, temperature=1.0):
+        assert run["lossless"]["checked"] is False and run["lossless"]["identical"] is None
+        assert run["replay"]["agrees"] in (True, False)
+    for kind in ("draft", "baseline_draft"):
+        pair = [r for r in runs_of(report, temperature=1.0) if r["proposer"]["kind"] == kind]
+        short, long = sorted(pair, key=lambda r: r["draft_length"])
+        # One plain text a prompt is replayed at both draft lengths.
+        assert short["alpha"] == long["alpha"]
+        tau = [r["replay"]["mean_acceptance_length"]["value"] for r in (short, long)]
+        assert 1 <= tau[0] < tau[1]
+
+
+def test_gains_are_paired_and_only_the_drafts(measured):
+    report, _ = measured
+    for run in report["runs"]:
+        if run["proposer"]["kind"] == "baseline_draft":
+            assert run["gain_over_baseline_draft"] is None
+            continue
+        (stock,) = (
+            other
+            for other in runs_of(report, temperature=run["temperature"], draft_length=run["draft_length"])
+            if other["proposer"]["kind"] == "baseline_draft"
+        )
+        gain = run["gain_over_baseline_draft"]["mean_acceptance_length"]
+        difference = run["mean_acceptance_length"]["value"] - stock["mean_acceptance_length"]["value"]
+        assert gain["value"] == pytest.approx(difference, abs=1e-12)
+        assert gain["ci95"][0] <= gain["value"] <= gain["ci95"][1]
+        assert run["gain_over_baseline_draft"]["speedup"]["value"] > 0
+        # The draft's noise is a tenth of the stock draft's.
+        assert run["alpha"]["value"] > stock["alpha"]["value"] and difference > 0
+
+
+def test_categories_part_the_prompts(measured):
+    report, _ = measured
+    for run in report["runs"]:
+        assert {name: of["prompts"] for name, of in run["by_category"].items()} == {"code": 3, "prose": 1}
+        code, prose = run["by_category"]["code"], run["by_category"]["prose"]
+        assert code["mean_acceptance_length"]["ci95"] and code["speedup"]["value"] > 0
+        assert prose["mean_acceptance_length"]["value"] >= 1 and prose["mean_acceptance_length"]["ci95"] is None
+
+
+def test_what_is_not_measured_is_null_and_never_zero(measured, tmp_path):
+    _, root = measured
+    config = MeasureConfig(
+        str(root / "target"), str(root / "draft"), str(root / "prompts.jsonl"), str(tmp_path / "out"),
+        draft_length=[2], temperature=[0, 1], limit=1, max_new_tokens=1, dtype="float32",
+    )  # fmt: skip
+    report = measure(config, progress=False)
+    assert report["prompts"]["count"] == 1
+    for run in report["runs"]:
+        # One token a text: nothing is drafted before the last token, and one prompt has no interval.
+        assert run["counts"]["num_draft_tokens"] == 0 and run["counts"]["num_drafts"] == 1
+        assert run["draft_acceptance_rate"] == {"value": None, "ci95": None}
+        assert run["mean_acceptance_length"] == {"value": 1.0, "ci95": None}
+        assert run["acceptance_per_position"] == []
+        assert run["gain_over_baseline_draft"] is None and run["repeated_ngram_share"] is None
+        assert run["alpha"]["ci95"] is None
+    assert all(run["replay"]["agrees"] in (True, None) for run in report["runs"])
+    print_report(report, Console(width=120, file=(tmp_path / "table.txt").open("w")))
+
+
+def test_the_table_fits_120_columns(measured, tmp_path):
+    report, _ = measured
+    path = tmp_path / "table.txt"
+    with path.open("w") as file:
+        print_report(report, Console(width=120, file=file))
+    text = path.read_text()
+    assert max(map(len, text.splitlines())) <= 120
+    assert text.count("plain decoding") == 2 and text.count("stock") >= 4
+    for run in report["runs"]:
+        assert f"{run['mean_acceptance_length']['value']:.2f}" in text
+    assert "…" not in text.split("╇")[-1]  # no figure is cut off
+
+
+def fails(capsys, argv: list[str]) -> str:
+    capsys.readouterr()
+    assert run(lambda: main(argv)) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), lines
+    return lines[0]
+
+
+def test_bad_input_is_refused_in_one_line(measured, tmp_path, capsys):
+    _, root = measured
+    argv = [
+        part
+        for name in ("target", "draft", "prompts")
+        for part in (f"--{name}", str(root / name) + (".jsonl" if name == "prompts" else ""))
+    ]
+    argv += ["--output", str(tmp_path / "out"), "--dtype", "float32"]
+    for flags, named in [
+        (["--draft_length", "0"], "draft_length: expected at least 1, found 0"),
+        (["--draft_length", "4,0"], "draft_length: expected at least 1, found 0"),
+        (["--draft_length", "many"], "draft_length: expected numbers separated by commas, found 'many'"),
+        (["--draft_length", "1.5"], "draft_length"),
+        (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),
+        (["--temperature=-1"], "temperature: expected 0 or more, found -1.0"),
+        (["--top_p", "0"], "top_p: expected more than 0"),
+        (["--repeats", "0"], "repeats: expected at least 1, found 0"),
+        (["--dtype", "float8"], "dtype: expected one of float32"),
+        (["--draft_lenght", "4"], "draft_lenght"),
+        (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: expected a file of prompts, found nothing there"),
+        (["--draft", str(tmp_path / "gone")], "draft: expected a model directory or a hub id, found nothing at"),
+    ]:
+        assert named in fails(capsys, [*argv, *flags])
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
+    assert "bad.jsonl:2: expected a JSON object" in fails(capsys, [*argv, "--prompts", str(tmp_path / "bad.jsonl")])
+    assert not (tmp_path / "out" / "report.json").exists()

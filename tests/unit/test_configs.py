@@ -1,0 +1,95 @@
+"""Every shipped YAML builds the dataclass it is for."""
+
+from pathlib import Path
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill.config import DistillConfig
+from draftsmith.scripts.measure import MeasureConfig
+from draftsmith.train.cli import parse_config
+from draftsmith.train.completions import PrepareConfig
+from draftsmith.train.pretrain import PretrainConfig
+
+ROOT = Path(__file__).parents[2] / "configs"
+FOLDERS = {"train": PretrainConfig, "distill": DistillConfig, "prepare": PrepareConfig, "measure": MeasureConfig}
+FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
+FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))
+OURS = [path for path in FILES if path.parts[0] not in FOREIGN]
+
+DISTILL = "target: t\ndraft: d\ncompletions: [c]\n"
+
+
+def parse(cls, text: str, tmp_path: Path, *flags: str):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return parse_config(cls, ["--config", str(path), *flags])
+
+
+def test_there_are_configs():
+    assert {path.parts[0] for path in OURS} <= set(FOLDERS)
+    assert len(OURS) >= 2
+
+
+@pytest.mark.parametrize("path", FILES, ids=str)
+def test_every_file_lies_in_a_known_folder(path):
+    assert len(path.parts) == 2 and path.parts[0] in FOLDERS.keys() | FOREIGN
+    assert path.suffix == ".yaml"
+
+
+@pytest.mark.parametrize("path", OURS, ids=str)
+def test_it_parses(path):
+    cls = FOLDERS[path.parts[0]]
+    assert isinstance(parse_config(cls, ["--config", str(ROOT / path)]), cls)
+
+
+@pytest.mark.parametrize("path", OURS, ids=str)
+def test_an_unknown_key_in_it_is_refused(path, tmp_path):
+    with pytest.raises(InputError, match="no_such_key") as error:
+        parse(FOLDERS[path.parts[0]], (ROOT / path).read_text() + "\nno_such_key: 1\n", tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (DISTILL + "training: {no_such_key: 1}\n", "no_such_key"),
+        (DISTILL + "beta: much\n", "beta"),
+        (DISTILL + "training: {max_steps: many}\n", "max_steps"),
+        ("target: t\ndraft: d\n", "completions"),
+        ("target: t\n\tdraft: d\n", "config"),
+        (DISTILL + "completions: []\n", "completions: expected at least one directory"),
+        (DISTILL + "eval_draft_length: 0\n", "eval_draft_length: expected at least 1, found 0"),
+        (DISTILL + "training: {eval_strategy: steps, eval_steps: 1}\n", "heldout: expected completion directories"),
+        (DISTILL + "divergence: kl\n", "divergence: expected one of"),
+        (DISTILL + "temperature: 0\n", "temperature: expected more than 0"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name_and_in_one_line(text, named, tmp_path):
+    with pytest.raises(InputError, match=named) as error:
+        parse(DistillConfig, text, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"nowhere\.yaml"):
+        parse_config(DistillConfig, ["--config", str(tmp_path / "nowhere.yaml")])
+
+
+def test_numbers_are_numbers_and_flags_win(tmp_path):
+    text = DISTILL + "beta: 1e-4\ntraining: {output_dir: out, learning_rate: 1e-4, weight_decay: 1, max_steps: 7}\n"
+    config = parse(DistillConfig, text, tmp_path, "--training.max_steps", "9", "--beta", "0.25")
+    assert config.beta == 0.25
+    assert isinstance(config.training.learning_rate, float) and config.training.learning_rate == 1e-4
+    assert isinstance(config.training.weight_decay, float)
+    assert (config.training.max_steps, config.training.output_dir) == (9, "out")
+    assert parse(DistillConfig, text, tmp_path).beta == 1e-4
+
+
+def test_lists_of_numbers_are_read_from_either_form(tmp_path):
+    text = "target: t\ndraft: d\nprompts: p\noutput: o\n"
+    for more in ("draft_length: 1,4\ntemperature: 0,0.5\n", "draft_length: [1, 4]\ntemperature: [0, 0.5]\n"):
+        config = parse(MeasureConfig, text + more, tmp_path)
+        assert (config.draft_lengths, config.temperatures) == ([1, 4], [0.0, 0.5])
+    config = parse(MeasureConfig, text + "draft_length: 8\ntemperature: 1\n", tmp_path)
+    assert (config.draft_lengths, config.temperatures) == ([8], [1.0])
