@@ -4,19 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import PreTrainedModel
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """`torch.optim.Muon` on the hidden matrices and `torch.optim.AdamW` on embeddings, norms and biases.
+    """`torch.optim.Muon` on the hidden matrices and `torch.optim.AdamW` on embeddings, head, norms and biases.
 
     Muon (Jordan et al. 2024) takes two-dimensional hidden weights only; its updates are scaled to AdamW's root mean
     square (Liu et al. 2025, section 2.2), so that one learning rate and one schedule serve both. The halves share
     their parameter groups with this object: a scheduler that writes `param_groups` drives both.
     """
 
-    def __init__(self, model: nn.Module, lr: float, weight_decay: float):
-        embeddings = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+    def __init__(self, model: PreTrainedModel, lr: float, weight_decay: float):
+        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+        embeddings = {id(p) for end in ends for p in end.parameters()}
         parameters = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]
         chosen = {id(p) for p in matrices}

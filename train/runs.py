@@ -15,7 +15,8 @@ def last_checkpoint(output_dir: str | None) -> str | None:
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a model and its tokenizer as an ordinary Hugging Face directory: aside first, then renamed.
 
-    A directory of that name is replaced; an interrupted save leaves the old one whole.
+    A directory of that name is replaced; a save that is interrupted leaves the old one whole, in its place or, between
+    the two renames, as `.NAME.old`.
     """
     aside = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)

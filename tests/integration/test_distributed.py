@@ -39,7 +39,7 @@ def witnessed(config):
         "num_processes": state.num_processes,
         "backend": state.backend,
         "wrapper": type(trainer.model_wrapped).__name__,
-        "device": str(trainer.args.device),
+        "device": trainer.args.device.type,
     }
     Path(f"{config.training.output_dir}-rank{state.process_index}.json").write_text(json.dumps(found))
     return trainer
@@ -84,7 +84,7 @@ def launch(root, name: str, batch: int, launcher: list[str], *what: str) -> dict
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tokenizer):
-    """The same global batches of 4 (in two processes: 2 + 2) for 8 steps, in the second epoch for the last 3 of them."""
+    """The same global batches of 4 (in two processes: 2 + 2) for 8 steps, the last 3 of them in the second epoch."""
     root, vocab = tmp_path_factory.mktemp("runs"), len(tokenizer)
     for name, seed, layers in (("target", 0, 2), ("draft", 1, 1)):
         save_model(tiny_llama(seed, vocab, layers=layers), tokenizer, root / name)

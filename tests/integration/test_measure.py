@@ -4,13 +4,13 @@ import json
 import math
 
 import pytest
-from conftest import perturbed
+from conftest import perturbed, tiny_llama
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from draftsmith.scripts.measure import MeasureConfig, main, measure
 from draftsmith.scripts.report import print_report
-from draftsmith.train.cli import run
+from draftsmith.train import cli
 from draftsmith.train.runs import save_model
 
 TOP = {"schema", "environment", "target", "prompts", "baseline", "runs", "costs", "recommendation"}
@@ -34,8 +34,6 @@ NEW = 13
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory, tokenizer):
     """A draft that is close to the target beside a stock draft that is further off: 2 temperatures × 2 lengths × 2."""
-    from conftest import tiny_llama
-
     root = tmp_path_factory.mktemp("measured")
     target = tiny_llama(0, len(tokenizer))
     for name, model in {"target": target, "draft": perturbed(target, 0.02), "stock": perturbed(target, 0.2)}.items():
@@ -191,7 +189,8 @@ def test_what_is_not_measured_is_null_and_never_zero(measured, tmp_path):
         assert run["gain_over_baseline_draft"] is None and run["repeated_ngram_share"] is None
         assert run["alpha"]["ci95"] is None
     assert all(run["replay"]["agrees"] in (True, None) for run in report["runs"])
-    print_report(report, Console(width=120, file=(tmp_path / "table.txt").open("w")))
+    with (tmp_path / "table.txt").open("w") as file:
+        print_report(report, Console(width=120, file=file))
 
 
 def test_the_table_fits_120_columns(measured, tmp_path):
@@ -209,7 +208,7 @@ def test_the_table_fits_120_columns(measured, tmp_path):
 
 def fails(capsys, argv: list[str]) -> str:
     capsys.readouterr()
-    assert run(lambda: main(argv)) == 2
+    assert cli.run(lambda: main(argv)) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), lines
     return lines[0]
