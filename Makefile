@@ -11,7 +11,7 @@ quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
 
 test: style types layers
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 style: $(STAMP)
 	$(BIN)/ruff check .
