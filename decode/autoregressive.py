@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import new_cache, prefill
+from draftsmith.decode.cache import forward, new_cache
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, Limits, decode_rows, run_generate
 from draftsmith.decode.sampling import Law
@@ -37,11 +37,11 @@ def autoregressive_decode(
 
     def decode_row(prompt: Tensor, limits: Limits, generator: torch.Generator | None) -> tuple[Tensor, Counts]:
         sequence, length, done = limits.buffer(prompt), prompt.shape[1], False
-        cache = new_cache()
-        prefill(model, prompt[:, :-1], cache)
+        cache, cached = new_cache(), 0
         while not done:
-            logits = model(input_ids=sequence[:, length - 1 : length], past_key_values=cache, use_cache=True).logits[0]
+            logits = forward(model, sequence[:, cached:length], cache, keep=1)
             sequence[0, length] = law.next_token(logits, sequence[0, :length], generator)
+            cached = length
             _, done = limits.cut(sequence, length, 1)
             length += 1
         emitted = length - prompt.shape[1]

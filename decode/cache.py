@@ -15,10 +15,21 @@ def new_cache() -> DynamicCache:
     return DynamicCache()
 
 
-def prefill(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache) -> None:
-    """Feed tokens (1, T) into a cache without computing logits; T may be 0."""
-    if input_ids.shape[1]:
-        model.base_model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+def forward(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, keep: int) -> Tensor:
+    """Feed tokens that follow the cached ones and return the logits of the last `keep` of them.
+
+    Args:
+        model: a causal LM.
+        input_ids: (1, T); a whole prompt and a draft may come in one call, of which few logits are needed.
+        cache: holds the tokens before them, and these too afterwards.
+        keep: at most T.
+
+    Returns:
+        (keep, V).
+    """
+    # Without it a long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
+    few = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
+    return model(input_ids=input_ids, past_key_values=cache, use_cache=True, **few).logits[0, -keep:]
 
 
 def rollback(cache: DynamicCache, tokens: int) -> None:

@@ -44,6 +44,21 @@ def ratio_difference(
     return _estimate(statistic, (numerators, denominators, other_numerators, other_denominators), confidence)
 
 
+def rate_ratio(
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    other_numerators: Sequence[float],
+    other_denominators: Sequence[float],
+    confidence: float = 0.95,
+) -> Estimate:
+    """Estimate the ratio of two such ratios, paired: how many times the first rate is the second."""
+
+    def statistic(n: Any, d: Any, n2: Any, d2: Any) -> Any:
+        return n.sum(-1) / d.sum(-1) * d2.sum(-1) / n2.sum(-1)
+
+    return _estimate(statistic, (numerators, denominators, other_numerators, other_denominators), confidence)
+
+
 def _estimate(statistic: Callable[..., Any], data: tuple[Sequence[float], ...], confidence: float) -> Estimate:
     arrays = tuple(np.asarray(values, dtype=np.float64) for values in data)
     key = f"ci{confidence * 100:g}"

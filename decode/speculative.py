@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from draftsmith.decode.acceptance import accept_exact, accept_greedy
-from draftsmith.decode.cache import new_cache, prefill, require_rollback, rollback
+from draftsmith.decode.cache import forward, new_cache, require_rollback, rollback
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, Limits, decode_rows, run_generate
@@ -103,8 +103,7 @@ def _decode_row(
     """Decode one prompt (1, T); p and q are the target's and the drafter's distributions."""
     sequence = limits.buffer(prompt)  # (1, max_length), of which the first `length` tokens stand
     length, done, counts = prompt.shape[1], False, []
-    cache = new_cache()
-    prefill(target, prompt[:, :-1], cache)
+    cache, cached = new_cache(), 0
     proposer.start(law, target.config.get_text_config().vocab_size, generator)
     while not done:
         k = min(draft_length, limits.max_length - length - 1)
@@ -112,9 +111,10 @@ def _decode_row(
             draft = proposer.propose(sequence[:, :length], k)
             k = len(draft.tokens)
             sequence[0, length : length + k] = draft.tokens
-        block = sequence[:, length - 1 : length + k]  # the last token, not yet fed, and the draft
-        logits = target(input_ids=block, past_key_values=cache, use_cache=True).logits[0]  # (k + 1, V)
-        context = sequence[0, : length + k]
+        # The last token (at first the whole prompt), which was not fed yet, and the draft.
+        logits = forward(target, sequence[:, cached : length + k], cache, keep=k + 1)
+        fed = length + k
+        context = sequence[0, :fed]
         if k == 0:
             accepted, following = 0, law.next_token(logits, context, generator)
         elif law.do_sample:
@@ -131,6 +131,7 @@ def _decode_row(
         counts.append((k, accepted, emitted))
         length += emitted
         if not done:
-            rollback(cache, block.shape[1] - emitted)
-            proposer.rollback(length - 1)
+            cached = length - 1
+            rollback(cache, fed - cached)
+            proposer.rollback(cached)
     return sequence[:, :length], sum((Counts.of_round(*c) for c in counts), Counts())

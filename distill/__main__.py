@@ -11,6 +11,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data import training_examples
 from draftsmith.train.models import check_head, check_same_tokenizer, load_model, load_tokenizer
+from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.runs import last_checkpoint
 
@@ -28,7 +29,8 @@ def distill(config: DistillConfig) -> DistillTrainer:
     draft = load_model(config.draft, field="draft", trust_remote_code=code, device="cpu").requires_grad_(True)
     for field, model in (("target", target), ("draft", draft)):
         check_head(model, tokenizer, field)
-    trainer = DistillTrainer(draft, target, draft_tokenizer, config, train, heldout)
+    muon = MuonAdamW(draft, args.learning_rate, args.weight_decay) if config.optimizer == "muon" else None
+    trainer = DistillTrainer(draft, target, draft_tokenizer, config, train, heldout, optimizers=(muon, None))
     trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if config.resume else None)
     if heldout is not None:
         trainer.evaluate()

@@ -34,6 +34,9 @@ class DistillConfig:
     """Cut samples to this many tokens."""
     target_dtype: str = "float32"
     """The frozen target's dtype; the draft trains in float32, under autocast where `training.bf16` asks for it."""
+    optimizer: str = "trainer"
+    """"trainer": what `training.optim` says; "muon": Muon on the draft's matrices and AdamW on the rest, which learns
+    faster in short runs, for unsharded drafts (one process or DDP, no FSDP or ZeRO)."""
     resume: bool = True
     """Go on from the last checkpoint in `output_dir` if there is one."""
     trust_remote_code: bool = False
@@ -43,6 +46,10 @@ class DistillConfig:
         check_divergence(self.divergence, self.temperature, self.beta)
         if not self.completions:
             raise InputError("completions: expected at least one directory, found none")
+        if self.optimizer not in ("trainer", "muon"):
+            raise InputError(f"optimizer: expected trainer or muon, found {self.optimizer!r}")
+        if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
+            raise InputError("optimizer: expected trainer for a draft sharded by FSDP or DeepSpeed, found muon")
         if self.eval_draft_length < 1:
             raise InputError(f"eval_draft_length: expected at least 1, found {self.eval_draft_length}")
         if self.max_length is not None and self.max_length < 2:

@@ -34,6 +34,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
         return 2
-    # Imported by need: torch and transformers take seconds, which `--help` should not cost.
+    # Imported by need: the Trainer that quickstart brings in takes seconds, which measure should not cost.
     command = importlib.import_module(f"draftsmith.scripts.{name}")
     return run(lambda: command.main(rest))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts
-from draftsmith.decode.intervals import Estimate, ratio, ratio_difference
+from draftsmith.decode.intervals import Estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.replay import ReplayedText
 from draftsmith.decode.text import count_repeated_ngrams
 from draftsmith.train.provenance import environment
@@ -106,23 +106,24 @@ def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
     return [o.counts.num_emitted_tokens for o in seen], [o.counts.num_drafts for o in seen]
 
 
+def _tokens_and_seconds(seen: list[Observation]) -> tuple[list[int], list[float]]:
+    return [len(o.tokens) for o in seen], [o.seconds for o in seen]
+
+
 def _speed(seen: list[Observation]) -> dict[str, Any]:
     speeds = sorted(len(o.tokens) / o.seconds for o in seen)
-    return {"median": speeds[len(speeds) // 2], **ratio([len(o.tokens) for o in seen], [o.seconds for o in seen])}
+    return {"median": speeds[len(speeds) // 2], **ratio(*_tokens_and_seconds(seen))}
 
 
 def _speedup(seen: list[Observation], plain: list[Observation]) -> Estimate:
-    """Tokens per second ÷ those of plain decoding; texts may differ in length where they are sampled."""
-    # Seconds a token of plain decoding × the tokens written here = what plain decoding would have taken for them.
-    plain_seconds = [o.seconds / len(o.tokens) * len(s.tokens) for o, s in zip(plain, seen, strict=True)]
-    return ratio(plain_seconds, [o.seconds for o in seen])
+    """Tokens per second ÷ those of the other method on the same prompts."""
+    return rate_ratio(*_tokens_and_seconds(seen), *_tokens_and_seconds(plain))
 
 
 def _gain(seen: list[Observation], stock: list[Observation]) -> dict[str, Estimate]:
-    stock_seconds = [s.seconds / len(s.tokens) * len(o.tokens) for s, o in zip(stock, seen, strict=True)]
     return {
         "mean_acceptance_length": ratio_difference(*_acceptance_length(seen), *_acceptance_length(stock)),
-        "speedup": ratio(stock_seconds, [o.seconds for o in seen]),
+        "speedup": _speedup(seen, stock),
     }
 
 
@@ -171,46 +172,46 @@ def _repeated(seen: list[Observation]) -> float | None:
 
 
 def print_report(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the report's main figures as a table, a row for plain decoding and one for each run."""
+    """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
     environment = report["environment"]
     table = Table(
-        title=f"{report['target']['path']} · {report['prompts']['count']} prompts · {environment['dtype']} · "
-        f"{environment['device']}, {environment['threads']} threads",
+        title=f"{report['prompts']['count']} prompts, {environment['dtype']}, {environment['device']}, "
+        f"{environment['threads']} threads",
         title_justify="left",
-        caption="τ: tokens per target forward; α: 1 − TV(p, q); [ ]: 95 % interval over prompts",
+        caption="α: 1 - TV(p, q). accepted: of the drafted tokens. τ: tokens per target forward.\n"
+        "±: half of the 95 % interval, bootstrapped over prompts.",
         caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
     )
-    for name in ("T", "drafter", "γ"):
+    for name in ("T", "drafter", "γ", "α", "accepted", "τ", "tok/s", "speed-up", "τ over stock"):
         table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
-    for name in ("α", "accepted", "τ", "tokens/s", "speed-up", "τ gain over stock"):
-        table.add_column(name, justify="right")
     for base in report["baseline"]["by_temperature"]:
         temperature = base["temperature"]
         speed = f"{base['tokens_per_second']['value']:.0f}"
-        table.add_row(f"{temperature:g}", "none (plain decoding)", "", "", "", "1.00", speed, "1.00×", "", style="dim")
+        table.add_row(f"{temperature:g}", "plain", "", "", "", "1.00", speed, "1.00×", "", style="dim")
         for run in report["runs"]:
-            if run["temperature"] != temperature:
-                continue
-            gain = (run["gain_over_baseline_draft"] or {}).get("mean_acceptance_length")
-            table.add_row(
-                f"{temperature:g}",
-                {"draft": "draft", "baseline_draft": "stock draft"}[run["proposer"]["kind"]],
-                str(run["draft_length"]),
-                _cell(run["alpha"], interval=False),
-                _cell(run["draft_acceptance_rate"], interval=False),
-                _cell(run["mean_acceptance_length"]),
-                f"{run['tokens_per_second']['value']:.0f}",
-                _cell(run["speedup"], unit="×"),
-                _cell(gain, sign=True) if gain else "",
-            )
+            if run["temperature"] == temperature:
+                gain = (run["gain_over_baseline_draft"] or {}).get("mean_acceptance_length")
+                table.add_row(
+                    f"{temperature:g}",
+                    {"draft": "draft", "baseline_draft": "stock"}[run["proposer"]["kind"]],
+                    str(run["draft_length"]),
+                    _cell(run["alpha"], "{:.2f}", interval=False),
+                    _cell(run["draft_acceptance_rate"], "{:.0%}", interval=False),
+                    _cell(run["mean_acceptance_length"], "{:.2f}"),
+                    f"{run['tokens_per_second']['value']:.0f}",
+                    _cell(run["speedup"], "{:.2f}×"),
+                    _cell(gain, "{:+.2f}") if gain else "",
+                )
         table.add_section()
     (console or Console()).print(table)
 
 
-def _cell(estimate: Estimate, unit: str = "", interval: bool = True, sign: bool = False) -> str:
+def _cell(estimate: Estimate, form: str, interval: bool = True) -> str:
     if estimate["value"] is None:
         return "–"
-    number: Callable[[float], str] = lambda x: f"{x:+.2f}" if sign else f"{x:.2f}"  # noqa: E731
     bounds = estimate.get("ci95")
-    ends = f" \\[{number(bounds[0])}, {number(bounds[1])}]" if interval and bounds else ""
-    return number(estimate["value"]) + unit + ends
+    spread = f" ±{(bounds[1] - bounds[0]) / 2:.2f}" if interval and bounds else ""
+    return form.format(estimate["value"]) + spread

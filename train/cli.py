@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import jsonargparse
 from jsonargparse import ArgumentParser
+from transformers.utils import logging
 
 from draftsmith.decode.errors import InputError
 
@@ -41,6 +42,7 @@ def _underscored(argument: str) -> str:
 
 def run(main: Callable[[], int | None]) -> int:
     """Run a command: an `InputError` prints as one line and gives exit code 2; anything else is ours and raises."""
+    logging.disable_progress_bar()  # one bar per loaded file says nothing beside the bars of the work itself
     try:
         return main() or 0
     except InputError as error:

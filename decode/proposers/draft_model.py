@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import new_cache, prefill, require_rollback, rollback
+from draftsmith.decode.cache import forward, new_cache, require_rollback, rollback
 from draftsmith.decode.proposers.protocol import Proposal
 from draftsmith.decode.sampling import Law, align_vocabulary, draw
 
@@ -27,14 +27,11 @@ class DraftModelProposer:
 
     def propose(self, sequence: Tensor, draft_length: int) -> Proposal:
         """Draft `draft_length` tokens, each drawn from q (its argmax at T=0) and fed to the next step."""
-        if self._cached == 0:
-            prefill(self.draft_model, sequence[:, :-1], self._cache)
-            self._cached = sequence.shape[1] - 1
-        # After full acceptance two tokens wait: the last drafted one, which was never fed, and the bonus.
+        # At first the whole prompt waits; after full acceptance the last drafted token, never fed, and the bonus.
         pending = sequence[:, self._cached :]
         context, tokens, distributions = sequence, [], []
         for i in range(draft_length):
-            logits = self.draft_model(input_ids=pending, past_key_values=self._cache, use_cache=True).logits[0, -1:]
+            logits = forward(self.draft_model, pending, self._cache, keep=1)
             self._cached += pending.shape[1]
             logits = align_vocabulary(logits, self._vocab_size)
             if self._law.do_sample:

@@ -62,10 +62,11 @@ def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     report = quickstart.quickstart(config, console)
     assert json.loads((tmp_path / "report.json").read_text()) == report
     assert {run["proposer"]["kind"] for run in report["runs"]} == {"draft", "baseline_draft"}
-    assert len(load_completions(str(tmp_path / "completions/train"))) == 6
+    assert len(load_completions(str(tmp_path / "completions/sampled"))) == 4
+    assert len(load_completions(str(tmp_path / "completions/greedy"))) == 2
     load_model(tmp_path / "draft")
     text = console.export_text()
-    assert "stock draft" in text and "plain decoding" in text
+    assert "stock" in text and "plain" in text
     quickstart.quickstart(config, console)
 
 
