@@ -1,5 +1,7 @@
 """Key-value caches that can be rolled back."""
 
+from typing import Any
+
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -28,8 +30,11 @@ def forward(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, keep
         (keep, V).
     """
     # Without it a long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
-    few = {"logits_to_keep": keep} if model._supports_logits_to_keep() else {}
-    return model(input_ids=input_ids, past_key_values=cache, use_cache=True, **few).logits[0, -keep:]
+    inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
+    supported: Any = model._supports_logits_to_keep
+    if keep < input_ids.shape[1] and supported():  # it inspects a signature: too slow to ask at every step
+        inputs["logits_to_keep"] = keep
+    return model(**inputs).logits[0, -keep:]
 
 
 def rollback(cache: DynamicCache, tokens: int) -> None:

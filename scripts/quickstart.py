@@ -32,14 +32,14 @@ class QuickstartConfig:
 
     output: str = "runs/quickstart"
     """Receives prompts/, completions/, draft/ and report.json; a second run goes on from what is there."""
-    train_prompts: int = 864
+    train_prompts: int = 768
     """Prompts from the training modules, completed by the target to distil on: two thirds sampled, one third greedily,
     since the draft is measured under both."""
     heldout_prompts: int = 64
     """Prompts from the held-out modules, to select and measure on."""
     steps: int | None = None
     """Distillation steps; by default those of configs/distill/tiny.yaml."""
-    measured_prompts: int = 30
+    measured_prompts: int = 20
     """Held-out prompts decoded by every method."""
 
     def __post_init__(self) -> None:

@@ -90,7 +90,9 @@ def _run(
         "speedup": _speedup(seen, plain),
         "predicted_speedup": None,
         "tokens_per_second": _speed(seen),
-        "gain_over_baseline_draft": _gain(seen, stock) if method.kind == "draft" and stock else None,
+        "gain_over_baseline_draft": _gain(seen, stock, method.draft_length)
+        if method.kind == "draft" and stock
+        else None,
         "replay": _replay(seen, method.draft_length, temperature),
         "lossless": _lossless(seen, plain, temperature),
         "by_category": _by_category(seen, plain),
@@ -100,6 +102,10 @@ def _run(
 
 def _replays(seen: list[Observation]) -> list[ReplayedText]:
     return [o.replay for o in seen if o.replay is not None]
+
+
+def _replayed_length(seen: list[Observation], draft_length: int) -> tuple[list[int], list[float]]:
+    return [len(r.acceptance) for r in _replays(seen)], [r.rounds(draft_length) for r in _replays(seen)]
 
 
 def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
@@ -120,9 +126,16 @@ def _speedup(seen: list[Observation], plain: list[Observation]) -> Estimate:
     return rate_ratio(*_tokens_and_seconds(seen), *_tokens_and_seconds(plain))
 
 
-def _gain(seen: list[Observation], stock: list[Observation]) -> dict[str, Estimate]:
+def _gain(seen: list[Observation], stock: list[Observation], draft_length: int) -> dict[str, Estimate]:
+    """Compare two drafts, paired over prompts.
+
+    τ is replayed for both on the same texts, those of plain decoding: at T=0 these are the decoder's own counts, and
+    under sampling the same expectation without the noise of two separately drawn texts.
+    """
+    tokens, rounds = _replayed_length(seen, draft_length)
+    other_tokens, other_rounds = _replayed_length(stock, draft_length)
     return {
-        "mean_acceptance_length": ratio_difference(*_acceptance_length(seen), *_acceptance_length(stock)),
+        "mean_acceptance_length": ratio_difference(tokens, rounds, other_tokens, other_rounds),
         "speedup": _speedup(seen, stock),
     }
 
@@ -133,8 +146,7 @@ def _replay(seen: list[Observation], draft_length: int, temperature: float) -> d
     At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
     and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
     """
-    tokens = [len(r.acceptance) for r in _replays(seen)]
-    rounds = [r.rounds(draft_length) for r in _replays(seen)]
+    tokens, rounds = _replayed_length(seen, draft_length)
     agrees: bool | None
     if temperature == 0:
         agrees = all(abs(o.counts.num_drafts - r) < 1e-6 for o, r in zip(seen, rounds, strict=True))
