@@ -26,9 +26,12 @@ from draftsmith.decode.replay import ReplayedText, replay_text
 from draftsmith.decode.sampling import Law
 from draftsmith.scripts.report import build_report, print_report
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.completions import Batch, complete, make_batches
 from draftsmith.train.models import check_head, check_same_tokenizer, default_device, load_model, load_tokenizer
 from draftsmith.train.prompts import encode_prompt, read_prompts
 from draftsmith.train.provenance import write_json
+
+COMPLETED_TOGETHER = 64
 
 
 @dataclass
@@ -58,7 +61,10 @@ class MeasureConfig:
     max_prompt_tokens: int | None = None
     """Keep the last so many tokens of a longer prompt."""
     limit: int | None = None
-    """Measure the first so many prompts only."""
+    """Decode the first so many prompts only."""
+    replay_limit: int | None = None
+    """Replay acceptance on the first so many prompts: on top of those decoded (`limit`), the target completes further
+    ones in batches. Acceptance needs more prompts than speed does, and so gets them at a fraction of the time."""
     repeats: int = 1
     """Decode each prompt so many times with each method; times are medians over them."""
     seed: int = 0
@@ -79,6 +85,7 @@ class MeasureConfig:
             ("max_new_tokens", 1),
             ("repeats", 1),
             ("limit", 1),
+            ("replay_limit", self.limit or 1),
             ("max_prompt_tokens", 1),
             ("top_k", 0),
         ):
@@ -115,11 +122,12 @@ class Observation:
     counts: Counts
     seconds: float
     """Median over the repeats."""
-    replay: ReplayedText | None = None
-    """For draft models: the acceptance of plain decoding's text of this prompt."""
 
 
 Observations = dict[tuple[float, Method], list[Observation]]
+"""By temperature and method, in the order of the prompts."""
+Replays = dict[tuple[float, str], list[ReplayedText]]
+"""By temperature and the draft's kind: the target's text of each decoded prompt, then of the further ones."""
 
 
 def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
@@ -135,8 +143,10 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     for name, path in paths.items():
         own = load_tokenizer(path, field=name, trust_remote_code=config.trust_remote_code)
         check_same_tokenizer(tokenizer, own, config.target, path)
-    prompts = read_prompts(config.prompts, limit=config.limit)
+    prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
+    decoded = encoded[: config.limit]
+    further = make_batches(prompts[len(decoded) :], encoded[len(decoded) :], COMPLETED_TOGETHER)
     models = {
         name: load_model(path, field=name, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
         for name, path in {"target": config.target, **paths}.items()
@@ -148,11 +158,13 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     models["target"].generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     methods = [Method("plain")] + [Method(name, k) for k in config.draft_lengths for name in paths]
     observations: Observations = {(t, m): [] for t in config.temperatures for m in methods}
+    replays: Replays = {}
     for temperature in config.temperatures:
         law = _law(config, temperature)
         for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
-            _decode(models, method, _ids(encoded[0]), config, temperature, config.seed)
-        bar = tqdm(list(enumerate(encoded)), desc=f"T={temperature:g}", unit="prompt", disable=not progress)
+            _decode(models, method, _ids(decoded[0]), config, temperature, config.seed)
+        texts = []  # what the target wrote, plainly decoded or in a batch, and the length of its prompt
+        bar = tqdm(list(enumerate(decoded)), desc=f"T={temperature:g}", unit="prompt", disable=not progress)
         for i, ids in bar:
             input_ids = _ids(ids)
             rotated = methods[i % len(methods) :] + methods[: i % len(methods)]
@@ -160,15 +172,21 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
             for _ in range(config.repeats):
                 for method in rotated:
                     runs[method].append(_timed(models, method, input_ids, config, temperature, config.seed + i))
-            text = runs[methods[0]][0][0].sequences[0]
-            replays = {name: replay_text(models["target"], models[name], text, len(ids), law) for name in paths}
+            texts.append((runs[methods[0]][0][0].sequences[0], len(ids)))
             for method, results in runs.items():
                 output, seconds = results[0][0], sorted(s for _, s in results)[len(results) // 2]
                 tokens = output.sequences[0, len(ids) :].tolist()
-                observations[temperature, method].append(
-                    Observation(prompts[i].category, tokens, output.counts, seconds, replays.get(method.kind))
-                )
-    report = build_report(config, models, observations)
+                observation = Observation(prompts[i].category, tokens, output.counts, seconds)
+                observations[temperature, method].append(observation)
+        for batch in tqdm(
+            further, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not further
+        ):
+            texts += _complete(models["target"], batch, config, temperature)
+        for name in paths:
+            replays[temperature, name] = [
+                replay_text(models["target"], models[name], text, length, law) for text, length in texts
+            ]
+    report = build_report(config, models, observations, replays)
     write_json(Path(config.output) / "report.json", report)
     return report
 
@@ -189,13 +207,32 @@ def _decode(
     temperature: float,
     seed: int,
 ) -> DecodeOutput:
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": temperature > 0, "seed": seed}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": config.top_k, "top_p": config.top_p}
+    options = _generation_options(config, temperature) | {"seed": seed}
     if method.kind == "plain":
         return autoregressive_generate(models["target"], input_ids, **options)
     proposer = DraftModelProposer(models[method.kind])
     return speculative_generate(models["target"], proposer, input_ids, draft_length=method.draft_length, **options)
+
+
+def _complete(
+    target: PreTrainedModel, batch: Batch, config: MeasureConfig, temperature: float
+) -> list[tuple[Tensor, int]]:
+    """Let the target write a batch of texts, to be replayed only; return each with the length of its prompt."""
+    own: Any = target.generation_config
+    ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else own.eos_token_id
+    options = _generation_options(config, temperature)
+    generation = GenerationConfig(eos_token_id=ends, pad_token_id=own.pad_token_id, **options)
+    completions = complete(target, generation, batch, config.seed)
+    return [
+        (_ids(prompt + text)[0], len(prompt)) for prompt, (text, _) in zip(batch.prompt_ids, completions, strict=True)
+    ]
+
+
+def _generation_options(config: MeasureConfig, temperature: float) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": temperature > 0}
+    if temperature > 0:
+        options |= {"temperature": temperature, "top_k": config.top_k, "top_p": config.top_p}
+    return options
 
 
 def _law(config: MeasureConfig, temperature: float) -> Law:

@@ -32,20 +32,28 @@ class QuickstartConfig:
 
     output: str = "runs/quickstart"
     """Receives prompts/, completions/, draft/ and report.json; a second run goes on from what is there."""
-    train_prompts: int = 768
+    train_prompts: int = 640
     """Prompts from the training modules, completed by the target to distil on: two thirds sampled, one third greedily,
     since the draft is measured under both."""
     heldout_prompts: int = 64
-    """Prompts from the held-out modules, to select and measure on."""
+    """Prompts from the held-out modules, to select the best checkpoint on."""
     steps: int | None = None
     """Distillation steps; by default those of configs/distill/tiny.yaml."""
     measured_prompts: int = 20
-    """Held-out prompts decoded by every method."""
+    """Further held-out prompts, decoded by every method."""
+    replayed_prompts: int = 128
+    """Held-out prompts that acceptance is replayed on: those measured and more, none of which the draft was selected
+    on."""
 
     def __post_init__(self) -> None:
         for name in ("train_prompts", "heldout_prompts", "measured_prompts"):
             if getattr(self, name) < 2:
                 raise InputError(f"{name}: expected at least 2, found {getattr(self, name)}")
+        if self.replayed_prompts < self.measured_prompts:
+            raise InputError(
+                f"replayed_prompts: expected at least measured_prompts ({self.measured_prompts}), found "
+                f"{self.replayed_prompts}"
+            )
 
 
 def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
@@ -57,12 +65,13 @@ def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
     console.rule("1/3 prepare: the target completes prompts")
     modules = stdlib_modules()
     train = code_prompts([m for m in modules if not m.heldout], config.train_prompts)
-    heldout = code_prompts([m for m in modules if m.heldout], config.heldout_prompts)
+    heldout = code_prompts([m for m in modules if m.heldout], config.heldout_prompts + config.replayed_prompts)
+    selection, measured = heldout[: config.heldout_prompts], heldout[config.heldout_prompts :]
     sampled = len(train) * 2 // 3
     for side, records, temperature in (
         ("sampled", train[:sampled], 1),
         ("greedy", train[sampled:], 0),
-        ("heldout", heldout, 1),
+        ("heldout", selection, 1),
     ):
         prompts = output / "prompts" / f"{side}.jsonl"
         write_prompts(prompts, records)
@@ -88,7 +97,9 @@ def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
     dtype, timings = faster_dtype()
     console.print(f"dtype {dtype}: one target forward of 1 and 3 tokens took " + "; ".join(timings))
     flags = ["--target", TARGET, "--draft", output / "draft", "--baseline_draft", STOCK, "--output", output]
-    flags += ["--prompts", output / "prompts/heldout.jsonl", "--limit", config.measured_prompts, "--dtype", dtype]
+    write_prompts(output / "prompts/measured.jsonl", measured)
+    flags += ["--prompts", output / "prompts/measured.jsonl", "--limit", config.measured_prompts]
+    flags += ["--replay_limit", config.replayed_prompts, "--dtype", dtype]
     report = measure(_config(MeasureConfig, "measure", flags))
     print_report(report, console)
     return report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -16,13 +17,13 @@ from draftsmith.decode.text import count_repeated_ngrams
 from draftsmith.train.provenance import environment
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.measure import MeasureConfig, Method, Observation, Observations
+    from draftsmith.scripts.measure import MeasureConfig, Method, Observation, Observations, Replays
 
 SCHEMA = "draftsmith.report/1"
 
 
 def build_report(
-    config: MeasureConfig, models: dict[str, PreTrainedModel], observations: Observations
+    config: MeasureConfig, models: dict[str, PreTrainedModel], observations: Observations, replays: Replays
 ) -> dict[str, Any]:
     """Return the report of one run of `measure`; what is not measured is None.
 
@@ -31,7 +32,7 @@ def build_report(
     target = models["target"]
     plain = {t: seen for (t, method), seen in observations.items() if method.kind == "plain"}
     runs = [
-        _run(config, models, temperature, method, seen, plain[temperature], observations)
+        _run(config, models, temperature, method, seen, plain[temperature], observations, replays)
         for (temperature, method), seen in observations.items()
         if method.kind != "plain"
     ]
@@ -39,7 +40,11 @@ def build_report(
         "schema": SCHEMA,
         "environment": environment(target.device, config.dtype),
         "target": {"path": config.target, "parameters": target.num_parameters(), "dtype": config.dtype},
-        "prompts": {"path": config.prompts, "count": len(next(iter(plain.values())))},
+        "prompts": {
+            "path": config.prompts,
+            "count": len(next(iter(plain.values()))),
+            "replayed": len(next(iter(replays.values()))),
+        },
         "baseline": {
             "tokens_per_second": _speed([o for seen in plain.values() for o in seen]),
             "by_temperature": [
@@ -61,18 +66,24 @@ def _run(
     seen: list[Observation],
     plain: list[Observation],
     observations: Observations,
+    replays: Replays,
 ) -> dict[str, Any]:
     counts = sum((o.counts for o in seen), Counts())
     model = models[method.kind]
     path = config.draft if method.kind == "draft" else config.baseline_draft
-    stock = next(
-        (
-            other
-            for (t, m), other in observations.items()
-            if t == temperature and m.kind == "baseline_draft" and m.draft_length == method.draft_length
-        ),
-        None,
-    )
+    texts = replays[temperature, method.kind]
+    gain = None
+    if method.kind == "draft" and config.baseline_draft:
+        stock = replace(method, kind="baseline_draft")
+        other = observations[temperature, stock]
+        gain = {  # replayed on the same texts for both, without the noise of what each of them happened to decode
+            "mean_acceptance_length": ratio_difference(
+                *_replayed_length(texts, method.draft_length),
+                *_replayed_length(replays[temperature, stock.kind], method.draft_length),
+            ),
+            "decoded_mean_acceptance_length": ratio_difference(*_acceptance_length(seen), *_acceptance_length(other)),
+            "speedup": _speedup(seen, other),
+        }
     return {
         "proposer": {"kind": method.kind, "path": path, "parameters": model.num_parameters()},
         "draft_length": method.draft_length,
@@ -80,7 +91,7 @@ def _run(
         "temperature": temperature,
         "batch_size": 1,
         "counts": counts.to_dict(),
-        "alpha": ratio([float(r.overlap.sum()) for r in _replays(seen)], [len(r.overlap) for r in _replays(seen)]),
+        "alpha": ratio([float(r.overlap.sum()) for r in texts], [len(r.overlap) for r in texts]),
         "draft_acceptance_rate": ratio(
             [o.counts.num_accepted_tokens for o in seen], [o.counts.num_draft_tokens for o in seen]
         ),
@@ -90,22 +101,16 @@ def _run(
         "speedup": _speedup(seen, plain),
         "predicted_speedup": None,
         "tokens_per_second": _speed(seen),
-        "gain_over_baseline_draft": _gain(seen, stock, method.draft_length)
-        if method.kind == "draft" and stock
-        else None,
-        "replay": _replay(seen, method.draft_length, temperature),
+        "gain_over_baseline_draft": gain,
+        "replay": _replay(seen, texts, method.draft_length, temperature),
         "lossless": _lossless(seen, plain, temperature),
         "by_category": _by_category(seen, plain),
         "repeated_ngram_share": _repeated(seen),
     }
 
 
-def _replays(seen: list[Observation]) -> list[ReplayedText]:
-    return [o.replay for o in seen if o.replay is not None]
-
-
-def _replayed_length(seen: list[Observation], draft_length: int) -> tuple[list[int], list[float]]:
-    return [len(r.acceptance) for r in _replays(seen)], [r.rounds(draft_length) for r in _replays(seen)]
+def _replayed_length(texts: list[ReplayedText], draft_length: int) -> tuple[list[int], list[float]]:
+    return [len(r.acceptance) for r in texts], [r.rounds(draft_length) for r in texts]
 
 
 def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
@@ -126,32 +131,21 @@ def _speedup(seen: list[Observation], plain: list[Observation]) -> Estimate:
     return rate_ratio(*_tokens_and_seconds(seen), *_tokens_and_seconds(plain))
 
 
-def _gain(seen: list[Observation], stock: list[Observation], draft_length: int) -> dict[str, Estimate]:
-    """Compare two drafts, paired over prompts.
-
-    τ is replayed for both on the same texts, those of plain decoding: at T=0 these are the decoder's own counts, and
-    under sampling the same expectation without the noise of two separately drawn texts.
-    """
-    tokens, rounds = _replayed_length(seen, draft_length)
-    other_tokens, other_rounds = _replayed_length(stock, draft_length)
-    return {
-        "mean_acceptance_length": ratio_difference(tokens, rounds, other_tokens, other_rounds),
-        "speedup": _speedup(seen, stock),
-    }
-
-
-def _replay(seen: list[Observation], draft_length: int, temperature: float) -> dict[str, Any]:
-    """Replayed τ of plain decoding's texts beside the decoder's own.
+def _replay(
+    seen: list[Observation], texts: list[ReplayedText], draft_length: int, temperature: float
+) -> dict[str, Any]:
+    """Replayed τ of the target's texts, and whether that of the decoded prompts' texts agrees with the decoder's own.
 
     At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
     and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
     """
-    tokens, rounds = _replayed_length(seen, draft_length)
+    tokens, rounds = _replayed_length(texts, draft_length)
+    decoded = tokens[: len(seen)], rounds[: len(seen)]
     agrees: bool | None
     if temperature == 0:
-        agrees = all(abs(o.counts.num_drafts - r) < 1e-6 for o, r in zip(seen, rounds, strict=True))
+        agrees = all(abs(o.counts.num_drafts - r) < 1e-6 for o, r in zip(seen, decoded[1], strict=True))
     else:
-        interval = ratio_difference(*_acceptance_length(seen), tokens, rounds)["ci95"]
+        interval = ratio_difference(*_acceptance_length(seen), *decoded)["ci95"]
         agrees = None if interval is None else interval[0] <= 0 <= interval[1]
     return {"mean_acceptance_length": ratio(tokens, rounds), "agrees": agrees}
 
@@ -187,8 +181,7 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
     environment = report["environment"]
     table = Table(
-        title=f"{report['prompts']['count']} prompts, {environment['dtype']}, {environment['device']}, "
-        f"{environment['threads']} threads",
+        title=f"{_prompts(report)}, {environment['dtype']}, {environment['device']}, {environment['threads']} threads",
         title_justify="left",
         caption="α: 1 - TV(p, q). accepted: of the drafted tokens. τ: tokens per target forward.\n"
         "±: half of the 95 % interval, bootstrapped over prompts.",
@@ -219,6 +212,11 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
                 )
         table.add_section()
     (console or Console()).print(table)
+
+
+def _prompts(report: dict[str, Any]) -> str:
+    decoded, replayed = report["prompts"]["count"], report["prompts"]["replayed"]
+    return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if replayed > decoded else "")
 
 
 def _cell(estimate: Estimate, form: str, interval: bool = True) -> str:

@@ -56,7 +56,7 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     config = quickstart.QuickstartConfig(
-        output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2
+        output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2, replayed_prompts=3
     )
     console = Console(record=True, width=120)
     report = quickstart.quickstart(config, console)
@@ -64,10 +64,21 @@ def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     assert {run["proposer"]["kind"] for run in report["runs"]} == {"draft", "baseline_draft"}
     assert len(load_completions(str(tmp_path / "completions/sampled"))) == 4
     assert len(load_completions(str(tmp_path / "completions/greedy"))) == 2
+    assert report["prompts"]["count"] == 2 and report["prompts"]["replayed"] == 3
+    selection, measured = (
+        {json.loads(line)["id"] for line in (tmp_path / f"prompts/{name}.jsonl").read_text().splitlines()}
+        for name in ("heldout", "measured")
+    )
+    assert len(selection) == 4 and len(measured) == 3 and not selection & measured
     load_model(tmp_path / "draft")
     text = console.export_text()
     assert "stock" in text and "plain" in text
     quickstart.quickstart(config, console)
+
+
+def test_quickstart_refuses_to_decode_more_than_it_replays():
+    with pytest.raises(InputError, match=r"replayed_prompts: expected at least measured_prompts \(5\), found 4"):
+        quickstart.QuickstartConfig(measured_prompts=5, replayed_prompts=4)
 
 
 def test_quickstart_outside_a_clone_says_so(monkeypatch, tmp_path):

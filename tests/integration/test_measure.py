@@ -79,7 +79,7 @@ def test_every_field_of_the_schema_is_there(measured):
         "parameters": AutoModelForCausalLM.from_pretrained(root / "target").num_parameters(),
         "dtype": "float32",
     }
-    assert report["prompts"] == {"path": str(root / "prompts.jsonl"), "count": len(PROMPTS)}
+    assert report["prompts"] == {"path": str(root / "prompts.jsonl"), "count": len(PROMPTS), "replayed": len(PROMPTS)}
     assert report["baseline"]["tokens_per_second"]["median"] > 0
     asked = [(t, k, kind) for t in (0.0, 1.0) for k in (1, 3) for kind in ("draft", "baseline_draft")]
     found = [(r["temperature"], r["draft_length"], r["proposer"]["kind"]) for r in report["runs"]]
@@ -163,9 +163,39 @@ def test_gains_are_paired_and_only_the_drafts(measured):
             assert difference == pytest.approx(decoded, abs=1e-12)
         assert gain["value"] == pytest.approx(difference, abs=1e-12)
         assert gain["ci95"][0] <= gain["value"] <= gain["ci95"][1]
+        decoded = [r["mean_acceptance_length"]["value"] for r in (run, stock)]
+        counted = run["gain_over_baseline_draft"]["decoded_mean_acceptance_length"]
+        assert counted["value"] == pytest.approx(decoded[0] - decoded[1], abs=1e-12)
         assert run["gain_over_baseline_draft"]["speedup"]["value"] > 0
         # The draft's noise is a tenth of the stock draft's.
         assert run["alpha"]["value"] > stock["alpha"]["value"] and difference > 0
+
+
+def test_further_prompts_are_replayed_without_being_decoded(measured, tmp_path):
+    report, root = measured
+    config = MeasureConfig(
+        str(root / "target"), str(root / "draft"), str(root / "prompts.jsonl"), str(tmp_path / "out"),
+        baseline_draft=str(root / "stock"), draft_length="1,3", temperature="0,1", limit=2, replay_limit=5,
+        max_new_tokens=NEW, dtype="float32",
+    )  # fmt: skip
+    fewer = measure(config, progress=False)
+    assert fewer["prompts"] == {"path": config.prompts, "count": 2, "replayed": len(PROMPTS)}
+    for run in runs_of(fewer, temperature=0.0):
+        assert run["counts"]["num_emitted_tokens"] == 2 * NEW and run["replay"]["agrees"] is True
+        # Texts written in a batch are the ones that are decoded plainly, so all five replay as before.
+        (full,) = (
+            other
+            for other in runs_of(report, temperature=0.0, draft_length=run["draft_length"])
+            if other["proposer"] == run["proposer"]
+        )
+        pairs = [(run["alpha"], full["alpha"])]
+        pairs.append(tuple(r["replay"]["mean_acceptance_length"] for r in (run, full)))
+        if run["gain_over_baseline_draft"]:
+            pairs.append(tuple(r["gain_over_baseline_draft"]["mean_acceptance_length"] for r in (run, full)))
+        for own, other in pairs:
+            assert own["value"] == pytest.approx(other["value"], rel=1e-6)
+    for run in runs_of(fewer, temperature=1.0):
+        assert run["alpha"]["ci95"] and run["counts"]["num_emitted_tokens"] == 2 * NEW
 
 
 def test_categories_part_the_prompts(measured):
@@ -235,6 +265,7 @@ def test_bad_input_is_refused_in_one_line(measured, tmp_path, capsys):
         (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),
         (["--temperature=-1"], "temperature: expected 0 or more, found -1.0"),
         (["--top_p", "0"], "top_p: expected more than 0"),
+        (["--limit", "3", "--replay_limit", "2"], "replay_limit: expected at least 3, found 2"),
         (["--repeats", "0"], "repeats: expected at least 1, found 0"),
         (["--dtype", "float8"], "dtype: expected one of float32"),
         (["--draft_lenght", "4"], "draft_lenght"),
