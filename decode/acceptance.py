@@ -1,43 +1,87 @@
 """Acceptance rules, as pure functions of tensors.
 
-p: the target's distributions, q: the drafter's, both after the same warping. Shape suffixes: K drafted tokens, V
-vocabulary.
+p: the target's distributions, q: the drafter's, both after the same warping. Row 0 of p belongs to the root, the last
+token of the text, and row i + 1 to node i of the draft's tree: the law of the token after it. Shape suffixes: K drafted
+tokens, V vocabulary.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import draw
+from draftsmith.decode.tree import ROOT, Tree
+
+
+def accept_greedy(chosen: Sequence[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
+    """The exact rule at T=0, where p and q are one-hot: accept while the draft names the target's argmax.
+
+    Args:
+        chosen: the target's argmax tokens, K + 1 of them.
+        drafted: the drafted tokens, K.
+        tree: the draft's shape.
+
+    Returns:
+        The accepted nodes, from the root's child down, and the token to emit after them.
+    """
+    path: list[int] = []
+    node = ROOT
+    while True:
+        wanted = chosen[node + 1]
+        node = next((child for child in tree.children[node + 1] if drafted[child] == wanted), ROOT)
+        if node == ROOT:
+            return path, wanted
+        path.append(node)
 
 
 def accept_exact(
-    p: Tensor, q: Tensor | None, drafted: Tensor, generator: torch.Generator | None = None
-) -> tuple[int, Tensor]:
-    """Speculative sampling (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2).
+    p: Tensor, q: Tensor | None, drafted: Tensor, tree: Tree, generator: torch.Generator | None = None
+) -> tuple[list[int], Tensor]:
+    """Speculative sampling on a tree: recursive rejection, sibling by sibling, down from the root.
 
-    A drafted token x is accepted with probability min(1, p(x)/q(x)); the first rejected one is replaced by a draw from
-    the residual norm(max(0, p − q)); after full acceptance a bonus token is drawn from p. Each emitted token has law p,
-    whatever q is.
+    At each node the first child's token x is accepted with probability min(1, p(x)/q(x)). If it is rejected, p becomes
+    the residual norm(max(0, p − q)), and the next sibling is tried against it with its own q, which no longer holds
+    the earlier siblings; when none is left, the token to emit is drawn from the residual. After a leaf a bonus token is
+    drawn from p. Each emitted token has law p, whatever the drafter's law is. A chain is the case of one child
+    (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2; siblings: Miao et al. 2023, SpecInfer,
+    algorithm 2; without replacement: Chen et al. 2024, Sequoia, algorithm 2).
 
     Args:
-        p: the target's distributions at the drafted positions and the one after them, (K + 1, V).
-        q: the distributions that the drafted tokens were drawn from, (K, V); None where the proposal is deterministic
-            (a one-hot q).
+        p: (K + 1, V).
+        q: the distribution that each node's token was drawn from, (K, V): for a later sibling the drafter's law
+            without the earlier siblings' tokens, renormalised; all zero where that law had no token left. None where
+            the draft is deterministic (q one-hot); then siblings must be distinct.
         drafted: the drafted tokens, (K,).
+        tree: the draft's shape.
         generator: the source of randomness; the global one if None.
 
     Returns:
-        How many of the drafted tokens are accepted, 0…K, and the token to emit after them, (1,).
+        The accepted nodes, from the root's child down, and the token to emit after them, (1,).
     """
-    k = len(drafted)
-    p_x = p[:k].gather(1, drafted[:, None])[:, 0]
-    q_x = torch.ones_like(p_x) if q is None else q.gather(1, drafted[:, None])[:, 0]
-    r = torch.rand(k, generator=generator, device=p.device, dtype=p.dtype)
-    # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then.
-    accepted = int((r * q_x < p_x).cumprod(0).sum()) if k else 0
-    if accepted == k:
-        return accepted, draw(p[k], generator)
-    return accepted, draw(residual(p[accepted], None if q is None else q[accepted], drafted[accepted]), generator)
+    parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
+    # In one transfer: what the first child of every node is tested with.
+    p_x = p[parents, drafted].tolist()
+    q_x = [1.0] * len(tree) if q is None else q.gather(1, drafted[:, None])[:, 0].tolist()
+    r = torch.rand(len(tree), generator=generator, device=p.device, dtype=p.dtype).tolist()
+    path: list[int] = []
+    node = ROOT
+    while True:
+        rest, accepted = p[node + 1], ROOT
+        for i, child in enumerate(tree.children[node + 1]):
+            token = drafted[child]
+            weight = p_x[child] if i == 0 else float(rest[token])
+            # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where the drafter's
+            # law ran out of tokens before its siblings did (q = 0), nothing was drawn.
+            if q_x[child] > 0 and r[child] * q_x[child] < weight:
+                accepted = child
+                break
+            rest = residual(rest, None if q is None else q[child], token)
+            rest = rest / rest.sum()
+        if accepted == ROOT:
+            return path, draw(rest, generator)
+        path.append(accepted)
+        node = accepted
 
 
 def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Tensor:
@@ -53,16 +97,3 @@ def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Tensor:
     """
     rest = p.scatter(0, x.view(1), 0.0) if q is None else (p - q).clamp(min=0.0)
     return rest if bool(rest.any()) else p
-
-
-def accept_greedy(target: Tensor, drafted: Tensor) -> int:
-    """The exact rule at T=0, where p and q are one-hot: accept while the draft names the target's argmax.
-
-    Args:
-        target: the target's argmax tokens at the drafted positions and the one after them, (K + 1,).
-        drafted: the drafted tokens, (K,).
-
-    Returns:
-        How many of the drafted tokens are accepted; `target[accepted]` is the token to emit after them.
-    """
-    return int((drafted == target[:-1]).cumprod(0).sum()) if len(drafted) else 0

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import forward, new_cache
+from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.generation import DecodeOutput, Limits, decode_rows, run_generate
+from draftsmith.decode.generation import DecodeOutput, Row, decode_rows, padded, run_generate
 from draftsmith.decode.sampling import Law
+
+TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 
 
 def autoregressive_generate(
@@ -29,23 +31,44 @@ def autoregressive_decode(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
+    compiled: bool = False,
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
+    check_model(model, "target")
     law = Law(logits_processor, bool(generation_config.do_sample))
 
-    def decode_row(prompt: Tensor, limits: Limits, generator: torch.Generator | None) -> tuple[Tensor, Counts]:
-        sequence, length, done = limits.buffer(prompt), prompt.shape[1], False
-        cache, cached = new_cache(), 0
-        while not done:
-            logits = forward(model, sequence[:, cached:length], cache, keep=1)
-            sequence[0, length] = law.next_token(logits, sequence[0, :length], generator)
-            cached = length
-            _, done = limits.cut(sequence, length, 1)
-            length += 1
-        emitted = length - prompt.shape[1]
-        return sequence[:, :length], Counts(num_drafts=emitted, num_emitted_tokens=emitted)
+    def decode(rows: list[Row]) -> None:
+        _decode(model, rows, law, compiled)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    return decode_rows(decode_row, input_ids, mask, stopping_criteria, generation_config, seed)
+    return decode_rows(decode, input_ids, mask, stopping_criteria, generation_config, seed)
+
+
+def _decode(model: PreTrainedModel, rows: list[Row], law: Law, compiled: bool) -> None:
+    target = CachedModel(model, len(rows), max(row.limits.max_length for row in rows), compiled=compiled)
+    longest = max(row.length for row in rows)
+    if len(rows) == 1:
+        logits = target.prefill(rows[0].context[None, :])
+    elif longest > 1:
+        target.prefill(padded([row.context for row in rows], longest)[:, :-1])
+        logits = None
+    else:
+        logits = None
+    while rows:
+        if logits is None:
+            last = torch.stack([row.text[row.length - 1 : row.length] for row in rows])
+            logits = target.feed(last, [row.length - 1 for row in rows])
+        left = []
+        if law.do_sample or not law.context_free:
+            tokens = [int(law.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
+        else:
+            tokens = law.choose(logits[:, 0], []).tolist()
+        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+            row.rounds.append(TOKEN)
+            if not row.emit([token])[1]:
+                left.append(i)
+        if 0 < len(left) < len(rows):
+            target.select(left)
+        rows, logits = [rows[i] for i in left], None

@@ -1,55 +1,273 @@
-"""Key-value caches that can be rolled back."""
+"""A model with its key-value cache: blocks of tokens go in at any length, and what was rejected costs nothing to drop.
 
-from typing import Any
+Keys and values lie in buffers that are allocated once, sized from the length limits: slot i of a row holds its token i.
+A forward says where each row's block starts, and attends to the slots before it. So a rollback is no operation at all,
+rows of a batch advance by different lengths without holes or padding between their tokens, and shapes can stay fixed
+for `torch.compile`.
 
+Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
+"""
+
+import inspect
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import Cache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from draftsmith.decode.errors import InputError
 
-
-def new_cache() -> DynamicCache:
-    """Return an empty cache that keeps every token.
-
-    Without the model's config the library's cache also keeps what lies past a sliding window (the mask still hides it),
-    so that a rejected draft can be removed at any length.
-    """
-    return DynamicCache()
+# Attention that takes any additive mask. The fast kernels beyond them know causal masks alone.
+ATTENTION = ("eager", "sdpa")
+# Compiled forwards are specialised to the buffers' size: few sizes, few compilations.
+COMPILED_SLOTS = 256
 
 
-def forward(model: PreTrainedModel, input_ids: Tensor, cache: DynamicCache, keep: int) -> Tensor:
-    """Feed tokens that follow the cached ones and return the logits of the last `keep` of them.
+class _Block:
+    """Where the tokens of the present forward go; all layers share it."""
+
+    start: int | None = 0
+    """The first slot, where it is the same for every row."""
+    slots: Tensor
+    """The slots, (B, K), or (1, K) for all rows."""
+    width: int
+    """Slots that are attended to."""
+
+
+class _Layer(CacheLayerMixin):
+    """One layer's keys and values, (B, H, S, D)."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, block: _Block, rows: int, slots: int, compiled: bool):
+        super().__init__()
+        self.block, self.rows, self.slots, self.compiled = block, rows, slots, compiled
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.keys, self.values = (
+            torch.zeros(self.rows, s.shape[1], self.slots, s.shape[3], dtype=s.dtype, device=s.device)
+            for s in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values, block = cast(Tensor, self.keys), cast(Tensor, self.values), self.block
+        if self.compiled and block.start is None:
+            if self.rows == 1:
+                keys.index_copy_(2, block.slots[0], key_states)
+                values.index_copy_(2, block.slots[0], value_states)
+            else:
+                rows = torch.arange(self.rows, device=keys.device)[:, None]
+                keys[rows, :, block.slots] = key_states.transpose(1, 2)
+                values[rows, :, block.slots] = value_states.transpose(1, 2)
+            return keys, values
+        if block.start is None:
+            rows = torch.arange(len(keys), device=keys.device)[:, None]
+            keys[rows, :, block.slots] = key_states.transpose(1, 2)
+            values[rows, :, block.slots] = value_states.transpose(1, 2)
+        else:
+            keys.narrow(2, block.start, key_states.shape[2]).copy_(key_states)
+            values.narrow(2, block.start, key_states.shape[2]).copy_(value_states)
+        return keys.narrow(2, 0, block.width), values.narrow(2, 0, block.width)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.block.width, 0
+
+    def get_seq_length(self) -> int:
+        return self.block.start or 0
+
+    def get_max_length(self) -> int:
+        return self.slots
+
+
+class CachedModel:
+    """A causal LM and the cache of some rows.
 
     Args:
-        model: a causal LM.
-        input_ids: (1, T); a whole prompt and a draft may come in one call, of which few logits are needed.
-        cache: holds the tokens before them, and these too afterwards.
-        keep: at most T.
-
-    Returns:
-        (keep, V).
+        model: a model that `check_model` passes.
+        rows: B, rows decoded together.
+        max_length: tokens of a row at most.
+        block: tokens fed in one forward at most, after the prompt; rejected ones need room behind the last length.
+        compiled: run blocks through `torch.compile`, with static shapes.
     """
-    # Without it a long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
-    inputs: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": True}
-    supported: Any = model._supports_logits_to_keep
-    if keep < input_ids.shape[1] and supported():  # it inspects a signature: too slow to ask at every step
-        inputs["logits_to_keep"] = keep
-    return model(**inputs).logits[0, -keep:]
+
+    def __init__(self, model: PreTrainedModel, rows: int, max_length: int, block: int = 1, compiled: bool = False):
+        self.model, self.compiled, self._rows = model, compiled, rows
+        self._active: list[int] | None = None  # the rows that are left, where shapes are fixed
+        config = model.config.get_text_config()
+        slots = max_length + block
+        if compiled:
+            slots = -(-slots // COMPILED_SLOTS) * COMPILED_SLOTS
+        self._block = _Block()
+        self._layers = [_Layer(self._block, rows, slots, compiled) for _ in range(config.num_hidden_layers)]
+        self.cache = Cache(layers=list(self._layers))
+        self._dtype, self._device = model.dtype, model.device
+        self._minimum = torch.finfo(model.dtype).min
+        self._keeps = "logits_to_keep" in _parameters(model)
+        self._types = sorted(set(getattr(config, "layer_types", None) or ()))
+        self._window: int = getattr(config, "sliding_window", None) or 0
+        self._slots = slots
+        self._range = torch.arange(slots, device=self._device)
+        # Where tokens of a tree lie is not where they stand: windows are counted in positions.
+        self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
+        self._causal: dict[int, Tensor] = {}
+
+    def prefill(self, tokens: Tensor, keep: int = 1) -> Tensor:
+        """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.
+
+        Returns:
+            The logits of the last `keep` columns, (B, keep, V).
+        """
+        length = tokens.shape[1]
+        self._block.start, self._block.width = 0, length
+        positions = self._range[None, :length]
+        if self._positions is not None:
+            self._positions[:, :length] = positions
+        return self._run(tokens, None, positions, keep, compiled=False)
+
+    def feed(
+        self,
+        tokens: Tensor,
+        starts: Sequence[int],
+        keep: int | None = None,
+        visible: Tensor | None = None,
+        depths: Tensor | None = None,
+    ) -> Tensor:
+        """Feed a block of tokens to each row.
+
+        Args:
+            tokens: (B, K) int64; a row's own block may be shorter: what lies behind it is overwritten later.
+            starts: for each row the slot of its first token; all slots before it are attended to.
+            keep: return the logits of the last so many tokens; all K if None.
+            visible: which of the last N ≥ K slots up to the block's end each token attends to, (K, N) or (B, K, N)
+                bool; the slots before those are visible to all. Causal if None.
+            depths: each token's position beyond its row's start, (K,) or (B, K); 0…K − 1 if None.
+
+        Returns:
+            (B, keep, V).
+        """
+        k = tokens.shape[1]
+        if self._active is not None:
+            tokens, starts, visible, depths = self._spread(tokens, starts, visible, depths)
+        block = self._block
+        block.start = starts[0] if not self.compiled and (len(starts) == 1 or len(set(starts)) == 1) else None
+        block.width = self._slots if self.compiled else max(starts) + k
+        if block.start is not None:
+            block.slots = self._range[block.start : block.start + k][None, :]
+        else:
+            block.slots = torch.tensor(starts, device=self._device)[:, None] + self._range[:k]
+        positions = block.slots if depths is None else block.slots[:, :1] + depths
+        if self._positions is not None:
+            self._positions.scatter_(1, block.slots.expand(len(starts), k), positions.expand(len(starts), k))
+        mask: Any = None
+        if visible is not None or block.start is None or (depths is not None and self._window):
+            mask = self._mask(visible, positions.expand(len(starts), k))
+        elif k > 1 and not self._window:
+            # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
+            if k not in self._causal:
+                above = torch.full((1, 1, k, k), self._minimum, dtype=self._dtype, device=self._device).triu(1)
+                self._causal[k] = above
+            mask = self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
+        logits = self._run(tokens, mask, positions, k if keep is None else keep)
+        return logits if self._active is None else logits[self._active]
+
+    def keep_path(self, row: int, start: int, path: Sequence[int]) -> None:
+        """Move the accepted tokens of a tree, entries `path` of the block that began at `start`, to behind its first.
+
+        They are in their places already where the path is 1, 2, 3, … .
+        """
+        if list(path) == list(range(1, len(path) + 1)):
+            return
+        row = row if self._active is None else self._active[row]
+        source = start + torch.tensor(path, device=self._device)
+        to = slice(start + 1, start + 1 + len(path))
+        for layer in self._layers:
+            for buffer in (cast(Tensor, layer.keys), cast(Tensor, layer.values)):
+                buffer[row, :, to] = buffer[row][:, source]
+        if self._positions is not None:
+            self._positions[row, to] = torch.arange(start + 1, start + 1 + len(path), device=self._device)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some of the rows alone; in fixed shapes the others go on costing what they cost."""
+        if self.compiled:
+            active = list(range(self._rows)) if self._active is None else self._active
+            self._active = [active[row] for row in rows]
+            return
+        for layer in self._layers:
+            layer.keys, layer.values = cast(Tensor, layer.keys)[rows], cast(Tensor, layer.values)[rows]
+        if self._positions is not None:
+            self._positions = self._positions[rows]
+
+    def _spread(
+        self, tokens: Tensor, starts: Sequence[int], visible: Tensor | None, depths: Tensor | None
+    ) -> tuple[Tensor, list[int], Tensor | None, Tensor | None]:
+        """Put the rows that are left into a block for all rows."""
+        all_starts, all_tokens = [0] * self._rows, tokens.new_zeros(self._rows, tokens.shape[1])
+        all_tokens[self._active] = tokens
+        for row, start in zip(cast(list[int], self._active), starts, strict=True):
+            all_starts[row] = start
+        spread: list[Tensor | None] = [visible, depths]
+        for i, (own, shared) in enumerate(((visible, 2), (depths, 1))):
+            if own is not None and own.ndim > shared:
+                whole = own.new_zeros(self._rows, *own.shape[1:])
+                whole[self._active] = own
+                spread[i] = whole
+        return all_tokens, all_starts, spread[0], spread[1]
+
+    def _mask(self, visible: Tensor | None, positions: Tensor) -> Any:
+        """Return the additive mask of the block whose tokens have these positions, (B, 1, K, S), by layer type."""
+        rows, k = positions.shape
+        own, width = self._block.slots, self._block.width
+        slots = self._range[:width]
+        if visible is None:
+            allowed = (slots <= own[:, :, None]).expand(rows, k, width)
+        else:
+            n = visible.shape[-1]
+            base = own[:, :1] + k - n
+            allowed = (slots < base[:, :, None]).expand(rows, k, width).clone()
+            block = base + self._range[:n]
+            allowed.scatter_(2, block[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
+        full = self._additive(allowed)
+        if self._positions is None:
+            return self._by_type(full)
+        near = positions[:, :, None] - self._positions[:, None, :width] < self._window
+        return self._by_type(full, self._additive(allowed & near))
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~allowed, self._minimum)[:, None]
+
+    def _by_type(self, full: Tensor, windowed: Tensor | None = None) -> Any:
+        """Hand out masks as the library's `create_masks_for_generate` does."""
+        windowed = full if windowed is None else windowed
+        if self._types:
+            return {name: windowed if name == "sliding_attention" else full for name in self._types}
+        return windowed
+
+    def _run(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, compiled: bool | None = None) -> Tensor:
+        inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
+        if keep < tokens.shape[1] and self._keeps:
+            # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
+            inputs["logits_to_keep"] = keep
+        call = _compiled(self.model) if (self.compiled if compiled is None else compiled) else self.model
+        return call(input_ids=tokens, past_key_values=self.cache, use_cache=True, **inputs).logits[:, -keep:]
 
 
-def rollback(cache: DynamicCache, tokens: int) -> None:
-    """Drop the last `tokens` tokens of a cache; 0 drops nothing."""
-    if tokens > 0:
-        cache.crop(-tokens)
-
-
-def require_rollback(model: PreTrainedModel, role: str) -> None:
+def check_model(model: PreTrainedModel, role: str) -> None:
     """Refuse, by name, models that speculative decoding cannot roll back or does not apply to.
 
     Raises:
-        InputError: the model carries a recurrent state, or is an encoder-decoder.
+        InputError: the model carries a recurrent state, is an encoder-decoder, has layers of unknown attention or no
+            explicit positions, or runs an attention kernel that takes no mask.
     """
-    name = type(model).__name__
+    name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
         raise InputError(f"{role}: expected a decoder-only model, found the encoder-decoder {name}")
     if model._is_stateful:
@@ -57,3 +275,35 @@ def require_rollback(model: PreTrainedModel, role: str) -> None:
             f"{role}: expected a model with a key-value cache, found {name}, whose recurrent state cannot drop "
             "rejected tokens"
         )
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
+    if "position_ids" not in _parameters(model):
+        raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
+    attention = config._attn_implementation
+    if attention not in ATTENTION:
+        raise InputError(
+            f"{role}: expected attn_implementation {' or '.join(ATTENTION)}, found {attention}, which takes no masks"
+        )
+
+
+@lru_cache(maxsize=64)
+def _signature(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+
+
+def _parameters(model: PreTrainedModel) -> frozenset[str]:
+    cls: Any = type(model)
+    return _signature(cls)
+
+
+_compilations: "WeakKeyDictionary[PreTrainedModel, Any]" = WeakKeyDictionary()
+
+
+def _compiled(model: PreTrainedModel) -> Any:
+    """Return the model's compiled forward, one for all callers: compiling takes longer than decoding."""
+    if model not in _compilations:
+        # Each shape of a block is a specialisation of its own, and there are more of them than torch's limit of 8.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+        _compilations[model] = torch.compile(model.forward, dynamic=False)
+    return _compilations[model]

@@ -19,7 +19,7 @@ class Counts:
     num_drafts: int = 0
     """Rounds."""
     num_draft_tokens: int = 0
-    """Drafted tokens."""
+    """Drafted tokens; of a tree all its nodes, of which a round accepts one path at most."""
     num_accepted_tokens: int = 0
     """Accepted drafted tokens, the bonus token excluded."""
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
@@ -32,11 +32,14 @@ class Counts:
     """Tokens that entered the text: accepted ones, corrections and bonus tokens."""
 
     @classmethod
-    def of_round(cls, drafted: int, accepted: int, emitted: int) -> "Counts":
-        """Count one round that accepted the first `accepted` of `drafted` tokens and emitted `emitted`."""
+    def of_round(cls, drafted: int, accepted: int, emitted: int, nodes: int | None = None) -> "Counts":
+        """Count one round that drafted `drafted` positions deep, accepted the first `accepted` and emitted `emitted`.
+
+        A tree has more `nodes` than positions; a chain as many.
+        """
         return cls(
             num_drafts=1,
-            num_draft_tokens=drafted,
+            num_draft_tokens=drafted if nodes is None else nodes,
             num_accepted_tokens=accepted,
             num_accepted_tokens_per_pos=(1,) * accepted + (0,) * (drafted - accepted),
             num_draft_tokens_per_pos=(1,) * drafted,

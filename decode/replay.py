@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.sampling import Law, align_vocabulary
+from draftsmith.decode.sampling import Law, align_vocabulary, prefixes
 
 
 def acceptance_probabilities(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ def replay_text(
     p_logits = target(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
     q_logits = draft(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
     q_logits = align_vocabulary(q_logits, p_logits.shape[-1])
-    p, q = (law.probabilities(logits, sequence[:-1]) for logits in (p_logits, q_logits))
+    p, q = (law.probabilities(logits, prefixes(sequence[:-1], len(tokens))) for logits in (p_logits, q_logits))
     if not law.do_sample:
         # In half precision a parallel forward can break a near-tie the other way: the text itself says what p chose.
         p = torch.nn.functional.one_hot(tokens, p.shape[-1]).to(p.dtype)

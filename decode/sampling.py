@@ -3,6 +3,7 @@
 Shape suffixes: K positions, V vocabulary, T context tokens.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -34,13 +35,13 @@ class Law:
         """Whether no processor looks at the tokens before its position."""
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
-    def scores(self, logits_KV: Tensor, context_T: Tensor) -> Tensor:
+    def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return processed logits in at least float32.
 
         Args:
-            logits_KV: logits of K consecutive positions, (K, V). They are never written to.
-            context_T: the tokens up to and including the last position's own context, (T,): row j is conditioned on
-                the first T − K + 1 + j of them.
+            logits_KV: logits of K positions, (K, V). They are never written to.
+            contexts: the tokens that each position is conditioned on, K of (T_j,) int64. Not looked at where the law
+                is `context_free`: then they may be left empty.
 
         Returns:
             (K, V).
@@ -52,32 +53,42 @@ class Law:
         if scores_KV is logits_KV:
             scores_KV = logits_KV.clone()
         if self.context_free:
-            return process(context_T[None, :], scores_KV)
-        first = len(context_T) - len(scores_KV) + 1
-        rows = [process(context_T[None, : first + j], row[None, :]) for j, row in enumerate(scores_KV)]
-        return torch.cat(rows)
+            return process(None, scores_KV)
+        return torch.cat([process(t[None, :], row[None, :]) for t, row in zip(contexts, scores_KV, strict=True)])
 
-    def probabilities(self, logits_KV: Tensor, context_T: Tensor) -> Tensor:
+    def probabilities(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return the distributions, (K, V); at T=0 they are one-hot on the argmax, not a sharpened softmax."""
-        scores_KV = self.scores(logits_KV, context_T)
+        scores_KV = self.scores(logits_KV, contexts)
         if self.do_sample:
             return scores_KV.softmax(-1)
         return torch.nn.functional.one_hot(scores_KV.argmax(-1), scores_KV.shape[-1]).to(scores_KV.dtype)
 
-    def choose(self, logits_KV: Tensor, context_T: Tensor) -> Tensor:
+    def choose(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return the argmax token of each position, (K,): the whole law at T=0."""
-        return self.scores(logits_KV, context_T).argmax(-1)
+        return self.scores(logits_KV, contexts).argmax(-1)
 
     def next_token(self, logits_1V: Tensor, context_T: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the token after the context, (1,) int64, drawn from the law of one position."""
+        """Return the token after one context, (1,) int64, drawn from its law."""
         if self.do_sample:
-            return draw(self.probabilities(logits_1V, context_T)[0], generator)
-        return self.choose(logits_1V, context_T)
+            return draw(self.probabilities(logits_1V, [context_T])[0], generator)
+        return self.choose(logits_1V, [context_T])
+
+
+def prefixes(tokens_T: Tensor, count: int) -> list[Tensor]:
+    """Return the contexts of the last `count` positions of a text, each one token longer, the last (T,)."""
+    return [tokens_T[: len(tokens_T) - count + 1 + j] for j in range(count)]
 
 
 def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw one token from a distribution (V,) or an unnormalised one; returns (1,) int64."""
-    return torch.multinomial(p_V, 1, generator=generator)
+    """Draw one token from a distribution (V,) or an unnormalised one; returns (1,) int64.
+
+    By inverting the cumulative distribution in double precision: one random number in place of the V that
+    `torch.multinomial` takes, which were a third of a sampling round's time outside the forwards.
+    """
+    cumulative = p_V.cumsum(0, dtype=torch.float64)
+    u = torch.rand(1, generator=generator, device=p_V.device, dtype=torch.float64) * cumulative[-1]
+    # The first entry beyond u: a token of probability zero adds nothing and is never it.
+    return torch.searchsorted(cumulative, u, right=True).clamp_(max=len(p_V) - 1)
 
 
 def align_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

@@ -1,24 +1,43 @@
 """Speculative decoding: the round loop.
 
-The law of the output is exactly that of plain decoding of the target, token for token at T=0 and in distribution
-otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
+Under the exact rule the law of the output is that of plain decoding of the target, token for token at T=0 and in
+distribution otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.acceptance import accept_exact, accept_greedy
-from draftsmith.decode.cache import forward, new_cache, require_rollback, rollback
+from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import DecodeOutput, Limits, decode_rows, run_generate
-from draftsmith.decode.proposers.protocol import Proposer
+from draftsmith.decode.generation import DecodeOutput, Departure, Row, decode_rows, padded, run_generate
+from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.sampling import Law
 
-RULES = ("exact",)
+
+@dataclass(frozen=True)
+class Round:
+    """What one round wrote: told to an observer as it happens."""
+
+    row: int
+    """The row's place in the batch."""
+    tokens: list[int]
+    """The emitted tokens, in order."""
+    accepted: int
+    """How many of them are accepted drafted ones, the first."""
+    drafted: int
+    """Depth of the draft. The token after the accepted ones is a bonus where all were accepted, else a correction."""
+    done: bool
+    """Whether the text ends here."""
+
+
+Observer = Callable[[Round], None]
 
 
 def speculative_generate(
@@ -27,7 +46,7 @@ def speculative_generate(
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
     draft_length: int = 4,
-    rule: str = "exact",
+    rule: str | Rule = "exact",
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> DecodeOutput:
@@ -36,24 +55,31 @@ def speculative_generate(
     Args:
         target: the model whose law the output has.
         proposer: what drafts.
-        input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows are decoded one after another.
+        input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
-        draft_length: γ, drafted tokens a round; fewer where the length limit is near.
-        rule: "exact", the lossless rule.
+        draft_length: γ, depth of a draft; less where the length limit is near.
+        rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
+            with its own levels.
         seed: seeds each row's draws: row i uses seed + i, so that it draws as it would alone.
-        generate_kwargs: what `generate` takes (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id, …);
-            what is left out has the default of the target's `generation_config`, as in `generate` itself.
+        generate_kwargs: what `generate` takes (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
+            stop_strings, streamer, …); what is left out has the default of the target's `generation_config`, as in
+            `generate` itself. And `compiled=True`, to run the models through `torch.compile` with static shapes; and
+            `observer`, called with each `Round`.
 
     Returns:
-        `sequences` (B, ≤ T + max_new_tokens), padded on the right where rows end early, and the sum of `counts`.
+        `sequences` (B, ≤ T + max_new_tokens), padded on the right where rows end early, and `counts`.
 
     Raises:
         InputError: γ < 1, an unknown rule, or a model that cannot be rolled back.
     """
     if draft_length < 1:
         raise InputError(f"draft_length: expected at least 1, found {draft_length}")
-    if rule not in RULES:
-        raise InputError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
+    streamer = generate_kwargs.get("streamer")
+    if streamer is not None:
+        # `generate` gives it the prompt, and then hands callables no streamer.
+        if len(input_ids) > 1:
+            raise InputError(f"streamer: expected one prompt, found {len(input_ids)}")
+        generate_kwargs["observer"] = _streaming(streamer, generate_kwargs.get("observer"))
     return run_generate(
         target,
         speculative_decode,
@@ -61,6 +87,7 @@ def speculative_generate(
         attention_mask,
         proposer=proposer,
         draft_length=draft_length,
+        rule=as_rule(rule),
         seed=seed,
         **generate_kwargs,
     )
@@ -74,64 +101,119 @@ def speculative_decode(
     generation_config: GenerationConfig,
     proposer: Proposer,
     draft_length: int = 4,
+    rule: str | Rule = "exact",
+    compiled: bool = False,
+    observer: Observer | None = None,
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
     """The callable for the library's own door: `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
 
-    `generate` prepares everything but `proposer`, `draft_length` and `seed` (None draws from the global generator).
+    `generate` prepares everything but `proposer`, `draft_length`, `rule`, `compiled`, `observer` and `seed` (None draws
+    from the global generator).
     """
-    require_rollback(model, "target")
+    check_model(model, "target")
     law = Law(logits_processor, bool(generation_config.do_sample))
+    chosen = as_rule(rule)
 
-    def decode_row(prompt: Tensor, limits: Limits, generator: torch.Generator | None) -> tuple[Tensor, Counts]:
-        return _decode_row(model, proposer, prompt, draft_length, law, limits, generator)
+    def decode(rows: list[Row]) -> None:
+        _decode(model, proposer, rows, draft_length, law, chosen, compiled, observer)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    return decode_rows(decode_row, input_ids, mask, stopping_criteria, generation_config, seed)
+    return decode_rows(decode, input_ids, mask, stopping_criteria, generation_config, seed, lossy=chosen.lossy)
 
 
-def _decode_row(
-    target: PreTrainedModel,
+def _decode(
+    model: PreTrainedModel,
     proposer: Proposer,
-    prompt: Tensor,
+    rows: list[Row],
     draft_length: int,
     law: Law,
-    limits: Limits,
-    generator: torch.Generator | None,
-) -> tuple[Tensor, Counts]:
-    """Decode one prompt (1, T); p and q are the target's and the drafter's distributions."""
-    sequence = limits.buffer(prompt)  # (1, max_length), of which the first `length` tokens stand
-    length, done, counts = prompt.shape[1], False, []
-    cache, cached = new_cache(), 0
-    proposer.start(law, target.config.get_text_config().vocab_size, generator)
-    while not done:
-        k = min(draft_length, limits.max_length - length - 1)
-        if k > 0:
-            draft = proposer.propose(sequence[:, :length], k)
-            k = len(draft.tokens)
-            sequence[0, length : length + k] = draft.tokens
-        # The last token (at first the whole prompt), which was not fed yet, and the draft.
-        logits = forward(target, sequence[:, cached : length + k], cache, keep=k + 1)
-        fed = length + k
-        context = sequence[0, :fed]
-        if k == 0:
-            accepted, following = 0, law.next_token(logits, context, generator)
-        elif law.do_sample:
-            p, q = law.probabilities(logits, context), draft.probabilities
-            accepted, following = accept_exact(p, q, draft.tokens, generator)
-        else:
-            chosen = law.choose(logits, context)
-            accepted = accept_greedy(chosen, draft.tokens)
-            following = chosen[accepted]
-        sequence[0, length + accepted] = following
-        emitted, done = limits.cut(sequence, length, accepted + 1)
-        # Where the text ends inside the draft, what was drafted after its end is no failure of the drafter.
-        accepted, k = min(accepted, emitted), emitted if emitted <= accepted else k
-        counts.append((k, accepted, emitted))
-        length += emitted
-        if not done:
-            cached = length - 1
-            rollback(cache, fed - cached)
-            proposer.rollback(cached)
-    return sequence[:, :length], sum((Counts.of_round(*c) for c in counts), Counts())
+    rule: Rule,
+    compiled: bool,
+    observer: Observer | None,
+) -> None:
+    """Decode rows until all have ended; p and q are the target's and the drafter's distributions."""
+    max_length = max(row.limits.max_length for row in rows)
+    vocab_size = model.config.get_text_config().vocab_size
+    generators = [row.generator for row in rows]
+    largest = proposer.start(Task(law, vocab_size, generators, max_length, draft_length, not rule.lossy, compiled))
+    target = CachedModel(model, len(rows), max_length, block=1 + largest, compiled=compiled)
+    fed = False
+    while rows:
+        drafts = proposer.propose([row.context for row in rows], [min(draft_length, row.room - 1) for row in rows])
+        logits = _verify(target, rows, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts), fed)
+        fed = True
+        outcomes, left = [], []
+        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            p_logits = logits[i, : len(draft.tokens) + 1]
+            contexts = [] if law.context_free else _contexts(row, draft)
+            verdict = rule.verify(law, p_logits, contexts, draft, row.generator)
+            if verdict.path:
+                target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])
+            outcomes.append(Outcome(verdict.path, p_logits))
+            tokens = [*draft.tokens[verdict.path].tolist(), verdict.token] if verdict.path else [verdict.token]
+            emitted, done = row.emit(tokens)
+            # Where the text ends inside the draft, what was drafted after its end is no failure of the drafter.
+            accepted = min(len(verdict.path), emitted)
+            depth = draft.tree.depth if emitted > accepted else emitted
+            row.rounds.append(
+                Counts.of_round(depth, accepted, emitted, nodes=sum(d <= depth for d in draft.tree.depths))
+            )
+            if verdict.departures is not None:
+                for distance, wrong in verdict.departures[:emitted]:
+                    row.departure += Departure(distance, int(wrong), 1)
+            if observer is not None:
+                observer(Round(row.index, tokens[:emitted], accepted, depth, done))
+            if not done:
+                left.append(i)
+        if not left:
+            return
+        proposer.commit(outcomes)
+        if len(left) < len(rows):
+            rows = [rows[i] for i in left]
+            target.select(left)
+            proposer.select(left)
+
+
+def _verify(target: CachedModel, rows: list[Row], drafts: list[Proposal], width: int, fed: bool) -> Tensor:
+    """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
+    chains = all(draft.tree.is_chain for draft in drafts)
+    if not fed:
+        longest = max(row.length for row in rows)
+        if len(rows) == 1 and chains and not target.compiled:
+            # The prompt and the first draft in one forward.
+            return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
+        if longest > 1:
+            target.prefill(padded([row.context for row in rows], longest)[:, :-1])
+    blocks = [torch.cat([row.context[-1:], draft.tokens]) for row, draft in zip(rows, drafts, strict=True)]
+    starts = [row.length - 1 for row in rows]
+    if chains:
+        return target.feed(padded(blocks, width + 1), starts)
+    visible = torch.eye(width + 1, dtype=torch.bool).repeat(len(rows), 1, 1)
+    depths = torch.zeros(len(rows), width + 1, dtype=torch.long)
+    for i, draft in enumerate(drafts):
+        size = len(draft.tree) + 1
+        visible[i, :size, :size] = draft.tree.visible
+        depths[i, 1:size] = torch.tensor(draft.tree.depths)
+    device = blocks[0].device
+    return target.feed(padded(blocks, width + 1), starts, visible=visible.to(device), depths=depths.to(device))
+
+
+def _contexts(row: Row, draft: Proposal) -> list[Tensor]:
+    """Return the tokens before each position of the block: the text, and the path of drafted tokens to it."""
+    paths = [draft.tree.path(node) for node in range(-1, len(draft.tree))]
+    return [torch.cat([row.context, draft.tokens[path]]) if path else row.context for path in paths]
+
+
+def _streaming(streamer: Any, observer: Observer | None) -> Observer:
+    """Let a `transformers` streamer have each round's tokens, in a burst."""
+
+    def observe(round: Round) -> None:
+        streamer.put(torch.tensor(round.tokens))
+        if round.done:
+            streamer.end()
+        if observer is not None:
+            observer(round)
+
+    return observe

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode.cache import forward, new_cache, rollback
+from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
@@ -123,17 +123,16 @@ def faster_dtype(drafted: int = 2) -> tuple[str, list[str]]:
     """
     medians: dict[str, list[float]] = {}
     for dtype in ("float32", "bfloat16"):
-        target = load_model(TARGET, dtype=dtype)
-        cache = new_cache()
-        forward(target, torch.ones(1, 64, dtype=torch.long, device=target.device), cache, keep=1)
+        model = load_model(TARGET, dtype=dtype)
+        target = CachedModel(model, rows=1, max_length=64, block=drafted + 1)
+        target.prefill(torch.ones(1, 64, dtype=torch.long, device=model.device))
         medians[dtype] = []
         for k in (1, drafted + 1):
-            block, seconds = torch.ones(1, k, dtype=torch.long, device=target.device), []
+            block, seconds = torch.ones(1, k, dtype=torch.long, device=model.device), []
             for _ in range(15):
                 start = time.perf_counter()
-                forward(target, block, cache, keep=k)[0, 0].item()
+                target.feed(block, [64])[0, 0, 0].item()
                 seconds.append(time.perf_counter() - start)
-                rollback(cache, k)
             medians[dtype].append(sorted(seconds)[len(seconds) // 2])
     texts = [f"{one * 1e3:.1f} and {block * 1e3:.1f} ms in {dtype}" for dtype, (one, block) in medians.items()]
     return min(medians, key=lambda dtype: medians[dtype][1]), texts

@@ -1,12 +1,49 @@
 """A small causal LM as the drafter."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import forward, new_cache, require_rollback, rollback
-from draftsmith.decode.proposers.protocol import Proposal
-from draftsmith.decode.sampling import Law, align_vocabulary, draw
+from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.generation import padded
+from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
+from draftsmith.decode.sampling import align_vocabulary, draw
+from draftsmith.decode.tree import ROOT, Tree
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree grown anew each round by cumulative draft probability (EAGLE-2, Li et al. 2024, sections 4.1 and 4.2).
+
+    At each depth the `width` most probable nodes get their `width` most likely children; of all nodes the `nodes` most
+    probable ones are verified. It is a function of the text alone, hence lossless under sampling too (siblings are
+    tried as one-hot drafts).
+    """
+
+    width: int = 4
+    nodes: int = 12
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.nodes < self.width:
+            raise InputError(f"dynamic tree: expected 1 ≤ width ≤ nodes, found width {self.width}, nodes {self.nodes}")
+
+
+Stop = Callable[[Tensor], bool]
+"""Looks at the drafter's next-token law q, (V,), before a token is drawn from it, and says whether to stop drafting."""
+
+
+def stop_below_confidence(level: float) -> Stop:
+    """Stop where max q < level: the drafter is not sure of any token."""
+    return lambda q: bool(q.max() < level)
+
+
+def stop_above_entropy(nats: float) -> Stop:
+    """Stop where the entropy of q is above a level, in nats."""
+    return lambda q: bool(torch.special.entr(q).sum() > nats)
 
 
 class DraftModelProposer:
@@ -14,39 +51,272 @@ class DraftModelProposer:
 
     Its logits may be wider or narrower than the target's, where one of them is padded: they are cut to the target's
     width, or the missing entries get probability zero.
+
+    Args:
+        draft_model: the drafter.
+        tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
+            T=0 and drawn without replacement under sampling; a `DynamicTree` grows.
+        stop: ends a chain early; see `stop_below_confidence` and `stop_above_entropy`.
     """
 
-    def __init__(self, draft_model: PreTrainedModel):
-        require_rollback(draft_model, "draft model")
-        self.draft_model = draft_model
+    def __init__(self, draft_model: PreTrainedModel, tree: Tree | DynamicTree | None = None, stop: Stop | None = None):
+        check_model(draft_model, "draft model")
+        if tree is not None and stop is not None:
+            raise InputError("stop: expected a chain, whose length it decides, found a tree")
+        self.draft_model, self.tree, self.stop = draft_model, tree, stop
 
-    def start(self, law: Law, vocab_size: int, generator: torch.Generator | None) -> None:
-        """Begin a new sequence with an empty cache."""
-        self._law, self._vocab_size, self._generator = law, vocab_size, generator
-        self._cache, self._cached = new_cache(), 0
+    def start(self, task: Task) -> int:
+        """Begin with an empty cache."""
+        self._task, self._generators = task, list(task.generators)
+        rows = len(self._generators)
+        if isinstance(self.tree, Tree):
+            self._tree, _ = self.tree.pruned(task.draft_length)
+            block = len(self._tree)
+        elif isinstance(self.tree, DynamicTree):
+            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2
+        else:
+            block = task.draft_length
+        self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
+        self._cached = [0] * rows  # how many of each row's tokens stand in the cache
+        self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1
+        return min(block, self.tree.nodes) if isinstance(self.tree, DynamicTree) else block
 
-    def propose(self, sequence: Tensor, draft_length: int) -> Proposal:
-        """Draft `draft_length` tokens, each drawn from q (its argmax at T=0) and fed to the next step."""
-        # At first the whole prompt waits; after full acceptance the last drafted token, never fed, and the bonus.
-        pending = sequence[:, self._cached :]
-        context, tokens, distributions = sequence, [], []
-        for i in range(draft_length):
-            logits = forward(self.draft_model, pending, self._cache, keep=1)
-            self._cached += pending.shape[1]
-            logits = align_vocabulary(logits, self._vocab_size)
-            if self._law.do_sample:
-                q = self._law.probabilities(logits, context[0])
-                token = draw(q[0], self._generator)
-                distributions.append(q)
-            else:
-                token = self._law.choose(logits, context[0])
-            tokens.append(token)
-            pending = token[None, :]
-            if self._law.processors and i + 1 < draft_length:
-                context = torch.cat([context, pending], dim=1)
-        return Proposal(torch.cat(tokens), torch.cat(distributions) if distributions else None)
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft a chain or a tree for each row."""
+        self._lengths = [len(context) for context in contexts]
+        depth = max(draft_lengths)
+        if depth < 1:
+            empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
+            self._fed = [[] for _ in contexts]
+            return [empty for _ in contexts]
+        logits = self._feed_texts(contexts)
+        if self.tree is None:
+            return self._chains(contexts, draft_lengths, logits)
+        if isinstance(self.tree, Tree):
+            tree, _ = self._tree.pruned(depth)
+            drafts = self._static_trees(contexts, tree, logits)
+        else:
+            drafts = self._dynamic_trees(contexts, depth, logits)
+        return [self._pruned(row, draft, k) for row, (draft, k) in enumerate(zip(drafts, draft_lengths, strict=True))]
 
-    def rollback(self, length: int) -> None:
-        """Drop the rejected tokens from the cache."""
-        rollback(self._cache, self._cached - length)
-        self._cached = min(self._cached, length)
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep what was accepted and fed; the last token of a path never was."""
+        for row, outcome in enumerate(outcomes):
+            slots = [self._fed[row][node] for node in outcome.path]
+            slots = slots[: slots.index(-1)] if -1 in slots else slots
+            self._model.keep_path(row, self._lengths[row] - 1, [slot + 1 for slot in slots])
+            self._cached[row] = min(self._cached[row], self._lengths[row]) + len(slots)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Drop the other rows from the cache."""
+        self._model.select(rows)
+        self._cached = [self._cached[row] for row in rows]
+        self._generators = [self._generators[row] for row in rows]
+
+    def _pruned(self, row: int, draft: Proposal, depth: int) -> Proposal:
+        """Cut a draft to the depth that the length limit leaves this row."""
+        tree, kept = draft.tree.pruned(depth)
+        if tree is draft.tree:
+            return draft
+        self._fed[row] = [self._fed[row][node] for node in kept]
+        q, confidence = draft.probabilities, draft.confidence
+        return Proposal(
+            draft.tokens[kept], None if q is None else q[kept], tree, None if confidence is None else confidence[kept]
+        )
+
+    def _feed_texts(self, contexts: Sequence[Tensor]) -> Tensor:
+        """Feed what the cache lacks of each text and return the logits after it, (B, V).
+
+        That is one token, or two after full acceptance, when the last drafted one was never fed; a row that lacks one
+        where another lacks two has its last cached token fed again, into its own slot.
+        """
+        lengths = self._lengths
+        lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
+        first = not any(self._cached)
+        if first and len(contexts) == 1 and not self._model.compiled:
+            logits = self._model.prefill(contexts[0][None, :])
+        else:
+            if first and max(lengths) > 1:
+                self._model.prefill(padded(contexts, max(lengths))[:, :-1])
+                lacking = 1
+            if self._model.compiled and min(lengths) > 1:
+                lacking = 2
+            block = torch.stack([context[-lacking:] for context in contexts])
+            logits = self._model.feed(block, [length - lacking for length in lengths], keep=1)
+        self._cached = list(lengths)
+        return self._aligned(logits)[:, 0]
+
+    def _aligned(self, logits: Tensor) -> Tensor:
+        return align_vocabulary(logits, self._task.vocab_size)
+
+    def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> list[Proposal]:
+        law = self._task.law
+        texts = list(contexts)
+        drafted: list[list[Tensor]] = [[] for _ in contexts]
+        laws: list[list[Tensor]] = [[] for _ in contexts]
+        confidences: list[list[Tensor]] = [[] for _ in contexts]
+        going = [k > 0 for k in draft_lengths]
+        for step in range(max(draft_lengths)):
+            # One call for all rows wherever the law looks at the scores alone.
+            scores = law.scores(logits, texts)
+            q = scores.softmax(-1) if law.do_sample or self.stop or self._wants_confidence else None
+            chosen = None if law.do_sample else scores.argmax(-1)
+            tokens = []
+            for row in range(len(texts)):
+                if going[row] and self.stop is not None and q is not None and self.stop(q[row]):
+                    going[row] = False
+                if chosen is not None:
+                    token = chosen[row : row + 1]
+                elif going[row]:
+                    token = draw(q[row], self._generators[row])  # type: ignore[index]
+                else:
+                    token = texts[row][-1:]
+                tokens.append(token)
+                if going[row]:
+                    drafted[row].append(token)
+                    if law.do_sample:
+                        laws[row].append(q[row])  # type: ignore[index]
+                    if q is not None:
+                        confidences[row].append(q[row].max())
+            going = [alive and step + 1 < k for alive, k in zip(going, draft_lengths, strict=True)]
+            if not any(going):
+                break
+            logits = self._aligned(self._model.feed(torch.stack(tokens), [n + step for n in self._lengths]))[:, 0]
+            if not law.context_free:
+                texts = [torch.cat([text, token]) for text, token in zip(texts, tokens, strict=True)]
+        # What was drafted last was not fed.
+        self._fed = [[*range(len(row) - 1), -1] for row in drafted]
+        none = contexts[0].new_zeros(0)
+        return [
+            Proposal(
+                torch.cat(drafted[row]) if drafted[row] else none,
+                torch.stack(laws[row]) if laws[row] else None,
+                Tree.chain(len(drafted[row])),
+                torch.stack(confidences[row]) if confidences[row] else None,
+            )
+            for row in range(len(contexts))
+        ]
+
+    @property
+    def _wants_confidence(self) -> bool:
+        return not self._task.draw_siblings  # a lossy rule may ask for it
+
+    def _static_trees(self, contexts: Sequence[Tensor], tree: Tree, logits: Tensor) -> list[Proposal]:
+        """Draft every row the same shape, a depth at a time."""
+        law, rows, size = self._task.law, len(contexts), len(tree)
+        drawn = law.do_sample and self._task.draw_siblings
+        tokens = contexts[0].new_zeros(rows, size)
+        laws = logits.new_zeros(rows, size, logits.shape[-1]) if drawn else None
+        confidence = logits.new_zeros(rows, size)
+        order: list[int] = []  # inner nodes in the order in which they are fed
+        parents, after = [ROOT], logits[:, None]  # the logits after each of `parents`, (B, F, V)
+        for depth in range(1, tree.depth + 1):
+            for f, parent in enumerate(parents):
+                children = list(tree.children[parent + 1])
+                for row in range(rows):
+                    text = (
+                        contexts[row]
+                        if law.context_free
+                        else torch.cat([contexts[row], tokens[row, tree.path(parent)]])
+                    )
+                    scores = law.scores(after[row, f : f + 1], [text])[0]
+                    q = scores.softmax(-1)
+                    confidence[row, children] = q.max()
+                    if laws is None:
+                        tokens[row, children] = scores.topk(len(children)).indices
+                        continue
+                    for child in children:  # without replacement: each from what its earlier siblings left
+                        if not bool(q.any()):
+                            break  # the law ran out of tokens; a q of zeros says that nothing was drawn here
+                        token = draw(q, self._generators[row])
+                        tokens[row, child], laws[row, child] = token[0], q
+                        q = q.scatter(0, token, 0.0)
+                        q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+            parents = [node for node, d in enumerate(tree.depths) if d == depth and tree.children[node + 1]]
+            if not parents:
+                break
+            order += parents
+            visible = torch.stack([tree.visible[node + 1] for node in parents])[:, [node + 1 for node in order]]
+            after = self._feed_nodes(tokens[:, parents], len(order) - len(parents), visible, depth)
+        slots = {node: slot for slot, node in enumerate(order)}
+        self._fed = [[slots.get(node, -1) for node in range(size)]] * rows
+        return [
+            Proposal(tokens[row], None if laws is None else laws[row], tree, confidence[row]) for row in range(rows)
+        ]
+
+    def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor, depth: int) -> Tensor:
+        """Feed the inner nodes of one depth, (B, F), behind `behind` earlier ones; return the logits after them.
+
+        `visible` says which of the nodes fed so far, these too, each of them attends to, (F, N) or (B, F, N).
+        """
+        depths = torch.full((tokens.shape[1],), depth - 1 - behind, device=tokens.device)
+        starts = [length + behind for length in self._lengths]
+        return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))
+
+    def _dynamic_trees(self, contexts: Sequence[Tensor], depth: int, logits: Tensor) -> list[Proposal]:
+        """Grow each row's tree by cumulative probability; all rows feed as many nodes at each depth."""
+        grower, law, rows = self.tree, self._task.law, len(contexts)
+        assert isinstance(grower, DynamicTree)
+        width = grower.width
+        parents: list[list[int]] = [[] for _ in range(rows)]
+        tokens: list[list[int]] = [[] for _ in range(rows)]
+        weights: list[list[float]] = [[] for _ in range(rows)]  # log of the cumulative probability
+        ranks: list[list[float]] = [[] for _ in range(rows)]
+        slots: list[dict[int, int]] = [{} for _ in range(rows)]
+        frontier: list[list[int]] = [[ROOT]] * rows
+        after = logits[:, None]
+        for level in range(1, depth + 1):
+            for row in range(rows):
+                paths = [_path(parents[row], node) for node in frontier[row]]
+                texts = [
+                    contexts[row]
+                    if law.context_free or not path
+                    else torch.cat([contexts[row], contexts[row].new_tensor([tokens[row][n] for n in path])])
+                    for path in paths
+                ]
+                log_q = law.scores(after[row], texts).log_softmax(-1)
+                best = log_q.topk(width)
+                for node, values, indices in zip(
+                    frontier[row], best.values.tolist(), best.indices.tolist(), strict=True
+                ):
+                    before = 0.0 if node == ROOT else weights[row][node]
+                    parents[row] += [node] * width
+                    tokens[row] += indices
+                    weights[row] += [before + value for value in values]
+                    ranks[row] += [values[0]] * width
+            if level == depth:
+                break
+            grown = len(parents[0]) - len(frontier[0]) * width
+            frontier = [_most_probable(weights[row], grown, width) for row in range(rows)]
+            behind = (level - 1) * width
+            for row in range(rows):
+                slots[row] |= {node: behind + f for f, node in enumerate(frontier[row])}
+            visible = torch.zeros(rows, width, behind + width, dtype=torch.bool)
+            for row in range(rows):
+                for f, node in enumerate(frontier[row]):
+                    visible[row, f, [slots[row][n] for n in _path(parents[row], node)]] = True
+            block = torch.tensor([[tokens[row][n] for n in frontier[row]] for row in range(rows)], device=logits.device)
+            after = self._feed_nodes(block, behind, visible, level)
+        drafts, self._fed = [], []
+        for row in range(rows):
+            # A child is never more probable than its parent, so that the most probable nodes are a tree.
+            kept = _most_probable(weights[row], 0, grower.nodes)
+            new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
+            shape = Tree(tuple(new[parents[row][node]] for node in kept))
+            confidence = torch.tensor([ranks[row][node] for node in kept], device=logits.device).exp()
+            drafts.append(Proposal(contexts[row].new_tensor([tokens[row][n] for n in kept]), None, shape, confidence))
+            self._fed.append([slots[row].get(node, -1) for node in kept])
+        return drafts
+
+
+def _most_probable(weights: list[float], first: int, count: int) -> list[int]:
+    """Return the `count` nodes of greatest weight from node `first` on, in the order of their numbers."""
+    return sorted(sorted(range(first, len(weights)), key=lambda node: (-weights[node], node))[:count])
+
+
+def _path(parents: list[int], node: int) -> list[int]:
+    nodes = []
+    while node != ROOT:
+        nodes.append(node)
+        node = parents[node]
+    return nodes[::-1]

@@ -1,5 +1,6 @@
 """What the round loop asks of a proposer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -7,37 +8,92 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import Law
+from draftsmith.decode.tree import Tree
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A drafted chain and the distributions that it was drawn from."""
+    """One row's draft, a chain or a tree, and the distributions that it was drawn from."""
 
     tokens: Tensor
     """Drafted tokens, (K,) int64, K ≥ 0: a proposer may draft fewer than it was asked for."""
     probabilities: Tensor | None
-    """q, (K, V) with the target's V; None where the proposal is deterministic, as every proposal at T=0 is."""
+    """The distribution that each token was drawn from, (K, V) with the target's V: for a later sibling without the
+    earlier siblings' tokens, renormalised, and all zero where nothing was left. None where the draft is deterministic,
+    as every draft at T=0 is; siblings are distinct then."""
+    tree: Tree
+    """The shape; `Tree.chain(K)` for a chain."""
+    confidence: Tensor | None = None
+    """max q of the context that each token was drawn in, (K,); None where the proposer knows none."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be drafted for: the rows of one call of the decoder."""
+
+    law: Law
+    """The warping of the target's logits, to be applied to the drafter's own."""
+    vocab_size: int
+    """V, the width of the target's logits."""
+    generators: Sequence[torch.Generator | None]
+    """Each row's source of randomness; the global one if None."""
+    max_length: int
+    """Tokens of a row at most, prompt included."""
+    draft_length: int
+    """γ, the depth of a draft at most."""
+    draw_siblings: bool
+    """Whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic."""
+    compiled: bool
+    """Whether to run models compiled, with static shapes."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one row's draft."""
+
+    path: list[int]
+    """The accepted nodes, from the root's child down; one token that was not drafted follows them."""
+    logits: Tensor
+    """The target's, (K + 1, V): the root's first, then the nodes'."""
 
 
 class Proposer(Protocol):
-    """Drafts tokens for one sequence at a time.
+    """Drafts tokens for the rows of a batch.
 
-    The loop calls `start` once a sequence, then alternates `propose` and `rollback`. To add a proposer, implement these
-    three methods; nothing is registered. What `probabilities` says must be what was drawn from: the decoder is
-    lossless only then.
+    The loop calls `start` once, then alternates `propose` and `commit`, and `select` where rows end. To add a
+    proposer, implement these four methods (`StatelessProposer` has all but `propose`); nothing is registered. What
+    `probabilities` says must be what was drawn from: the decoder is lossless only then. Whether a node is drafted may
+    depend on what was drafted before it, never on its own token.
     """
 
-    def start(self, law: Law, vocab_size: int, generator: torch.Generator | None) -> None:
-        """Begin a new sequence.
+    def start(self, task: Task) -> int:
+        """Begin with new rows. Return how many tokens a draft holds at most, chain or tree."""
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft what may follow each row's text.
 
         Args:
-            law: the warping of the target's logits, to be applied to the drafter's own.
-            vocab_size: V, the width of the target's logits.
-            generator: the source of randomness of this sequence; the global one if None.
+            contexts: the texts, B of (T_b,) int64.
+            draft_lengths: how deep each row's draft may be, possibly 0.
         """
 
-    def propose(self, sequence: Tensor, draft_length: int) -> Proposal:
-        """Draft up to `draft_length` ≥ 1 tokens to follow `sequence`, (1, T)."""
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Learn, for each row, what was accepted."""
 
-    def rollback(self, length: int) -> None:
-        """Forget all but the first `length` tokens: those stand, and one token that was not drafted follows them."""
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some of the rows alone."""
+
+
+class StatelessProposer:
+    """A proposer that looks at the text alone."""
+
+    def start(self, task: Task) -> int:
+        """Keep the task; a chain of the draft length is the most it drafts."""
+        self.task = task
+        return task.draft_length
+
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Nothing to learn."""
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Nothing is kept by row."""

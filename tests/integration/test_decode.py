@@ -23,7 +23,8 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.proposers.protocol import StatelessProposer, Task
+from draftsmith.decode.tree import Tree
 
 
 def prompt(seed: int, length: int = 7) -> torch.Tensor:
@@ -31,25 +32,23 @@ def prompt(seed: int, length: int = 7) -> torch.Tensor:
 
 
 @dataclass
-class Oracle:
+class Oracle(StatelessProposer):
     """Drafts a known text, wrong from position `wrong` of each block on."""
 
     text: torch.Tensor
     wrong: int
     seen: list[int]
 
-    def start(self, law: Law, vocab_size: int, generator: torch.Generator | None) -> None:
+    def start(self, task: Task) -> int:
         self.seen = []
+        return super().start(task)
 
-    def propose(self, sequence: torch.Tensor, draft_length: int) -> Proposal:
-        n = sequence.shape[1]
-        tokens = self.text[0, n : n + draft_length].clone()
+    def propose(self, contexts: list[torch.Tensor], draft_lengths: list[int]) -> list[Proposal]:
+        (context,), (draft_length,) = contexts, draft_lengths
+        tokens = self.text[0, len(context) : len(context) + draft_length].clone()
         tokens[self.wrong :] = (tokens[self.wrong :] + 1) % 97
         self.seen.append(draft_length)
-        return Proposal(tokens, None)
-
-    def rollback(self, length: int) -> None:
-        pass
+        return [Proposal(tokens, None, Tree.chain(len(tokens)))]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.3])
@@ -248,7 +247,7 @@ def test_draws_depend_on_the_seed_alone(target, draft):
 def test_bad_arguments_are_refused_in_one_line(target, draft):
     with pytest.raises(InputError, match="draft_length: expected at least 1, found 0"):
         speculative_generate(target, DraftModelProposer(draft), prompt(0), draft_length=0)
-    with pytest.raises(InputError, match="rule: expected one of exact, found 'sloppy'"):
+    with pytest.raises(InputError, match="rule: expected one of exact, typical, threshold, cascade, found 'sloppy'"):
         speculative_generate(target, DraftModelProposer(draft), prompt(0), rule="sloppy")
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
     with pytest.raises(InputError, match="encoder-decoder T5ForConditionalGeneration"):

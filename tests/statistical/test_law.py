@@ -5,6 +5,7 @@ choice of seed; the size of each test is chosen so that the planted mistakes of 
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from conftest import tiny_llama
 from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from draftsmith.decode import DraftModelProposer, Proposal, speculative_generate
+from draftsmith.decode import DraftModelProposer, speculative_generate
 from draftsmith.decode.sampling import Law
 
 FALSE_ALARM = 1e-4
@@ -42,7 +43,7 @@ def exact_law(model, law: Law, length: int) -> dict[tuple[int, ...], float]:
         longer = {}
         for text, mass in laws.items():
             ids = torch.cat([PROMPT, torch.tensor([text], dtype=torch.long)], dim=1)
-            p = law.probabilities(model(ids).logits[0, -1:].double(), ids[0])[0]
+            p = law.probabilities(model(ids).logits[0, -1:].double(), [ids[0]])[0]
             longer |= {(*text, v): mass * float(p[v]) for v in range(VOCAB) if p[v] > 0}
         laws = longer
     return laws
@@ -90,17 +91,19 @@ def perturbed_draft(model):
 class RawQ(DraftModelProposer):
     """Planted mistake 1: says that it drew from other probabilities than it did."""
 
-    def propose(self, sequence, draft_length):
-        draft = super().propose(sequence, draft_length)
-        flat = torch.full_like(draft.probabilities, 1 / VOCAB)
-        return Proposal(draft.tokens, flat)
+    def propose(self, contexts, draft_lengths):
+        drafts = super().propose(contexts, draft_lengths)
+        return [
+            d if d.probabilities is None else replace(d, probabilities=torch.full_like(d.probabilities, 1 / VOCAB))
+            for d in drafts
+        ]
 
 
 class UnwarpedDraft(DraftModelProposer):
     """Not a mistake: any q is lossless as long as it is what was drawn from."""
 
-    def start(self, law, vocab_size, generator):
-        super().start(Law(LogitsProcessorList(), do_sample=True), vocab_size, generator)
+    def start(self, task):
+        return super().start(replace(task, law=Law(LogitsProcessorList(), do_sample=True)))
 
 
 def test_another_warping_of_the_draft_costs_acceptance_but_not_the_law(small):

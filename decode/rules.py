@@ -1,0 +1,211 @@
+"""Which drafted tokens stand: the lossless rule, and lossy ones that say how far they depart from the target's law."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.acceptance import accept_exact, accept_greedy
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.protocol import Proposal
+from draftsmith.decode.sampling import Law, draw
+from draftsmith.decode.tree import ROOT, Tree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says about one draft."""
+
+    path: list[int]
+    """The accepted nodes, from the root's child down."""
+    token: int
+    """The token to emit after them: a correction, or the bonus token after a leaf."""
+    departures: list[tuple[float, bool]] | None = None
+    """Lossy rules: for each token, accepted ones and the last, TV(its law, p), and whether it is not the argmax that
+    T=0 asks for."""
+
+
+class Rule(Protocol):
+    """Verifies drafts, one row's at a time."""
+
+    lossy: bool
+    """Whether the law of the output may differ from the target's. A lossy rule verifies no siblings that were drawn."""
+
+    def verify(
+        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+    ) -> Verdict:
+        """Say which of the drafted tokens stand.
+
+        Args:
+            law: how the target's logits become p.
+            logits: the target's, (K + 1, V), the root's first.
+            contexts: the tokens before each of them, for laws that look at them.
+            proposal: the draft of K tokens.
+            generator: the source of randomness; the global one if None.
+        """
+
+
+@dataclass(frozen=True)
+class Exact:
+    """The lossless rule: the output has the target's law, whatever was drafted (see `accept_exact`)."""
+
+    lossy = False
+
+    def verify(
+        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+    ) -> Verdict:
+        """Accept by rejection sampling, or at T=0 while the draft names the argmax."""
+        if not law.do_sample:
+            chosen = law.choose(logits, contexts).tolist()
+            return Verdict(*accept_greedy(chosen, proposal.tokens.tolist(), proposal.tree))
+        p = law.probabilities(logits, contexts)
+        path, token = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
+        return Verdict(path, int(token))
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Lossy: accept a drafted token while the target's probability of it is above a level.
+
+    In a tree the longest accepted path wins. At T=0 the probability is that of the processed logits at temperature 1.
+    """
+
+    level: float = 0.3
+    lossy = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.level < 1:
+            raise InputError(f"level: expected at least 0 and less than 1, found {self.level}")
+
+    def levels(self, p: Tensor) -> Tensor:
+        """Return the level for each context's law p, (K + 1, V) → (K + 1,)."""
+        return p.new_full(p.shape[:1], self.level)
+
+    def verify(
+        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+    ) -> Verdict:
+        """Accept the longest path of tokens above their levels."""
+        p = law.scores(logits, contexts).softmax(-1)
+        levels, tree = self.levels(p), proposal.tree
+        parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
+        p_x = p[parents, proposal.tokens]
+        above = (p_x > levels[parents]).tolist()
+        stands = [False] * len(tree)
+        for node, parent in enumerate(tree.parents):
+            stands[node] = above[node] and (parent == ROOT or stands[parent])
+        deepest = max(
+            (node for node in range(len(tree)) if stands[node]), key=lambda n: (tree.depths[n], -n), default=ROOT
+        )
+        path = tree.path(deepest)
+
+        def emitted_law(node: int) -> Tensor | None:
+            """The law of the token after `node` where a drawn candidate was tried."""
+            children = tree.children[node + 1]
+            if proposal.probabilities is None or not children:
+                return None
+            _refuse_drawn_siblings(tree, node)
+            q, own = proposal.probabilities[children[0]], p[node + 1]
+            passes = q * (own > levels[node + 1])
+            return passes + (1 - passes.sum()) * own
+
+        return _verdict(law, p, proposal, path, emitted_law, generator)
+
+
+@dataclass(frozen=True)
+class Typical(Threshold):
+    """Lossy: typical acceptance (Medusa, Cai et al. 2024, section 2.3.1): the level is min(ε, δ·exp(−H(p))).
+
+    `level` is ε; H is the entropy of the target's law, so that less likely tokens pass where the target is unsure.
+    """
+
+    level: float = 0.09
+    delta: float = 0.3
+
+    def levels(self, p: Tensor) -> Tensor:
+        """Return min(ε, δ·exp(−H(p)))."""
+        entropy = torch.special.entr(p).sum(-1)
+        return (self.delta * (-entropy).exp()).clamp(max=self.level)
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """Lossy: drafted tokens stand unverified while the drafter is confident; the target speaks where it is not.
+
+    Confidence is max q, the probability of the drafter's most likely token. The target's forward over the tokens that
+    stand is needed for its cache anyway, so the departure comes for free.
+    """
+
+    level: float = 0.8
+    lossy = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.level <= 1:
+            raise InputError(f"level: expected a value between 0 and 1, found {self.level}")
+
+    def verify(
+        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+    ) -> Verdict:
+        """Accept the tokens before the first one that the drafter was unsure about."""
+        if proposal.confidence is None:
+            raise InputError("rule: cascade needs a proposer that knows its confidence, such as a draft model")
+        tree, confident = proposal.tree, (proposal.confidence >= self.level).tolist()
+        path: list[int] = []
+        node = ROOT
+        while tree.children[node + 1] and confident[tree.children[node + 1][0]]:
+            node = tree.children[node + 1][0]
+            path.append(node)
+        p = law.scores(logits, contexts).softmax(-1)
+
+        def emitted_law(node: int) -> Tensor | None:
+            children = tree.children[node + 1]
+            if proposal.probabilities is None or not children or not confident[children[0]]:
+                return None
+            _refuse_drawn_siblings(tree, node)
+            return proposal.probabilities[children[0]]
+
+        return _verdict(law, p, proposal, path, emitted_law, generator)
+
+
+RULES: dict[str, type[Rule]] = {"exact": Exact, "typical": Typical, "threshold": Threshold, "cascade": Cascade}
+
+
+def as_rule(rule: "str | Rule") -> Rule:
+    """Return the rule of a name, with its default level, or the rule itself.
+
+    Raises:
+        InputError: no such rule.
+    """
+    if not isinstance(rule, str):
+        return rule
+    if rule not in RULES:
+        raise InputError(f"rule: expected one of {', '.join(RULES)}, found {rule!r}")
+    return RULES[rule]()
+
+
+def _verdict(
+    law: Law, p: Tensor, proposal: Proposal, path: list[int], emitted_law: object, generator: torch.Generator | None
+) -> Verdict:
+    """Add the token after the path, and what each token's law departed by."""
+    last = path[-1] if path else ROOT
+    token = int(draw(p[last + 1], generator) if law.do_sample else p[last + 1].argmax())
+    departures = []
+    for node, child in zip([ROOT, *path], [*path, None], strict=True):
+        own = p[node + 1]
+        if not law.do_sample:
+            wrong = child is not None and int(proposal.tokens[child]) != int(own.argmax())
+            departures.append((float(wrong), wrong))
+            continue
+        emitted = emitted_law(node)  # type: ignore[operator]
+        if emitted is not None:
+            departures.append((float((emitted - own).abs().sum()) / 2, False))
+        else:  # a token that was there for certain has a one-hot law; one that the target drew has p
+            departures.append((0.0 if child is None else 1 - float(own[proposal.tokens[child]]), False))
+    return Verdict(path, token, departures)
+
+
+def _refuse_drawn_siblings(tree: Tree, node: int) -> None:
+    if len(tree.children[node + 1]) > 1:
+        raise InputError(
+            "rule: expected a chain or a deterministic tree under a lossy rule, found siblings that were drawn"
+        )

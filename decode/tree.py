@@ -1,0 +1,120 @@
+"""Token trees: several continuations verified in one forward of the target; a chain is a tree of width one.
+
+Nodes are numbered in an order in which parents precede their children. The root is the last token of the text, which
+was emitted but not fed yet: a block of K drafted tokens is fed with it, as 1 + K positions, the root first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+
+ROOT = -1
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The shape of a draft: each node's parent, `ROOT` for those that follow the text directly.
+
+    Raises:
+        InputError: a parent that does not precede its child.
+    """
+
+    parents: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for node, parent in enumerate(self.parents):
+            if not ROOT <= parent < node:
+                raise InputError(f"tree: expected node {node}'s parent among −1…{node - 1}, found {parent}")
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    @classmethod
+    def chain(cls, length: int) -> "Tree":
+        """Return the tree of width one."""
+        return _chain(length)
+
+    @classmethod
+    def from_choices(cls, choices: Sequence[Sequence[int]]) -> "Tree":
+        """Build a tree from Medusa's notation: a node is the path of ranks to it, such as (0, 2).
+
+        Rank r names the drafter's (r + 1)-th most likely token, or under sampling its (r + 1)-th draw. Siblings are
+        put in the order of their ranks.
+
+        Raises:
+            InputError: a path whose parent is missing, that occurs twice, or whose earlier sibling is missing (it
+                would be a draw that nobody verifies).
+        """
+        paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
+        index = {path: i for i, path in enumerate(paths)}
+        if len(index) != len(paths):
+            raise InputError(f"tree: expected every path once, found {len(paths) - len(index)} of them again")
+        for path in paths:
+            if not path or min(path) < 0:
+                raise InputError(f"tree: expected paths of ranks from 0 on, found {list(path)}")
+            if len(path) > 1 and path[:-1] not in index:
+                raise InputError(f"tree: expected the parent {list(path[:-1])} of {list(path)} too, found none")
+            if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in index:
+                raise InputError(f"tree: expected the sibling {[*path[:-1], path[-1] - 1]} of {list(path)} too")
+        return cls(tuple(index.get(path[:-1], ROOT) for path in paths))
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node has one child at most."""
+        return self.parents == tuple(range(-1, len(self) - 1))
+
+    @cached_property
+    def depths(self) -> tuple[int, ...]:
+        """Each node's distance from the root, 1 for the first drafted token: what its position is counted by."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return tuple(depths)
+
+    @cached_property
+    def depth(self) -> int:
+        """The longest path, 0 for an empty tree: tokens that one round can accept at most."""
+        return max(self.depths, default=0)
+
+    @cached_property
+    def children(self) -> tuple[tuple[int, ...], ...]:
+        """Children in the order in which they are verified: entry 0 those of the root, entry i + 1 those of node i."""
+        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        for node, parent in enumerate(self.parents):
+            found[parent + 1].append(node)
+        return tuple(map(tuple, found))
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the root's child down to `node`; nothing for the root itself."""
+        nodes = []
+        while node != ROOT:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """Which of the block's tokens each of them attends to: its ancestors and itself, (K + 1, K + 1) bool."""
+        visible = torch.eye(len(self) + 1, dtype=torch.bool)
+        visible[:, 0] = True
+        for node, parent in enumerate(self.parents):
+            visible[node + 1] |= visible[parent + 1]
+        return visible
+
+    def pruned(self, depth: int) -> "tuple[Tree, list[int]]":
+        """Return the tree without what lies deeper than `depth`, and the nodes that are left."""
+        kept = [node for node, d in enumerate(self.depths) if d <= depth]
+        if len(kept) == len(self):
+            return self, kept
+        new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
+        return Tree(tuple(new[self.parents[node]] for node in kept)), kept
+
+
+@lru_cache(maxsize=64)
+def _chain(length: int) -> Tree:
+    return Tree(tuple(range(-1, length - 1)))
