@@ -147,9 +147,10 @@ class Cascade:
         self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
     ) -> Verdict:
         """Accept the tokens before the first one that the drafter was unsure about."""
-        if proposal.confidence is None:
+        if proposal.confidence is None and len(proposal.tree):
             raise InputError("rule: cascade needs a proposer that knows its confidence, such as a draft model")
-        tree, confident = proposal.tree, (proposal.confidence >= self.level).tolist()
+        tree = proposal.tree
+        confident = [] if proposal.confidence is None else (proposal.confidence >= self.level).tolist()
         path: list[int] = []
         node = ROOT
         while tree.children[node + 1] and confident[tree.children[node + 1][0]]:
