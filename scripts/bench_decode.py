@@ -1,0 +1,366 @@
+"""`python -m draftsmith.scripts.bench_decode`: the decoder against the library's own, and against what it could be.
+
+Every ratio is within one run: each prompt is decoded by every method before the next prompt's turn, in an order that
+rotates. Plain decoding has the same options as what it is compared with: dtype, threads, compiled or not.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.intervals import rate_ratio, ratio
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.models import default_device, load_model, load_tokenizer
+from draftsmith.train.prompts import encode_prompt, read_prompts
+from draftsmith.train.provenance import environment, write_json
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+
+
+@dataclass
+class BenchConfig:
+    """Time the decoder at T=0 beside plain decoding and the library's assisted generation."""
+
+    target: str = str(ASSETS / "tiny-target")
+    """The target: a model directory or hub id."""
+    draft: str = str(ASSETS / "tiny-draft")
+    """A draft model with the target's tokenizer."""
+    prompts: str | None = None
+    """A file of prompts; held-out modules of the standard library if None."""
+    limit: int = 16
+    """Prompts decoded, by every method."""
+    draft_length: int = 3
+    """γ, drafted tokens a round."""
+    max_new_tokens: int = 96
+    """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
+    max_prompt_tokens: int = 48
+    """Keep the last so many tokens of a longer prompt."""
+    batch_size: int = 8
+    """Rows decoded together, compared with one row at a time; 1 leaves the comparison out."""
+    compiled: bool = True
+    """Also time compiled forwards, after minutes of compilation."""
+    peer: bool = True
+    """Also time the library's assisted generation."""
+    dtype: str = "float32"
+    """Weights and arithmetic of both models."""
+    threads: int | None = None
+    """CPU threads; torch's default if None."""
+    output: str | None = None
+    """A JSON file for the figures."""
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "draft_length", "max_new_tokens", "max_prompt_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+
+
+Result = tuple[float, int, Counts | None]
+"""Seconds, tokens and counts of one decoded prompt."""
+
+
+def bench(config: BenchConfig, console: Console) -> dict[str, Any]:
+    """Run the benchmark, print its tables and return the figures."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    tokenizer = load_tokenizer(config.target, field="target")
+    target = load_model(config.target, field="target", dtype=config.dtype)
+    draft = load_model(config.draft, field="draft", dtype=config.dtype)
+    target.generation_config.eos_token_id = None
+    for name, value in (
+        ("num_assistant_tokens", config.draft_length),
+        ("num_assistant_tokens_schedule", "constant"),
+        ("assistant_confidence_threshold", 0.0),
+    ):
+        setattr(draft.generation_config, name, value)
+    prompts = (
+        [
+            torch.tensor(
+                [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens)], device=default_device()
+            )
+            for prompt in read_prompts(config.prompts, limit=config.limit)
+        ]
+        if config.prompts
+        else [
+            torch.tensor(
+                [tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :]], device=default_device()
+            )
+            for record in code_prompts([m for m in stdlib_modules() if m.heldout], config.limit, seed=1)
+        ]
+    )
+    methods = _methods(config, target, draft)
+    results = _interleaved(methods, prompts)
+    figures: dict[str, Any] = {"environment": environment(target.device, config.dtype), "config": vars(config)}
+    figures["methods"] = {name: _summary(seen, results["plain"]) for name, seen in results.items()}
+    if "assisted generation" in results:
+        for name, seen in results.items():
+            figures["methods"][name]["over_assisted_generation"] = _over(seen, results["assisted generation"])
+    if "plain, compiled" in results:
+        figures["methods"]["speculative, compiled"]["over_plain_compiled"] = _over(
+            results["speculative, compiled"], results["plain, compiled"]
+        )
+    outside = {
+        name: _outside(methods[name], (target, draft), prompts[:4])
+        for name in ("plain", "speculative", "assisted generation")
+        if name in methods
+    }
+    figures["outside_forwards"] = outside
+    figures["limit"] = _limit(config, target, draft, results)
+    if config.batch_size > 1:
+        figures["batch"] = _batches(config, target, draft, prompts)
+    _print(figures, console)
+    if config.output:
+        write_json(Path(config.output), figures)
+    return figures
+
+
+def _methods(
+    config: BenchConfig, target: PreTrainedModel, draft: PreTrainedModel
+) -> dict[str, Callable[[Tensor], Any]]:
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
+    generate: Any = target.generate
+
+    def assisted(ids: Tensor) -> Tensor:
+        return generate(ids, attention_mask=torch.ones_like(ids), assistant_model=draft, **options)
+
+    def plain(ids: Tensor, compiled: bool = False) -> Any:
+        return autoregressive_generate(target, ids, compiled=compiled, **options)
+
+    def speculative(ids: Tensor, compiled: bool = False) -> Any:
+        proposer = DraftModelProposer(draft)
+        return speculative_generate(
+            target, proposer, ids, draft_length=config.draft_length, compiled=compiled, **options
+        )
+
+    methods: dict[str, Callable[[Tensor], Any]] = {"plain": plain, "speculative": speculative}
+    if config.peer:
+        methods["assisted generation"] = assisted
+    if config.compiled:
+        methods["plain, compiled"] = lambda ids: plain(ids, compiled=True)
+        methods["speculative, compiled"] = lambda ids: speculative(ids, compiled=True)
+    return methods
+
+
+def _interleaved(methods: dict[str, Callable[[Tensor], Any]], prompts: list[Tensor]) -> dict[str, list[Result]]:
+    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
+        decode(prompts[0])
+    names, results = list(methods), {name: [] for name in methods}  # type: dict[str, list[Result]]
+    for i, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            seconds, output = _timed(lambda name=name, ids=ids: methods[name](ids))  # type: ignore[misc]
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            counts = None if isinstance(output, Tensor) else output.counts
+            results[name].append((seconds, sequences.numel() - ids.numel(), counts))
+    return results
+
+
+def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    _synchronize()
+    start = time.perf_counter()
+    output = call()
+    _synchronize()
+    return time.perf_counter() - start, output
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _over(seen: list[Result], other: list[Result]) -> dict[str, Any]:
+    return rate_ratio(
+        [n for _, n, _ in seen], [s for s, _, _ in seen], [n for _, n, _ in other], [s for s, _, _ in other]
+    )
+
+
+def _summary(seen: list[Result], plain: list[Result]) -> dict[str, Any]:
+    counts = [c for _, _, c in seen if c is not None]
+    total = sum(counts, Counts())
+    return {
+        "tokens_per_second": ratio([n for _, n, _ in seen], [s for s, _, _ in seen]),
+        "over_plain": _over(seen, plain),
+        "mean_acceptance_length": total.mean_acceptance_length(),
+    }
+
+
+@contextlib.contextmanager
+def _clocked(models: Sequence[PreTrainedModel]) -> Iterator[list[float]]:
+    """Collect the seconds of each call of the models' eager forwards."""
+    seconds: list[float] = []
+
+    def clocked(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            elapsed, output = _timed(lambda: forward(*args, **kwargs))
+            seconds.append(elapsed)
+            return output
+
+        return call
+
+    for model in models:
+        vars(model)["forward"] = clocked(model.forward)
+    try:
+        yield seconds
+    finally:
+        for model in models:
+            del vars(model)["forward"]
+
+
+def _outside(decode: Callable[[Tensor], Any], models: Sequence[PreTrainedModel], prompts: list[Tensor]) -> float:
+    """Return the share of the time that is spent outside the models' forwards, the median over prompts."""
+    shares = []
+    for ids in prompts:
+        with _clocked(models) as seconds:
+            total, _ = _timed(lambda ids=ids: decode(ids))  # type: ignore[misc]
+        shares.append(1 - sum(seconds) / total)
+    return sorted(shares)[len(shares) // 2]
+
+
+def _limit(
+    config: BenchConfig, target: PreTrainedModel, draft: PreTrainedModel, results: dict[str, list[Result]]
+) -> dict[str, Any]:
+    """Compare the speed-ups with τ·t(1) ÷ (d(γ) + t(γ + 1)): a loop that costs nothing, forwards as measured."""
+    limits: dict[str, Any] = {}
+    for suffix in ("", ", compiled"):
+        if f"plain{suffix}" not in results:
+            continue
+        tau = sum((c for _, _, c in results[f"speculative{suffix}"] if c), Counts()).mean_acceptance_length() or 0.0
+        t1, block, step = _forward_costs(config, target, draft, compiled=bool(suffix))
+        limit = tau * t1 / (config.draft_length * step + block)
+        speedup = _over(results[f"speculative{suffix}"], results[f"plain{suffix}"])
+        limits[f"speculative{suffix}"] = {
+            "target_milliseconds": {"1": 1e3 * t1, str(config.draft_length + 1): 1e3 * block},
+            "draft_step_milliseconds": 1e3 * step,
+            "limit": limit,
+            "speedup": speedup,
+            "share_of_limit": speedup["value"] / limit,
+        }
+    return limits
+
+
+@torch.inference_mode()
+def _forward_costs(
+    config: BenchConfig, target: PreTrainedModel, draft: PreTrainedModel, compiled: bool
+) -> tuple[float, float, float]:
+    """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, taken in turns."""
+    length = config.max_prompt_tokens + config.max_new_tokens // 2
+    block = config.draft_length + 1
+    room = config.max_prompt_tokens + config.max_new_tokens
+    calls: list[tuple[CachedModel, Tensor]] = []
+    for model, k in ((target, 1), (target, block), (draft, 1)):
+        cached = CachedModel(model, 1, room, block=block, compiled=compiled)
+        cached.prefill(torch.ones(1, length, dtype=torch.long, device=model.device))
+        calls.append((cached, torch.ones(1, k, dtype=torch.long, device=model.device)))
+    seconds: list[list[float]] = [[] for _ in calls]
+    for repeat in range(45):
+        for own, (cached, tokens) in zip(seconds, calls, strict=True):
+            elapsed, _ = _timed(lambda cached=cached, tokens=tokens: cached.feed(tokens, [length])[0, 0, 0].item())  # type: ignore[misc]
+            if repeat >= 5:
+                own.append(elapsed)
+    t1, tk, d = (sorted(own)[len(own) // 2] for own in seconds)
+    return t1, tk, d
+
+
+def _batches(
+    config: BenchConfig, target: PreTrainedModel, draft: PreTrainedModel, prompts: list[Tensor]
+) -> dict[str, Any]:
+    """Compare tokens per second of `batch_size` rows together with those of one row at a time, taken in turns."""
+    rows = (prompts * config.batch_size)[: config.batch_size]
+    width = max(ids.shape[1] for ids in rows)
+    batch = torch.cat([torch.nn.functional.pad(ids, (width - ids.shape[1], 0)) for ids in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(ids), (width - ids.shape[1], 0)) for ids in rows])
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
+
+    def speculative(ids: Tensor, mask: Tensor | None = None) -> Any:
+        proposer = DraftModelProposer(draft)
+        return speculative_generate(target, proposer, ids, mask, draft_length=config.draft_length, **options)
+
+    def plain(ids: Tensor, mask: Tensor | None = None) -> Any:
+        return autoregressive_generate(target, ids, mask, **options)
+
+    found: dict[str, Any] = {"batch_size": config.batch_size}
+    tokens = config.batch_size * config.max_new_tokens
+    for name, decode in (("plain", plain), ("speculative", speculative)):
+        ratios, together_seconds = [], []
+        for repeat in range(4):
+            together, output = _timed(lambda decode=decode: decode(batch, mask))  # type: ignore[misc]
+            alone = [_timed(lambda decode=decode, ids=ids: decode(ids)) for ids in rows]  # type: ignore[misc]
+            if repeat:  # the first warms up
+                ratios.append(sum(s for s, _ in alone) / together)
+                together_seconds.append(together)
+        same = sum(
+            torch.equal(row[-config.max_new_tokens :], own.sequences[0, -config.max_new_tokens :])
+            for row, (_, own) in zip(output.sequences, alone, strict=True)
+        )
+        median = sorted(ratios)[len(ratios) // 2]
+        found[name] = {
+            "tokens_per_second": tokens / sorted(together_seconds)[len(together_seconds) // 2],
+            "over_one_row_at_a_time": {"value": median, "range": [min(ratios), max(ratios)]},
+            "rows_identical": f"{same} of {len(rows)}",
+        }
+    return found
+
+
+def _print(figures: dict[str, Any], console: Console) -> None:
+    environment = figures["environment"]
+    console.print(f"{environment['device']}, {environment['threads']} threads, {environment['dtype']}", highlight=False)
+    table = Table("method", "tokens/s", "over plain", "over assisted generation", "τ", box=None)
+    for name, method in figures["methods"].items():
+        table.add_row(
+            name,
+            f"{method['tokens_per_second']['value']:.0f}",
+            _interval(method["over_plain"]),
+            _interval(method.get("over_assisted_generation")),
+            f"{method['mean_acceptance_length']:.2f}" if method["mean_acceptance_length"] else "",
+        )
+    console.print(table)
+    if "over_plain_compiled" in figures["methods"].get("speculative, compiled", {}):
+        over = figures["methods"]["speculative, compiled"]["over_plain_compiled"]
+        console.print(f"compiled speculative over compiled plain: {_interval(over)}", highlight=False)
+    for name, share in figures["outside_forwards"].items():
+        console.print(f"outside the forwards, {name}: {share:.1%}", highlight=False)
+    for name, limit in figures["limit"].items():
+        costs = ", ".join(f"t({k}) {ms:.2f} ms" for k, ms in limit["target_milliseconds"].items())
+        console.print(
+            f"{name}: {costs}, draft step {limit['draft_step_milliseconds']:.2f} ms; limit {limit['limit']:.2f}×, "
+            f"measured {limit['speedup']['value']:.2f}×, {limit['share_of_limit']:.0%} of it",
+            highlight=False,
+        )
+    if "batch" in figures:
+        for name in ("plain", "speculative"):
+            own = figures["batch"][name]
+            console.print(
+                f"{figures['batch']['batch_size']} rows together, {name}: {own['tokens_per_second']:.0f} tokens/s, "
+                f"{own['over_one_row_at_a_time']['value']:.2f}× one at a time; {own['rows_identical']} rows identical",
+                highlight=False,
+            )
+
+
+def _interval(estimate: dict[str, Any] | None) -> str:
+    if estimate is None or estimate["value"] is None:
+        return ""
+    bounds = estimate.get("ci95")
+    return f"{estimate['value']:.2f}×" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    bench(parse_config(BenchConfig, argv, prog="python -m draftsmith.scripts.bench_decode"), Console())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))
