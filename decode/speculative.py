@@ -16,6 +16,7 @@ from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, Departure, Row, decode_rows, padded, run_generate
+from draftsmith.decode.planner import Plan, now
 from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.sampling import Law
@@ -45,7 +46,7 @@ def speculative_generate(
     proposer: Proposer,
     input_ids: Tensor,
     attention_mask: Tensor | None = None,
-    draft_length: int = 4,
+    draft_length: int | Plan | None = 4,
     rule: str | Rule = "exact",
     seed: int = 0,
     **generate_kwargs: Any,
@@ -57,7 +58,8 @@ def speculative_generate(
         proposer: what drafts.
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
-        draft_length: γ, depth of a draft; less where the length limit is near.
+        draft_length: γ, depth of a draft; less where the length limit is near. None lets a `Plan` choose it each round
+            from measured costs and acceptance; a `Plan` of one's own keeps what it learnt from call to call.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with its own levels.
         seed: seeds each row's draws: row i uses seed + i, so that it draws as it would alone.
@@ -72,8 +74,6 @@ def speculative_generate(
     Raises:
         InputError: γ < 1, an unknown rule, or a model that cannot be rolled back.
     """
-    if draft_length < 1:
-        raise InputError(f"draft_length: expected at least 1, found {draft_length}")
     streamer = generate_kwargs.get("streamer")
     if streamer is not None:
         # `generate` gives it the prompt, and then hands callables no streamer.
@@ -100,7 +100,7 @@ def speculative_decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     proposer: Proposer,
-    draft_length: int = 4,
+    draft_length: int | Plan | None = 4,
     rule: str | Rule = "exact",
     compiled: bool = False,
     observer: Observer | None = None,
@@ -115,9 +115,12 @@ def speculative_decode(
     check_model(model, "target")
     law = Law(logits_processor, bool(generation_config.do_sample))
     chosen = as_rule(rule)
+    if isinstance(draft_length, int) and draft_length < 1:
+        raise InputError(f"draft_length: expected at least 1, found {draft_length}")
+    length = Plan() if draft_length is None else draft_length
 
     def decode(rows: list[Row]) -> None:
-        _decode(model, proposer, rows, draft_length, law, chosen, compiled, observer)
+        _decode(model, proposer, rows, length, law, chosen, compiled, observer)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
     return decode_rows(decode, input_ids, mask, stopping_criteria, generation_config, seed, lossy=chosen.lossy)
@@ -127,7 +130,7 @@ def _decode(
     model: PreTrainedModel,
     proposer: Proposer,
     rows: list[Row],
-    draft_length: int,
+    draft_length: int | Plan,
     law: Law,
     rule: Rule,
     compiled: bool,
@@ -137,11 +140,19 @@ def _decode(
     max_length = max(row.limits.max_length for row in rows)
     vocab_size = model.config.get_text_config().vocab_size
     generators = [row.generator for row in rows]
-    largest = proposer.start(Task(law, vocab_size, generators, max_length, draft_length, not rule.lossy, compiled))
+    plan = draft_length if isinstance(draft_length, Plan) else None
+    longest = draft_length if isinstance(draft_length, int) else draft_length.longest
+    largest = proposer.start(Task(law, vocab_size, generators, max_length, longest, not rule.lossy, compiled))
     target = CachedModel(model, len(rows), max_length, block=1 + largest, compiled=compiled)
+    if plan is not None:
+        plan.start(model, len(rows), max(row.length for row in rows), compiled)
     fed = False
     while rows:
-        drafts = proposer.propose([row.context for row in rows], [min(draft_length, row.room - 1) for row in rows])
+        gamma = longest if plan is None else plan.draft_length()
+        begun = 0.0 if plan is None else now(model)
+        drafts = proposer.propose([row.context for row in rows], [min(gamma, row.room - 1) for row in rows])
+        if plan is not None:
+            plan.drafted(now(model) - begun, max(draft.tree.depth for draft in drafts))
         logits = _verify(target, rows, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts), fed)
         fed = True
         outcomes, left = [], []
@@ -160,6 +171,8 @@ def _decode(
             row.rounds.append(
                 Counts.of_round(depth, accepted, emitted, nodes=sum(d <= depth for d in draft.tree.depths))
             )
+            if plan is not None:
+                plan.observe(accepted, depth)
             if verdict.departures is not None:
                 for distance, wrong in verdict.departures[:emitted]:
                     row.departure += Departure(distance, int(wrong), 1)

@@ -4,6 +4,7 @@ Nodes are numbered in an order in which parents precede their children. The root
 was emitted but not fed yet: a block of K drafted tokens is fed with it, as 1 + K positions, the root first.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -62,6 +63,42 @@ class Tree:
             if path[-1] > 0 and (*path[:-1], path[-1] - 1) not in index:
                 raise InputError(f"tree: expected the sibling {[*path[:-1], path[-1] - 1]} of {list(path)} too")
         return cls(tuple(index.get(path[:-1], ROOT) for path in paths))
+
+    @classmethod
+    def from_accuracies(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "Tree":
+        """Grow the tree of the greatest expected accepted length (Medusa, Cai et al. 2024, section 2.3.3).
+
+        A node is right with the product of the accuracies along its path, taken to be independent; the most probable
+        ones are added until there are `nodes`.
+
+        Args:
+            accuracies: for each depth and rank the share of contexts whose next token the drafter's candidate of that
+                rank names.
+            nodes: how many to grow; fewer come back where there are no more of positive probability.
+
+        Raises:
+            InputError: no positive accuracy at depth one, or accuracies outside [0, 1].
+        """
+        if any(not 0 <= a <= 1 for ranks in accuracies for a in ranks):
+            raise InputError(f"accuracies: expected values between 0 and 1, found {accuracies}")
+        chosen: list[tuple[int, ...]] = []
+        open_paths: list[tuple[float, tuple[int, ...]]] = (
+            [(-accuracies[0][0], (0,))] if accuracies and accuracies[0] else []
+        )
+        while open_paths and len(chosen) < nodes:
+            negative, path = heapq.heappop(open_paths)
+            if negative == 0:
+                break
+            chosen.append(path)
+            depth, rank = len(path), path[-1]
+            own = accuracies[depth - 1]
+            if rank + 1 < len(own):
+                heapq.heappush(open_paths, (negative / own[rank] * own[rank + 1], (*path[:-1], rank + 1)))
+            if depth < len(accuracies) and accuracies[depth]:
+                heapq.heappush(open_paths, (negative * accuracies[depth][0], (*path, 0)))
+        if not chosen:
+            raise InputError("accuracies: expected a positive one for the first token, found none")
+        return cls.from_choices(chosen)
 
     @cached_property
     def is_chain(self) -> bool:

@@ -158,7 +158,8 @@ def _methods(
 def _interleaved(methods: dict[str, Callable[[Tensor], Any]], prompts: list[Tensor]) -> dict[str, list[Result]]:
     for decode in tqdm(methods.values(), desc="warm up", unit="method"):
         decode(prompts[0])
-    names, results = list(methods), {name: [] for name in methods}  # type: dict[str, list[Result]]
+    names = list(methods)
+    results: dict[str, list[Result]] = {name: [] for name in methods}
     for i, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             seconds, output = _timed(lambda name=name, ids=ids: methods[name](ids))  # type: ignore[misc]
