@@ -230,7 +230,7 @@ class CachedModel:
             allowed = (slots <= own[:, :, None]).expand(rows, k, width)
         else:
             n = visible.shape[-1]
-            base = own[:, :1] + k - n
+            base = (own[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0, with nothing before it
             allowed = (slots < base[:, :, None]).expand(rows, k, width).clone()
             block = base + self._range[:n]
             allowed.scatter_(2, block[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))

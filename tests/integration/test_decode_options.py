@@ -1,0 +1,190 @@
+"""What surrounds the round loop: streamers, observers, stop strings, lengths, compiled forwards, early stops."""
+
+import itertools
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from transformers.generation.streamers import BaseStreamer
+
+from draftsmith.decode import (
+    Counts,
+    DraftModelProposer,
+    InputError,
+    autoregressive_generate,
+    cache,
+    speculative_decode,
+    speculative_generate,
+)
+from draftsmith.decode.planner import Costs, Plan
+from draftsmith.decode.proposers.draft_model import DynamicTree, stop_above_entropy, stop_below_confidence
+from draftsmith.decode.speculative import Round
+from draftsmith.decode.tree import Tree
+
+GREEDY = {"max_new_tokens": 24, "do_sample": False}
+TREES = [None, Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]), DynamicTree(3, 7)]
+
+
+def batch(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left-padded prompts of these lengths, and their mask."""
+    width = max(lengths)
+    ids, mask = torch.zeros(len(lengths), width, dtype=torch.long), torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        ids[row, width - n :] = torch.randint(1, 97, (n,), generator=torch.Generator().manual_seed(row))
+        mask[row, width - n :] = 1
+    return ids, mask
+
+
+class Collector(BaseStreamer):
+    def __init__(self) -> None:
+        self.bursts: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.bursts.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamers_get_the_prompt_and_then_bursts_of_accepted_tokens(target, draft):
+    ids, _ = batch(6)
+    collector = Collector()
+    out = speculative_generate(target, DraftModelProposer(draft), ids, streamer=collector, **GREEDY)
+    assert collector.bursts[0] == ids[0].tolist()
+    assert list(itertools.chain(*collector.bursts)) == out.sequences[0].tolist()
+    assert len(collector.bursts) - 1 == out.counts.num_drafts and collector.ended == 1
+    assert max(map(len, collector.bursts[1:])) > 1
+    with pytest.raises(InputError, match="streamer: expected one prompt, found 2"):
+        speculative_generate(target, DraftModelProposer(draft), batch(3, 4)[0], streamer=Collector(), **GREEDY)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_observers_see_every_round_of_every_row(target, draft, tree):
+    ids, mask = batch(3, 7, 5)
+    rounds: list[Round] = []
+    out = speculative_generate(
+        target, DraftModelProposer(draft, tree), ids, mask, draft_length=3, observer=rounds.append, **GREEDY
+    )
+    for row, counts in enumerate(out.row_counts):
+        own = [r for r in rounds if r.row == row]
+        assert list(itertools.chain(*(r.tokens for r in own))) == out.sequences[row, 7:].tolist()
+        assert [r.done for r in own] == [False] * (len(own) - 1) + [True]
+        assert (len(own), sum(r.accepted for r in own)) == (counts.num_drafts, counts.num_accepted_tokens)
+        assert all(r.accepted <= r.drafted <= 3 and len(r.tokens) - r.accepted in (0, 1) for r in own)
+
+
+def test_stop_strings_end_the_text_inside_a_block(tokenizer):
+    target = tiny_llama(0, len(tokenizer))
+    target.generation_config.pad_token_id = tokenizer.pad_token_id
+    ids = torch.tensor([[40, 41, 42]])
+    mask = torch.ones_like(ids)
+    plain = autoregressive_generate(target, ids, **GREEDY).sequences
+    places = set()
+    for text in map(tokenizer.decode, plain[0, 4:-1].tolist()):
+        if not (text.isascii() and text.isprintable()):
+            continue  # half a character is no text
+        options = {"stop_strings": [text], "tokenizer": tokenizer, **GREEDY}
+        library = target.generate(ids, attention_mask=mask, **options)
+        out = speculative_generate(target, DraftModelProposer(target), ids, draft_length=5, **options)
+        assert torch.equal(out.sequences, library) and library.shape[1] < plain.shape[1]
+        assert torch.equal(autoregressive_generate(target, ids, **options).sequences, library)
+        assert out.counts.draft_acceptance_rate() in (1.0, None)
+        places.add((library.shape[1] - 4) % 6)
+    assert len(places) >= 3, "the texts were meant to end at different places of a block"
+    with pytest.raises(InputError, match="tokenizer: expected the target's tokenizer with stop_strings"):
+        speculative_generate(target, DraftModelProposer(target), ids, stop_strings=["x"], **GREEDY)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_rows_that_end_early_leave_the_others_as_they_would_be_alone(target, draft, tree):
+    ids, mask = batch(3, 7, 5, 2, 6)
+    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
+    ends = [int(plain[row, 7 + offset]) for row, offset in ((0, 2), (2, 9), (4, 15))]
+    out = speculative_generate(
+        target, DraftModelProposer(draft, tree), ids, mask, draft_length=3, eos_token_id=ends, **GREEDY
+    )
+    lengths = set()
+    for row, counts in enumerate(out.row_counts):
+        own = ids[row : row + 1, mask[row] == 1]
+        alone = speculative_generate(
+            target, DraftModelProposer(draft, tree), own, draft_length=3, eos_token_id=ends, **GREEDY
+        )
+        n = counts.num_emitted_tokens
+        lengths.add(n)
+        assert torch.equal(out.sequences[row, 7 : 7 + n], alone.sequences[0, own.shape[1] :])
+        assert counts == alone.counts
+    assert len(lengths) >= 3, "the rows were meant to end at different times"
+
+
+def test_the_librarys_own_door_takes_batches(target, draft):
+    ids, mask = batch(3, 7, 5)
+    plain = target.generate(ids, attention_mask=mask, **GREEDY)
+    options = {"proposer": DraftModelProposer(draft), "draft_length": 3, "rule": "exact"}
+    out = target.generate(ids, attention_mask=mask, custom_generate=speculative_decode, **options, **GREEDY)
+    assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("stop", [stop_below_confidence(0.05), stop_above_entropy(4.3)])
+def test_stopping_a_draft_early_is_lossless_and_saves_drafted_tokens(target, draft, stop):
+    ids, mask = batch(3, 7, 5)
+    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
+    fixed = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=6, **GREEDY)
+    out = speculative_generate(target, DraftModelProposer(draft, stop=stop), ids, mask, draft_length=6, **GREEDY)
+    assert torch.equal(out.sequences, plain)
+    assert 0 < out.counts.num_draft_tokens < fixed.counts.num_draft_tokens
+    assert out.counts.draft_acceptance_rate() > fixed.counts.draft_acceptance_rate()
+    with pytest.raises(InputError, match="stop: expected a chain"):
+        DraftModelProposer(draft, tree=DynamicTree(), stop=stop)
+
+
+def test_planned_lengths_follow_costs_and_acceptance(target, draft):
+    ids, mask = batch(3, 7, 5)
+    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
+
+    def mean_depth(model: torch.nn.Module, costs: Costs | None) -> float:
+        out = speculative_generate(target, DraftModelProposer(model), ids, mask, draft_length=Plan(costs), **GREEDY)
+        assert torch.equal(out.sequences, plain)
+        return out.counts.num_draft_tokens / out.counts.num_drafts
+
+    free, dear = Costs({1: 1.0, 9: 1.0}, draft_step=0.01), Costs({1: 1.0, 9: 1.0}, draft_step=2.0)
+    stranger = perturbed(target, 3.0)
+    assert mean_depth(target, free) > mean_depth(draft, free) > mean_depth(draft, dear)
+    assert mean_depth(target, free) > mean_depth(stranger, Costs({1: 1.0, 9: 9.0}, draft_step=0.01))
+    assert mean_depth(draft, dear) < 0.3  # a probe now and then
+    measured = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=None, **GREEDY)
+    assert torch.equal(measured.sequences, plain)
+
+
+@pytest.mark.parametrize("tree", TREES[:2])
+def test_fixed_shapes_change_nothing_and_are_few(target, draft, tree, monkeypatch):
+    """Compiled by a backend that runs the captured graphs as they are: what a compiler sees, without its minutes."""
+    monkeypatch.setattr(cache, "_compiled", lambda model: compiled[model])
+    compiled = {model: torch.compile(model.forward, backend="eager", dynamic=False) for model in (target, draft)}
+    ids, mask = batch(3, 7, 5)
+    plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
+    ends = [int(plain[0, 7 + 4])]
+    for do_sample in (False, True):
+        options = {"max_new_tokens": 24, "do_sample": do_sample, "eos_token_id": ends, "draft_length": 3}
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        eager = speculative_generate(target, DraftModelProposer(draft, tree), ids, mask, **options)
+        out = speculative_generate(target, DraftModelProposer(draft, tree), ids, mask, compiled=True, **options)
+        assert torch.equal(out.sequences, eager.sequences) and out.row_counts == eager.row_counts
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        again = speculative_generate(
+            target, DraftModelProposer(draft, tree), ids[:, :6], mask[:, :6], compiled=True, **options
+        )
+        assert again.counts.num_drafts > 0
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "another prompt compiled anew"
+        # The target's block; the draft's pending tokens at first and later, and its steps or the levels of its tree.
+        assert graphs <= 1 + 3 + (0 if tree is None else 2)
+    one = autoregressive_generate(target, ids[1:2], compiled=True, **GREEDY)
+    assert torch.equal(one.sequences, autoregressive_generate(target, ids[1:2], **GREEDY).sequences)
+
+
+def test_row_counts_add_up(target, draft):
+    ids, mask = batch(3, 7, 5)
+    out = speculative_generate(target, DraftModelProposer(draft), ids, mask, **GREEDY)
+    assert sum(out.row_counts, Counts()) == out.counts and len(out.row_counts) == 3
+    assert out.departure is None
