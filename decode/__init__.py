@@ -3,20 +3,40 @@
 from draftsmith.decode.autoregressive import autoregressive_decode, autoregressive_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.proposers.draft_model import DraftModelProposer
+from draftsmith.decode.generation import DecodeOutput, Departure
+from draftsmith.decode.planner import Plan
+from draftsmith.decode.proposers.blind import BlindProposer
+from draftsmith.decode.proposers.draft_model import DraftModelProposer, DynamicTree
+from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.decode.proposers.lookahead import LookaheadProposer
+from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.proposers.protocol import Proposal, Proposer
-from draftsmith.decode.speculative import speculative_decode, speculative_generate
+from draftsmith.decode.rules import Cascade, Exact, Threshold, Typical
+from draftsmith.decode.speculative import Round, speculative_decode, speculative_generate
+from draftsmith.decode.tree import Tree
 
 __all__ = [
+    "BlindProposer",
+    "Cascade",
     "Counts",
     "DecodeOutput",
+    "Departure",
     "DraftModelProposer",
+    "DynamicTree",
+    "Exact",
     "InputError",
+    "LookaheadProposer",
+    "Plan",
+    "PromptLookupProposer",
     "Proposal",
     "Proposer",
+    "Round",
+    "Threshold",
+    "Tree",
+    "Typical",
     "autoregressive_decode",
     "autoregressive_generate",
+    "early_exit",
     "speculative_decode",
     "speculative_generate",
 ]

@@ -278,6 +278,10 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if unknown:
         raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's, whose window it keeps to itself
+        raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
+    if getattr(config, "alibi", False):
+        raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
     if "position_ids" not in _parameters(model):
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
     attention = config._attn_implementation

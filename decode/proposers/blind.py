@@ -1,0 +1,72 @@
+"""The floor: drafts that know nothing of the context but how often tokens occur."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer, Task
+from draftsmith.decode.sampling import draw
+from draftsmith.decode.tree import Tree
+
+
+class BlindProposer(StatelessProposer):
+    """Guesses from unigram frequencies alone: what any drafter has to beat.
+
+    At T=0 it drafts the most frequent token again and again (of equals the one with the smallest id). Under sampling
+    it draws each token from the frequencies, and q is exactly them: they are not warped as the target's law is.
+
+    Args:
+        frequencies: (V,) relative frequencies or counts, not negative; a shorter vector is filled up with zeros, as a
+            padded head needs. The row's text so far, prompt included, is counted if None.
+
+    Raises:
+        InputError: not such a vector, all of it zero, or in `start` one that is wider than the target's vocabulary.
+    """
+
+    def __init__(self, frequencies: Tensor | None = None):
+        if frequencies is not None:
+            if frequencies.ndim != 1:
+                raise InputError(f"frequencies: expected a vector (V,), found shape {tuple(frequencies.shape)}")
+            if not bool(torch.isfinite(frequencies).all()) or bool((frequencies < 0).any()) or not frequencies.any():
+                raise InputError("frequencies: expected finite values ≥ 0, not all zero, found others")
+        self.frequencies = frequencies
+
+    def start(self, task: Task) -> int:
+        """Keep the task and each row's generator."""
+        if self.frequencies is not None and len(self.frequencies) > task.vocab_size:
+            raise InputError(f"frequencies: expected at most V = {task.vocab_size}, found {len(self.frequencies)}")
+        self._generators = list(task.generators)
+        return super().start(task)
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft a chain of the draft length for each row."""
+        drafts = []
+        for context, k, generator in zip(contexts, draft_lengths, self._generators, strict=True):
+            if k == 0:
+                drafts.append(Proposal(context[:0], None, Tree.chain(0)))
+                continue
+            law = self._law(context)
+            confidence = law.max().expand(k)
+            if self.task.law.do_sample:
+                tokens = torch.cat([draw(law, generator) for _ in range(k)])
+                drafts.append(Proposal(tokens, law.expand(k, -1), Tree.chain(k), confidence))
+            else:
+                drafts.append(Proposal(law.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
+        return drafts
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep the generators of the rows that are left."""
+        self._generators = [self._generators[row] for row in rows]
+
+    def _law(self, context: Tensor) -> Tensor:
+        """Return q, (V,) float32."""
+        size = self.task.vocab_size
+        if self.frequencies is None:
+            counts = torch.bincount(context, minlength=size)
+        else:
+            counts = self.frequencies.to(context.device)
+            counts = torch.nn.functional.pad(counts, (0, size - len(counts)))
+        law = counts.double()
+        return (law / law.sum()).float()

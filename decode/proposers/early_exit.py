@@ -1,0 +1,56 @@
+"""The target's own layers as a drafter: a draft that costs no memory."""
+
+import copy
+from collections.abc import Sequence
+from itertools import chain
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+
+
+def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrainedModel:
+    """Return a model of some of the target's layers, with the target's embeddings, final norm and head.
+
+    For `DraftModelProposer(early_exit(target, 2))`: self-speculative decoding with the first layers (LayerSkip,
+    Elhoushi et al. 2024, section 4.3) or with chosen ones (Draft & Verify, Zhang et al. 2023, section 3.2). All weights
+    are the target's own tensors, so that training the one trains the other. The target is left as it is.
+
+    Args:
+        target: a decoder-only model.
+        layers: how many of the first layers, or the layers' indices, counted from 0 and ascending.
+
+    Raises:
+        InputError: no layer, one that the target lacks, indices that do not ascend, or a target without a list of
+            `num_hidden_layers` layers.
+    """
+    config = target.config.get_text_config()
+    depth: int = config.num_hidden_layers
+    if isinstance(layers, int):
+        if not 1 <= layers <= depth:
+            raise InputError(f"layers: expected between 1 and {depth}, found {layers}")
+        layers = range(layers)
+    kept = list(layers)
+    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= depth:
+        raise InputError(f"layers: expected ascending indices between 0 and {depth - 1}, found {kept}")
+
+    # Modules and config are copied, tensors are not: layers carry their place in the cache, configs their number.
+    draft = copy.deepcopy(target, {id(t): t for t in chain(target.parameters(), target.buffers())})
+    lists = (module for module in draft.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    stack = next((modules for modules in lists if len(modules) == depth), None)
+    if stack is None:
+        raise InputError(f"target: expected a list of {depth} layers, found none in {type(target).__name__}")
+    for index in reversed(range(depth)):
+        if index not in kept:
+            del stack[index]
+    for place, layer in enumerate(stack):
+        for module in layer.modules():
+            own = vars(module)
+            own |= {name: place for name in ("layer_idx", "layer_id") if name in own}  # its place in the cache
+    config = draft.config.get_text_config()
+    for name, value in list(vars(config).items()):
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
+            setattr(config, name, [value[index] for index in kept])  # such as layer_types
+    config.num_hidden_layers = len(kept)
+    return draft

@@ -1,0 +1,53 @@
+"""Drafts copied from the text itself: no model, no memory, free wherever the text repeats itself."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer
+from draftsmith.decode.tree import Tree
+
+
+class PromptLookupProposer(StatelessProposer):
+    """Proposes what followed the text's last n tokens where they stood before, in prompt or output.
+
+    Prompt lookup decoding (Saxena 2023; in transformers `PromptLookupCandidateGenerator`). The longest n-gram that
+    occurs earlier wins. Of its occurrences the most recent one with a whole draft behind it is taken, or where none
+    has that, the one with the longest continuation. Without a match nothing is drafted. The draft is deterministic.
+
+    Args:
+        max_ngram: the longest n-gram to look for, in tokens.
+        min_ngram: the shortest one that counts as a match.
+
+    Raises:
+        InputError: not 1 ≤ `min_ngram` ≤ `max_ngram`.
+    """
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 1):
+        if not 1 <= min_ngram <= max_ngram:
+            raise InputError(f"ngram: expected 1 ≤ min_ngram ≤ max_ngram, found {min_ngram} and {max_ngram}")
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft a chain for each row, possibly an empty one."""
+        drafted = [self._continuation(context, k) for context, k in zip(contexts, draft_lengths, strict=True)]
+        return [Proposal(tokens, None, Tree.chain(len(tokens))) for tokens in drafted]
+
+    def _continuation(self, text: Tensor, draft_length: int) -> Tensor:
+        """Return what followed, (≤ draft_length,)."""
+        length, matched = len(text), 0
+        ends = torch.arange(1, length, device=text.device)  # where earlier occurrences end, in ascending order
+        while matched < self.max_ngram:
+            ends_further = ends[ends > matched]
+            # An occurrence of the last n + 1 tokens is one of the last n with the right token before it.
+            ends_further = ends_further[text[ends_further - matched - 1] == text[length - matched - 1]]
+            if not len(ends_further):
+                break
+            ends, matched = ends_further, matched + 1
+        if matched < self.min_ngram:
+            return text[:0]
+        whole = ends[ends + draft_length <= length]
+        end = int(whole[-1] if len(whole) else ends[0])
+        return text[end : end + draft_length]
