@@ -20,6 +20,7 @@ from draftsmith.decode.planner import Plan, now
 from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.sampling import Law
+from draftsmith.decode.tree import ROOT
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,11 @@ class Round:
     accepted: int
     """How many of them are accepted drafted ones, the first."""
     drafted: int
-    """Depth of the draft. The token after the accepted ones is a bonus where all were accepted, else a correction."""
+    """Depth of the draft."""
+    nodes: int
+    """Tokens drafted: as many as `drafted` in a chain, more in a tree."""
+    bonus: bool
+    """Whether the token after the accepted ones is a bonus, no draft having stood against it; else a correction."""
     done: bool
     """Whether the text ends here."""
 
@@ -168,16 +173,17 @@ def _decode(
             # Where the text ends inside the draft, what was drafted after its end is no failure of the drafter.
             accepted = min(len(verdict.path), emitted)
             depth = draft.tree.depth if emitted > accepted else emitted
-            row.rounds.append(
-                Counts.of_round(depth, accepted, emitted, nodes=sum(d <= depth for d in draft.tree.depths))
-            )
+            nodes = sum(d <= depth for d in draft.tree.depths)
+            row.rounds.append(Counts.of_round(depth, accepted, emitted, nodes=nodes))
             if plan is not None:
                 plan.observe(accepted, depth)
             if verdict.departures is not None:
                 for distance, wrong in verdict.departures[:emitted]:
                     row.departure += Departure(distance, int(wrong), 1)
             if observer is not None:
-                observer(Round(row.index, tokens[:emitted], accepted, depth, done))
+                last = verdict.path[-1] if verdict.path else ROOT
+                bonus = emitted > accepted and not draft.tree.children[last + 1] and len(draft.tree) > 0
+                observer(Round(row.index, tokens[:emitted], accepted, depth, nodes, bonus, done))
             if not done:
                 left.append(i)
         if not left:

@@ -9,6 +9,7 @@ from draftsmith.train.cli import run
 COMMANDS = {
     "quickstart": "the whole road on the embedded target, in minutes on a laptop CPU",
     "prepare": "prompts → completions written by the target",
+    "generate": "one prompt in the terminal: every token in the colour of how it came about",
     "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
 }
 USAGE = "\n".join(

@@ -6,13 +6,20 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
+from draftsmith.scripts.generate import GenerateConfig
 from draftsmith.scripts.measure import MeasureConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.completions import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig
 
 ROOT = Path(__file__).parents[2] / "configs"
-FOLDERS = {"train": PretrainConfig, "distill": DistillConfig, "prepare": PrepareConfig, "measure": MeasureConfig}
+FOLDERS = {
+    "train": PretrainConfig,
+    "distill": DistillConfig,
+    "prepare": PrepareConfig,
+    "generate": GenerateConfig,
+    "measure": MeasureConfig,
+}
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))
 OURS = [path for path in FILES if path.parts[0] not in FOREIGN]

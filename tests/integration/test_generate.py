@@ -1,0 +1,503 @@
+"""`draftsmith generate` on a tiny pair: the text, its colours on a terminal, and the summary."""
+
+import io
+import json
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from rich.cells import cell_len
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode.proposers.draft_model import DynamicTree
+from draftsmith.decode.speculative import Round
+from draftsmith.scripts import cli as commands
+from draftsmith.scripts import generate as module
+from draftsmith.scripts.generate import (
+    STYLES,
+    Detokenizer,
+    GenerateConfig,
+    Plain,
+    Progress,
+    Terminal,
+    generate,
+    kinds_of,
+    main,
+    row_end,
+)
+from draftsmith.train import cli
+from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.runs import save_model
+
+PROMPT = "def f(x):\n    return"
+NEW = 40
+COLOURS = {"2": "dim", "32": "green", "4;31": "red underline", "36": "cyan", "1": "bold", "0": ""}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tokenizer):
+    """A target and a close draft that write printable ASCII: the rows of all other tokens in their heads are zero."""
+    root = tmp_path_factory.mktemp("pair")
+    printable = [
+        i for i in range(len(tokenizer)) if re.fullmatch(r"[ -~\n]+", tokenizer.decode([i], skip_special_tokens=True))
+    ]
+    others = torch.ones(len(tokenizer), dtype=torch.bool)
+    others[printable] = False
+    target = tiny_llama(0, len(tokenizer))
+    for name, model in {"target": target, "draft": perturbed(target, 0.05), "wild": target}.items():
+        model.generation_config.eos_token_id = None
+        if name != "wild":
+            model.lm_head.weight.data[others] = 0
+        else:  # any bytes: most of what it writes is no UTF-8
+            model = tiny_llama(0, len(tokenizer))
+        save_model(model, tokenizer, root / name)
+    return root
+
+
+def flags(root: Path, **options: object) -> list[str]:
+    given = {"target": root / "target", "draft": root / "draft", "prompt": PROMPT, "max_new_tokens": NEW}
+    given |= {"dtype": "float32"} | options
+    return [part for name, value in given.items() for part in (f"--{name}", str(value))]
+
+
+def decoded(root: Path, target: str = "target", tree=None, **options: object):
+    """Decode as the command should; return the text, the output and the rounds."""
+    tokenizer, model = load_tokenizer(root / target), load_model(root / target)
+    model.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+    rounds: list[Round] = []
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    output = speculative_generate(
+        model, DraftModelProposer(load_model(root / "draft"), tree), ids, observer=rounds.append,
+        **({"max_new_tokens": NEW, "do_sample": False} | options),
+    )  # fmt: skip
+    return tokenizer.decode(output.sequences[0], skip_special_tokens=True), output, rounds
+
+
+def ran(capsys, argv: list[str], code: int = 0) -> tuple[str, str]:
+    capsys.readouterr()
+    assert cli.run(lambda: main(argv)) == code
+    return capsys.readouterr()
+
+
+class Emulator:
+    """As much of a terminal as the command uses: rows of styled cells, and a cursor."""
+
+    def __init__(self, width: int):
+        self.width, self.rows, self.row, self.column = width, [[]], 0, 0
+
+    def feed(self, data: str) -> "Emulator":
+        style = ""
+        for code, kind, character in re.findall(r"\x1b\[\??([\d;]*)([A-Za-z])|([^\x1b])", data, re.DOTALL):
+            if kind == "m":
+                style = COLOURS[code]
+            elif kind == "K":
+                self.rows[self.row] = []
+            elif kind == "A":
+                self.row -= int(code)
+                assert self.row >= 0
+            elif character == "\r":
+                self.column = 0
+            elif character == "\n":
+                self._down()
+            elif character:
+                assert self.column + cell_len(character) <= self.width, "a row is too wide"
+                cells = self.rows[self.row]
+                cells[self.column :] = [(character, style)] + [("", style)] * (cell_len(character) - 1)
+                self.column = len(cells)
+            else:
+                assert kind in "hl"  # the cursor is hidden and shown again
+        return self
+
+    def _down(self) -> None:
+        self.row, self.column = self.row + 1, 0
+        if self.row == len(self.rows):
+            self.rows.append([])
+
+    def lines(self) -> list[str]:
+        """Return the rows down to the cursor's, below which nothing is left."""
+        assert not any(self.rows[self.row + 1 :])
+        return ["".join(character for character, _ in row) for row in self.rows[: self.row + 1]]
+
+    def styled(self) -> list[tuple[str, str]]:
+        """Return the visible characters and their styles, spaces too, without the ends of rows."""
+        return [cell for row in self.rows for cell in row if cell[0]]
+
+
+def terminal(width: int = 100) -> Console:
+    return Console(
+        file=io.StringIO(), force_terminal=True, force_interactive=True, color_system="standard", no_color=False,
+        width=width, height=12, legacy_windows=False, _environ={},
+    )  # fmt: skip
+
+
+def shown(console: Console) -> Emulator:
+    return Emulator(console.width).feed(console.file.getvalue())
+
+
+def silent() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=80, _environ={})
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_piped_text_is_the_decoders_and_the_summary_is_apart(pair, capsys, temperature):
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9} if temperature else {}
+    text, output, rounds = decoded(pair, draft_length=3, seed=5, **sampling)
+    options = {"temperature": temperature, "top_k": 20, "top_p": 0.9, "seed": 5, "draft_length": 3}
+    out, err = ran(capsys, flags(pair, **options))
+    assert out == text + "\n" and "\x1b" not in out + err
+    counts = output.counts
+    assert 0 < counts.num_accepted_tokens < counts.num_draft_tokens
+    first, second, rule = err.splitlines()
+    assert first.startswith(f"{NEW} tokens in {len(rounds)} rounds, τ {counts.mean_acceptance_length():.2f}, ")
+    share = f"({counts.draft_acceptance_rate():.0%} at γ = 3)"
+    accepted = f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted accepted {share}"
+    kinds = [kind for round in rounds for kind in kinds_of(round)]
+    others = [f"{kinds.count(k)} {k}" for k in ("corrected", "bonus", "undrafted") if k in kinds]
+    assert second == ", ".join([accepted, *others])
+    assert rule == "rule exact: lossless"
+
+
+def test_a_terminal_colours_every_token_by_how_it_came_about(pair, tokenizer):
+    text, _, rounds = decoded(pair, draft_length=3)
+    expected = [(c, "dim") for c in PROMPT]
+    for round in rounds:
+        for token, kind in zip(round.tokens, kinds_of(round), strict=True):
+            expected += [(c, STYLES[kind]) for c in tokenizer.decode([token])]
+    assert {style for _, style in expected} >= {"dim", "green", "red underline", "cyan"}
+    assert "".join(c for c, _ in expected) == text
+    # Wide enough for no row to be broken: everything that is left on the screen is the text, and no status.
+    console = terminal(width=400)
+    argv = dict(zip(*[iter(flags(pair, draft_length=3))] * 2, strict=True))
+    config = GenerateConfig(**{k[2:]: int(v) if v.isdigit() else v for k, v in argv.items()})
+    assert generate(config, console, silent()) == 0
+    screen = shown(console)
+    assert screen.styled() == [cell for cell in expected if cell[0] != "\n"]
+    assert screen.lines() == [*text.rstrip("\n").split("\n"), ""]
+
+
+@pytest.mark.parametrize("width", [17, 33])
+def test_on_a_narrow_terminal_the_words_are_all_there_and_the_status_stays_last(pair, width, monkeypatch):
+    text, _, rounds = decoded(pair, draft_length=3)
+    console, screens = terminal(width), []
+    show = Terminal.show
+
+    def watched(self, status):
+        show(self, status)
+        screens.append(shown(console).lines())
+
+    monkeypatch.setattr(Terminal, "show", watched)
+    config = GenerateConfig(
+        str(pair / "target"), PROMPT, str(pair / "draft"), draft_length=3, max_new_tokens=NEW, dtype="float32"
+    )
+    assert generate(config, console, silent()) == 0
+    assert "".join("".join(shown(console).lines()).split()) == "".join(text.split())
+    assert len(screens) == len(rounds) + 1
+    so_far = PROMPT
+    emitted = 0
+    for i, (lines, round) in enumerate(zip(screens[1:], rounds, strict=True), start=1):
+        emitted += len(round.tokens)
+        assert lines[-1].startswith(f"τ {emitted / i:.2f}  ") and lines[-2] == ""
+        assert cell_len(lines[-1]) <= width - 3  # room for the ^C that an interrupt leaves
+        so_far += load_tokenizer(pair / "target").decode(round.tokens)
+        assert "".join("".join(lines[:-2]).split()) == "".join(so_far.split())
+
+
+def test_rounds_are_kinds():
+    def kinds(accepted: int, drafted: int, emitted: int) -> list[str]:
+        bonus = emitted > accepted == drafted > 0
+        return kinds_of(Round(0, list(range(emitted)), accepted, drafted, drafted, bonus, False))
+
+    assert kinds(2, 4, 3) == ["accepted", "accepted", "corrected"]
+    assert kinds(0, 4, 1) == ["corrected"]
+    assert kinds(2, 2, 3) == ["accepted", "accepted", "bonus"]
+    assert kinds(2, 2, 2) == ["accepted", "accepted"]  # the text ended inside the draft
+    assert kinds(0, 0, 1) == ["undrafted"]
+
+
+def test_rows_end_after_words():
+    assert row_end("short", 5) is None
+    assert row_end("two words", 5) == 4
+    assert row_end("exact fit", 5) == 6  # the space is what does not fit
+    assert row_end("    indented", 8) == 8  # a row of nothing but indentation helps nobody
+    assert row_end("unbroken", 3) == 3
+    assert row_end("世界世界", 5) == 2
+    assert row_end("世", 1) == 1
+
+
+TEXTS = ["plain", "naïve café", "你好，世界", "😀👩‍👩‍👧", "a\n\tb  c", "é", "\ufffd stands here", "end \ufffd"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_pieces_join_to_the_text_and_hold_half_characters_back(tokenizer, text):
+    ids = tokenizer(text)["input_ids"]
+    for split in range(1, len(ids)):
+        if tokenizer.decode(ids[:split]).endswith("\ufffd"):
+            continue  # no prompt ends in half a character
+        detokenizer = Detokenizer(tokenizer, ids[:split])
+        pieces = [detokenizer.push(token) for token in ids[split:]]
+        assert "\ufffd" in text or "\ufffd" not in "".join(pieces)
+        assert detokenizer.prompt + "".join(pieces) + detokenizer.flush() == text
+
+
+def test_a_character_has_the_colour_of_the_token_that_completes_it(tokenizer):
+    prompt, smiley = tokenizer("x = ")["input_ids"], tokenizer("😀")["input_ids"]
+    assert len(smiley) == 4
+    console = terminal()
+    progress = Progress(Terminal(console), Detokenizer(tokenizer, prompt))
+    progress.begin()
+    progress(Round(0, smiley[:2], 2, 2, 2, False, False))
+    assert "\ufffd" not in "".join(shown(console).lines())
+    progress(Round(0, smiley[2:], 1, 2, 2, False, False))
+    progress(Round(0, tokenizer("é")["input_ids"][:1], 1, 1, 1, False, True))  # cut by its end: what there is appears
+    progress.screen.close()
+    assert shown(console).styled()[4:] == [("😀", "red underline"), ("\ufffd", "green")]
+
+
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """Spaces in front of words, the first one stripped, and bytes for what the vocabulary lacks, as in Llama 2."""
+    words = ["▁", "▁the", "▁cat", "s", "▁▁", "\n", ","]
+    vocab = {"<unk>": 0, "</s>": 1} | {f"<0x{i:02X}>": i + 2 for i in range(256)}
+    vocab |= {word: len(vocab) + i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>", pad_token="</s>")
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        ["▁the", "▁cat", "s", ",", "▁the", "▁cat"],
+        ["▁the", "▁", "▁cat", "▁▁", "s", "\n", "▁▁", "▁cat"],
+        ["▁cat", "▁", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0xE4>", "<0xBD>", "<0xA0>", "s", "</s>"],
+        ["▁cat", "<0xF0>", "<0x9F>", "s", "▁the"],
+    ],
+)
+def test_stripped_spaces_and_fallback_bytes_join_to_the_text(tokens):
+    tokenizer = sentencepiece_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(tokens)
+    assert tokenizer.unk_token_id not in ids
+    detokenizer = Detokenizer(tokenizer, ids[:1])
+    pieces = [detokenizer.push(token) for token in ids[1:]]
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    assert detokenizer.prompt + "".join(pieces) + detokenizer.flush() == text and " cat" in " " + text
+    assert all(piece == "\ufffd\ufffds" or "\ufffd" not in piece for piece in pieces)
+
+
+def test_bytes_that_are_no_utf8_come_out_as_the_tokenizer_decodes_them(pair, capsys):
+    text, _, _ = decoded(pair, target="wild", draft_length=2)
+    assert "\ufffd" in text.removeprefix(PROMPT)
+    out, _ = ran(capsys, flags(pair, target=pair / "wild", draft_length=2))
+    assert out == text + "\n"
+
+
+def test_control_characters_and_tabs_do_not_steer_the_terminal():
+    console = terminal(width=20)
+    screen = Terminal(console)
+    screen.write("a\tb\x1b[31m\r\x07", "accepted")
+    screen.write("\x7f\x9b\n\tc", "bonus")
+    screen.close()
+    assert shown(console).lines() == ["a       b␛[31m␍␇␡\ufffd", "        c", ""]
+    file = io.StringIO()
+    Plain(file).write("a\tb\x1b", "accepted")
+    assert file.getvalue() == "a\tb\x1b"  # who pipes gets what the model wrote
+
+
+@pytest.mark.parametrize("environ", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_without_colour_there_are_no_control_codes(pair, environ):
+    console = Console(file=io.StringIO(), force_terminal=True, width=20, _environ=environ)
+    config = GenerateConfig(str(pair / "target"), PROMPT, str(pair / "draft"), max_new_tokens=8, dtype="float32")
+    assert generate(config, console, silent()) == 0
+    text, _, _ = decoded(pair, max_new_tokens=8)
+    assert console.file.getvalue() == text + "\n"
+
+
+def test_the_prompt_comes_from_standard_input(pair, capsys, monkeypatch):
+    expected, _ = ran(capsys, flags(pair))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT + "\n"))
+    assert ran(capsys, flags(pair, prompt="-"))[0] == expected
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert "prompt: expected UTF-8 on standard input" in ran(capsys, flags(pair, prompt="-"), 2)[1]
+
+
+PROPOSERS = {
+    "draft": {},
+    "prompt_lookup": {},
+    "lookahead": {},
+    "blind": {},
+    "early_exit": {"exit_layers": 1},
+    "none": {},
+}
+
+
+def test_all_proposers_are_tried_here():
+    assert set(PROPOSERS) == set(module.PROPOSERS)
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
+    text, _, _ = decoded(pair)
+    compare = proposer != "none"
+    out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **PROPOSERS[proposer]))
+    assert out == text + "\n"
+    assert err.splitlines()[0].startswith(f"{NEW} tokens in ")
+    if compare:
+        assert re.search(r"plain decoding: \d+ tokens/s, so \d+\.\d\d× as fast here; the texts are identical$", err)
+    else:
+        assert f"{NEW} rounds, τ 1.00" in err and "accepted" not in err
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_trees(pair, capsys, temperature):
+    text, _, rounds = decoded(pair, tree=DynamicTree(2, 6), draft_length=3, do_sample=temperature > 0, top_k=0)
+    out, err = ran(capsys, flags(pair, width=2, draft_length=3, temperature=temperature))
+    assert out == text + "\n"
+    accepted, drafted = sum(r.accepted for r in rounds), sum(r.nodes for r in rounds)
+    assert f"{accepted} of {drafted} drafted accepted ({accepted / drafted:.0%} at γ = 3)" in err
+    assert any(r.nodes > r.drafted for r in rounds)
+
+
+def test_none_draws_what_plain_decoding_draws(pair, capsys):
+    tokenizer, target = load_tokenizer(pair / "target"), load_model(pair / "target")
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    plain = autoregressive_generate(target, ids, max_new_tokens=NEW, do_sample=True, top_k=0, seed=9)
+    out, _ = ran(capsys, flags(pair, proposer="none", temperature=1, seed=9))
+    assert out == tokenizer.decode(plain.sequences[0], skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize("rule", ["typical", "threshold", "cascade"])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_lossy_rule_says_how_far_it_departs(pair, capsys, rule, temperature):
+    text, output, _ = decoded(pair, rule=rule, do_sample=temperature > 0, top_k=0)
+    out, err = ran(capsys, flags(pair, rule=rule, temperature=temperature, compare=True))
+    assert out == text + "\n"
+    departure = output.departure
+    if temperature:
+        said = f"a token's law is {departure.mean_total_variation():.3f} away from the target's"
+        assert err.endswith("the texts are two samples, not to be identical\n")
+    else:
+        said = f"{departure.argmax_disagreement():.1%} of the tokens are not the target's argmax"
+        assert "the texts are identical" in err or re.search(r"part at token \d+ \(the rule is lossy\)", err)
+    assert f"rule {rule}: lossy, {said}" in err
+
+
+def test_where_the_texts_part_is_counted_from_the_first_new_token(pair):
+    config = GenerateConfig(str(pair / "target"), PROMPT, proposer="blind", dtype="bfloat16")
+    progress = Progress(Plain(io.StringIO()), Detokenizer(load_tokenizer(pair / "target"), [1]))
+    progress.counts += module.Counts.of_round(1, 0, 1)
+    progress.seconds = 0.5
+
+    def compared(own: list[int], other: list[int]) -> str:
+        return module._comparison(config, progress, own, other, 2, 1.0)
+
+    assert compared([1, 2, 3, 4], [1, 2, 3, 4]).endswith("2 tokens/s, so 1.00× as fast here; the texts are identical")
+    assert compared([1, 2, 3, 4], [1, 2, 5, 4]).endswith("the texts part at token 1 (a near-tie in bfloat16)")
+    assert compared([1, 2, 3], [1, 2, 3, 4]).endswith("the texts part at token 2 (a near-tie in bfloat16)")
+
+
+def test_an_interrupt_leaves_the_text_and_sums_up(pair, capsys, monkeypatch, tokenizer):
+    _, _, rounds = decoded(pair, rule="typical")
+    seen = []
+
+    def interrupt(round: Round) -> list[str]:
+        seen.append(round)
+        if len(seen) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return kinds_of(round)
+
+    monkeypatch.setattr(module, "kinds_of", interrupt)
+    out, err = ran(capsys, flags(pair, compare=True, rule="typical"), 130)
+    written = [token for round in rounds[:3] for token in round.tokens]
+    assert seen == rounds[:4] and out == PROMPT + tokenizer.decode(written) + "\n"
+    emitted = sum(len(round.tokens) for round in seen)
+    assert err.startswith(f"{emitted} tokens in 4 rounds") and err.splitlines()[0].endswith("interrupted")
+    assert "not known of an interrupted text" in err and "plain decoding" not in err
+    assert "Traceback" not in err
+
+
+def test_an_interrupted_terminal_gets_its_cursor_back(pair, monkeypatch):
+    console, errors = terminal(), silent()
+    monkeypatch.setattr(module, "kinds_of", lambda round: signal.raise_signal(signal.SIGINT))
+    config = GenerateConfig(str(pair / "target"), PROMPT, str(pair / "draft"), max_new_tokens=8, dtype="float32")
+    assert generate(config, console, errors) == 130
+    assert shown(console).lines() == [*PROMPT.split("\n"), ""]
+    written = console.file.getvalue()
+    assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+
+
+def test_a_reader_that_has_enough_ends_it(pair, capsys, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert cli.run(lambda: main(flags(pair))) == 141
+        monkeypatch.undo()
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer):
+    for name in ("target", "draft"):
+        save_model(load_model(pair / name), tokenizer, tmp_path / name)
+        path = tmp_path / name / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        settings["chat_template"] = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+        path.write_text(json.dumps(settings))
+    out, _ = ran(capsys, flags(tmp_path, chat=True, prompt="Hi", max_new_tokens=4))
+    assert out.startswith("<user>Hi\n<assistant>")
+    assert ran(capsys, flags(tmp_path, prompt="Hi", max_new_tokens=4))[0].startswith("Hi")
+    assert "chat: expected a tokenizer with a chat template, found none in" in ran(capsys, flags(pair, chat=True), 2)[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"proposer": "oracle"}, "proposer: expected one of draft, prompt_lookup,"),
+        ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),
+        ({"proposer": "early_exit", "exit_layers": 3}, "exit_layers: expected at most the target's 2 layers, found 3"),
+        ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
+        ({"width": -1}, "width: expected at least 0, found -1"),
+        ({"width": 2, "proposer": "blind"}, "width: expected a proposer that is a model (draft or early_exit)"),
+        ({"rule": "sloppy"}, "rule: expected one of exact, typical, threshold, cascade, found 'sloppy'"),
+        ({"rule": "cascade", "proposer": "prompt_lookup"}, "with rule cascade, found prompt_lookup"),
+        ({"temperature": ".inf"}, "temperature: expected a finite number"),
+        ({"top_p": 0}, "top_p: expected more than 0"),
+        ({"dtype": "float8"}, "dtype: expected one of float32"),
+        ({"compare": True, "proposer": "none"}, "compare: expected a proposer that drafts, found none"),
+        ({"prompt": ""}, "prompt: expected some text, found an empty string"),
+        ({"prompt": "\udcff"}, "prompt: expected UTF-8 text"),
+        ({"max_new_tokens": 512}, "max_new_tokens: expected prompt and text within the target's 512 positions, found"),
+        ({"target": "/nowhere"}, "target: expected a model directory or a hub id, found nothing at /nowhere"),
+        ({"draft": "/nowhere"}, "draft: expected a model directory or a hub id, found nothing at /nowhere"),
+        ({"prompts": "p"}, "prompts"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(pair, capsys, options, named):
+    out, err = ran(capsys, flags(pair, **options), 2)
+    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    assert named in err
+
+
+def test_the_proposer_draft_needs_a_draft(pair, capsys):
+    argv = flags(pair)
+    at = argv.index("--draft")
+    message = "draft: expected one with the proposer draft, found none"
+    assert message in ran(capsys, argv[:at] + argv[at + 2 :], 2)[1]
+
+
+def test_draftsmith_has_the_command_and_the_shipped_config_runs(capsys, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    argv = ["generate", "--config", "configs/generate/tiny.yaml", "--max_new_tokens", "12"]
+    assert commands.main(argv) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("def read(self, path):\n") and err.startswith("12 tokens in ")
+    assert commands.main([]) == 0
+    assert "  generate    " in capsys.readouterr().out
