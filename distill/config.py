@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.divergences import check_divergence
+from draftsmith.train.divergences import check_divergence
 
 
 @dataclass
@@ -23,9 +23,12 @@ class DistillConfig:
     training: TrainingArguments = field(default_factory=TrainingArguments)
     """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, the distilled draft."""
     divergence: str = "forward_kl"
-    """forward_kl, reverse_kl, jsd, tvd, or cross_entropy (on the completions' tokens, without the teacher's law)."""
+    """forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd, or cross_entropy (on the completions' tokens, without
+    the teacher's law)."""
     beta: float = 0.5
     """The weight of p in jsd's mixture."""
+    alpha: float = 0.1
+    """How far the skewed divergences mix their first law into the second."""
     temperature: float = 1.0
     """Divides both models' logits in the loss and in replay: the temperature that the pair is deployed at."""
     eval_draft_length: int = 4
@@ -43,7 +46,7 @@ class DistillConfig:
     """Run model code that a repository ships."""
 
     def __post_init__(self) -> None:
-        check_divergence(self.divergence, self.temperature, self.beta)
+        check_divergence(self.divergence, self.temperature, self.beta, self.alpha)
         if not self.completions:
             raise InputError("completions: expected at least one directory, found none")
         if self.optimizer not in ("trainer", "muon"):

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.divergences import per_token
 from draftsmith.train.acceptance import acceptance_metrics, replay_statistics
 from draftsmith.train.data import IGNORED, CompletionCollator
+from draftsmith.train.divergences import per_token
 from draftsmith.train.models import tokenizer_size
 
 
@@ -66,6 +66,7 @@ class DistillTrainer(Trainer):
             self.config.divergence,
             self.config.temperature,
             self.config.beta,
+            self.config.alpha,
             labels[chosen],
         )
         if num_items_in_batch is None:
@@ -90,7 +91,13 @@ class DistillTrainer(Trainer):
             chosen, config = labels != IGNORED, self.config
             values = torch.zeros(labels.shape, device=labels.device)
             values[chosen] = per_token(
-                p_logits[chosen], q_logits[chosen], config.divergence, config.temperature, config.beta, labels[chosen]
+                p_logits[chosen],
+                q_logits[chosen],
+                config.divergence,
+                config.temperature,
+                config.beta,
+                config.alpha,
+                labels[chosen],
             )
             sums = replay_statistics(p_logits, q_logits, labels, config.temperature, config.eval_draft_length)
         sums = torch.cat([sums, values.sum(1, keepdim=True)], dim=1)

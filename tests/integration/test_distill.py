@@ -17,11 +17,11 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay import ReplayedText
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.divergences import NAMES
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.data import CompletionCollator, training_examples
+from draftsmith.train.divergences import NAMES
 from draftsmith.train.runs import save_model
 from draftsmith.train.shards import write_shard
 from draftsmith.train.tokenizer import train_bpe

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence
-from draftsmith.distill.divergences import DIVERGENCES, NAMES, forward_kl, jsd, per_token
+from draftsmith.train.divergences import DIVERGENCES, NAMES, forward_kl, jsd, per_token, skew_kl, skew_reverse_kl
 
 N, V = 16, 23
 
@@ -28,8 +28,8 @@ def value(p: torch.Tensor, q: torch.Tensor, name: str, **options: object) -> flo
 def test_zero_for_equal_laws_and_positive_otherwise(name):
     p, q = logits(0), logits(1)
     # float32: each of the V terms is off by about 6e-8 of a log-probability below 20.
-    assert per_token(p, p.clone(), name, 1.0, 0.3, None).abs().max() < 1e-6
-    assert per_token(p, q, name, 1.0, 0.3, None).min() > 0
+    assert per_token(p, p.clone(), name, 1.0, 0.3, 0.1, None).abs().max() < 1e-6
+    assert per_token(p, q, name, 1.0, 0.3, 0.1, None).min() > 0
 
 
 def test_cross_entropy_is_not_zero_but_torchs():
@@ -59,7 +59,7 @@ def test_jsd_is_symmetric_under_exchange_and_bounded():
     for beta in (0.1, 0.5, 0.8):
         assert value(p, q, "jsd", beta=beta) == pytest.approx(value(q, p, "jsd", beta=1 - beta), rel=1e-5)
     assert value(p, q, "jsd", beta=0.5) == pytest.approx(value(q, p, "jsd", beta=0.5), rel=1e-6)
-    assert per_token(p, q, "jsd", 1.0, 0.5, None).max() <= math.log(2) + 1e-6
+    assert per_token(p, q, "jsd", 1.0, 0.5, 0.1, None).max() <= math.log(2) + 1e-6
     apart = torch.tensor([[50.0, 0.0]]), torch.tensor([[0.0, 50.0]])
     assert float(divergence(*apart, "jsd")) == pytest.approx(math.log(2), rel=1e-6)
 
@@ -72,14 +72,25 @@ def test_jsd_tends_to_either_kl():
     assert torch.allclose(jsd(log_p, log_q, 1 - beta) / beta, forward_kl(log_q, log_p), rtol=1e-3)
 
 
+def test_skewed_kls_mix_their_first_law_into_the_second():
+    log_p, log_q = (logits(seed).double().log_softmax(-1) for seed in (0, 1))
+    mixed = (0.2 * log_p.exp() + 0.8 * log_q.exp()).log()
+    assert torch.allclose(skew_kl(log_p, log_q, 0.2), forward_kl(log_p, mixed))
+    assert torch.allclose(skew_reverse_kl(log_p, log_q, 0.2), skew_kl(log_q, log_p, 0.2))
+    assert torch.allclose(skew_kl(log_p, log_q, 1e-9), forward_kl(log_p, log_q), atol=1e-6)
+    # Bounded by −log of the weight, whatever q leaves out.
+    apart = torch.tensor([[50.0, 0.0]]), torch.tensor([[0.0, 50.0]])
+    assert float(divergence(*apart, "skew_kl", alpha=0.2)) == pytest.approx(-math.log(0.2), rel=1e-6)
+
+
 def test_tvd_is_one_minus_the_overlap_and_pinsker_holds():
     p, q = logits(0).softmax(-1), logits(1).softmax(-1)
-    tv = per_token(logits(0), logits(1), "tvd", 1.0, 0.5, None)
+    tv = per_token(logits(0), logits(1), "tvd", 1.0, 0.5, 0.1, None)
     assert torch.allclose(tv, 1 - torch.minimum(p, q).sum(-1), atol=1e-6)
     for name in ("forward_kl", "reverse_kl"):
         for scale in (0.1, 1.0, 5.0):
             p, q = logits(2, scale), logits(3, scale)
-            tv, kl = (per_token(p, q, n, 1.0, 0.5, None) for n in ("tvd", name))
+            tv, kl = (per_token(p, q, n, 1.0, 0.5, 0.1, None) for n in ("tvd", name))
             assert (tv <= (kl / 2).sqrt() + 1e-6).all()
 
 
@@ -133,6 +144,7 @@ def test_a_mask_is_a_selection_of_rows(name):
         ({"temperature": math.nan}, "temperature: expected more than 0, found nan"),
         ({"beta": 0.0}, "beta: expected a value between 0 and 1, found 0.0"),
         ({"beta": 1.0}, "beta: expected a value between 0 and 1, found 1.0"),
+        ({"alpha": 0.0}, "alpha: expected a value between 0 and 1, found 0.0"),
         ({"name": "cross_entropy"}, "labels: expected the text's tokens for cross_entropy, found none"),
     ],
 )
@@ -151,9 +163,10 @@ def test_extreme_logits_give_finite_values_and_gradients(name, dtype):
     p[2, 3] = 1e4  # certain against uniform
     q[3, 3] = 1e4
     p, q = p.to(dtype), q.to(dtype).requires_grad_(True)
-    values = per_token(p, q, name, 0.5, 0.5, LABELS[:4])
+    values = per_token(p, q, name, 0.5, 0.5, 0.1, LABELS[:4])
     assert values.isfinite().all()
     (gradient,) = torch.autograd.grad(values.sum(), q)
     assert gradient.isfinite().all()
     if name in DIVERGENCES:
-        assert values[1].item() == 0.0
+        # The logarithms of a mixture's two weights round.
+        assert abs(values[1].item()) < (1e-7 if name.startswith("skew") else 1e-30)

@@ -1,0 +1,181 @@
+"""The loss in bounded memory equals the eager one: value, gradients, and what it holds."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen3Config,
+)
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill import divergence, lean_divergence
+from draftsmith.train import lean
+from draftsmith.train.divergences import NAMES
+from draftsmith.train.heads import Head, head_of, last_hidden, require_split, splits
+
+N, V, H = 40, 53, 12
+
+
+def tensors(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return {
+        "q_hidden": normal(N, H),
+        "q_weight": normal(V, H) * 0.5,
+        "q_bias": normal(V),
+        "p_hidden": normal(N, 2 * H),
+        "p_weight": normal(V, 2 * H) * 0.5,
+        "labels": torch.randint(V, (N,), generator=generator),
+        "mask": torch.rand(N, generator=generator) < 0.7,
+    }
+
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "soft-capped and scaled": {"bias": True, "scale": 0.7, "softcap": 4.0},
+}
+
+
+def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> Head:
+    return Head(t["q_weight"], t["q_bias"] if bias else None, **options)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 7, 1000])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("name", NAMES)
+def test_value_and_gradients_are_the_eager_ones(name, head, chunk_size, monkeypatch):
+    monkeypatch.setattr(lean, "PART_ENTRIES", 3 * V)  # parts of three positions
+    t = tensors()
+    leaves = [t[key].requires_grad_(True) for key in ("q_hidden", "q_weight", "q_bias")]
+    leaves = leaves if "bias" in HEADS[head] else leaves[:2]
+    own, options = q_head(t, **HEADS[head]), {"temperature": 0.8, "mask": t["mask"], "labels": t["labels"]}
+    eager = divergence(t["p_hidden"] @ t["p_weight"].T, own(t["q_hidden"]), name, **options)
+    found = lean_divergence(t["q_hidden"], own, t["p_hidden"], t["p_weight"], name, chunk_size=chunk_size, **options)
+    # Laws are taken in float32 on both sides.
+    assert found.item() == pytest.approx(eager.item(), rel=1e-5)
+    for a, b in zip(torch.autograd.grad(eager, leaves), torch.autograd.grad(2 * found, leaves), strict=True):
+        assert torch.allclose(2 * a, b, atol=1e-6 * float(a.abs().max()) * 20)
+        assert b.abs().sum() > 0
+
+
+def test_a_head_that_is_cut_gets_its_gradient_in_place():
+    t = tensors()
+    weight = t["q_weight"].requires_grad_(True)
+    args = (t["p_hidden"], t["p_weight"][:50])
+    found = lean_divergence(t["q_hidden"], Head(weight).cut(50), *args)
+    eager = divergence(args[0] @ args[1].T, t["q_hidden"] @ weight[:50].T)
+    (a,), (b,) = torch.autograd.grad(eager, weight), torch.autograd.grad(found, weight)
+    assert a.shape == b.shape == (V, H) and torch.allclose(a, b, atol=1e-6)
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    t = tensors()
+    hidden = t["q_hidden"].requires_grad_(True)
+    loss = lean_divergence(hidden, t["q_weight"], t["p_hidden"], t["p_weight"])
+    loss.backward()
+    assert hidden.grad is not None and t["q_weight"].grad is None
+    assert not lean_divergence(hidden.detach(), t["q_weight"], t["p_hidden"], t["p_weight"]).requires_grad
+
+
+def test_a_loss_is_differentiated_once():
+    t = tensors()
+    loss = lean_divergence(t["q_hidden"].requires_grad_(True), t["q_weight"], t["p_hidden"], t["p_weight"])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated already"):
+        loss.backward()
+
+
+def test_autocast_multiplies_in_bfloat16_and_sums_in_float32():
+    t = tensors(torch.float32)
+    leaves = [t["q_hidden"].requires_grad_(True), t["q_weight"].requires_grad_(True)]
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = divergence(torch.nn.functional.linear(t["p_hidden"], t["p_weight"]),
+                           torch.nn.functional.linear(*leaves))  # fmt: skip
+        found = lean_divergence(*leaves, t["p_hidden"], t["p_weight"], chunk_size=8)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(eager.item(), rel=1e-3)
+    for a, b in zip(torch.autograd.grad(eager, leaves), torch.autograd.grad(found, leaves), strict=True):
+        assert b.dtype == torch.float32
+        assert (a - b).abs().max() < 0.02 * a.abs().max()  # bfloat16 has 8 bits
+
+
+def test_no_tensor_holds_all_logits(monkeypatch):
+    """Every tensor that torch makes on the way is smaller than (N, V), and those of the loss than a part."""
+    largest = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.shape[-1:] == (V,) and out.shape[0] not in (H, 2 * H):  # heads, turned
+                largest.append(out.numel())
+            return out
+
+    monkeypatch.setattr(lean, "PART_ENTRIES", 2 * V)
+    t = tensors()
+    weight = t["q_weight"].requires_grad_(True)
+    with Sizes():
+        lean_divergence(t["q_hidden"], weight, t["p_hidden"], t["p_weight"], chunk_size=5).backward()
+    assert max(largest) == 5 * V
+    assert sum(size == 5 * V for size in largest) <= 2 * 3 * (N // 5)  # logits of both models, a few views
+    assert sum(size <= 2 * V for size in largest) > len(largest) // 2
+
+
+SMALL = {"vocab_size": 61, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+LLAMA = {
+    **SMALL,
+    "intermediate_size": 32,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": LlamaConfig(**LLAMA),
+    "llama, tied": LlamaConfig(**LLAMA, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**LLAMA, head_dim=8),
+    "gemma2": Gemma2Config(**LLAMA, head_dim=8, final_logit_softcapping=0.5),
+    "cohere": CohereConfig(**LLAMA, logit_scale=0.3),
+    "granite": GraniteConfig(**LLAMA, logits_scaling=4.0),
+    "gpt2": GPT2Config(vocab_size=61, n_embd=16, n_layer=2, n_head=2),
+    "gpt-neox": GPTNeoXConfig(**SMALL, intermediate_size=32),
+    "opt": OPTConfig(**SMALL, ffn_dim=32, word_embed_proj_dim=8),
+    "phi": PhiConfig(**SMALL, intermediate_size=32),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_head_are_the_logits(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]).train()
+    assert splits(model) and model.training
+    ids = torch.randint(1, 61, (2, 7))
+    model.eval()
+    with torch.no_grad():
+        assert torch.allclose(head_of(model)(last_hidden(model, input_ids=ids)), model(input_ids=ids).logits, atol=1e-5)
+
+
+def test_a_model_that_does_more_to_its_logits_is_refused(target, monkeypatch):
+    real = type(target).forward
+
+    def doubled(self, *args, **kwargs):
+        out = real(self, *args, **kwargs)
+        out.logits = out.logits * 2
+        return out
+
+    require_split(target, "draft")
+    monkeypatch.setattr(type(target), "forward", doubled)
+    with pytest.raises(InputError, match=r"^draft: expected a model whose logits are its head's, found Llama"):
+        require_split(target, "draft")

@@ -1,0 +1,97 @@
+"""From last hidden states to logits: what lies between a decoder's last norm and its logits, taken apart.
+
+A loss over a large vocabulary is taken in pieces, which needs the hidden states before the head and the head itself.
+Shape suffixes: B rows, T positions, H hidden, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+
+
+@dataclass(frozen=True)
+class Head:
+    """A linear map to logits, and what some families do to its output."""
+
+    weight: Tensor
+    """(V, H)."""
+    bias: Tensor | None = None
+    """(V,)."""
+    scale: float = 1.0
+    """Multiplies the logits (Cohere's `logit_scale`; Granite divides by `logits_scaling`)."""
+    softcap: float | None = None
+    """Logits become c·tanh(logits / c) (Gemma 2, section 2)."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return logits, (…, V), of hidden states (…, H)."""
+        return self.finish(self.project(hidden))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Apply the linear map alone."""
+        return torch.nn.functional.linear(hidden, self.weight, self.bias)
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """Apply what follows the linear map."""
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+    def cut(self, vocab_size: int) -> "Head":
+        """Return the head of the first entries: a view, whose gradients are those of the whole."""
+        return replace(
+            self, weight=self.weight[:vocab_size], bias=None if self.bias is None else self.bias[:vocab_size]
+        )
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """Return a causal LM's head, tied or not. `check_split` says whether the family does anything else to logits."""
+    module: Any = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
+    return Head(module.weight, getattr(module, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+
+
+def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
+    """Return the hidden states that the head sees, (B, T, H)."""
+    decoder: Any = model.get_decoder()
+    return decoder(use_cache=False, **inputs).last_hidden_state
+
+
+@torch.no_grad()
+def splits(model: PreTrainedModel) -> bool:
+    """Say whether `head_of(model)` of `last_hidden` is what the model's own forward returns, by trying it.
+
+    A family whose forward does more than this is trained with its own logits, whole.
+    """
+    if model.get_output_embeddings() is None:
+        return False
+    training = model.training
+    model.eval()
+    try:
+        vocab_size: int = model.config.get_text_config().vocab_size
+        ids = torch.arange(1, 5, device=model.device).remainder(vocab_size)[None]
+        whole = model(input_ids=ids, use_cache=False).logits
+        parts = head_of(model)(last_hidden(model, input_ids=ids))
+        # The same operations on the same numbers; half precision rounds their order.
+        tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 0.05
+        return whole.shape == parts.shape and bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
+    except (AttributeError, TypeError):
+        return False
+    finally:
+        model.train(training)
+
+
+def require_split(model: PreTrainedModel, field: str) -> None:
+    """Raise an InputError where the loss cannot be taken in pieces of the vocabulary's logits."""
+    if not splits(model):
+        raise InputError(
+            f"{field}: expected a model whose logits are its head's, found {type(model).__name__}; set lean to false"
+        )
