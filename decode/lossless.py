@@ -69,7 +69,8 @@ def law_test(
     if not law.do_sample:
         raise InputError("law: expected sampling, found T=0, where texts are compared token for token")
     generator = torch.Generator().manual_seed(seed)
-    numbers: dict[str, list[Tensor]] = {"id": [], "p": []} | ({} if drafter is None else {"q − p": []})
+    names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
+    numbers: dict[str, list[Tensor]] = {name: [] for name in names}
     impossible = 0
     for text, prompt_length in texts:
         if not prompt_length >= 1:
@@ -120,7 +121,7 @@ def _transform(p: Tensor, key: Tensor, tokens: Tensor, places: Tensor) -> Tensor
     order = key.argsort(dim=-1, stable=True)
     cumulative = p.double().gather(1, order).cumsum(-1)
     # Laws are taken in float32: normalised, the last step ends at 1.
-    cumulative /= cumulative[:, -1:]
+    cumulative = cumulative / cumulative[:, -1:]
     place = (order == tokens[:, None]).long().argmax(-1, keepdim=True)
     upper = cumulative.gather(1, place)[:, 0]
     lower = torch.where(place[:, 0] > 0, cumulative.gather(1, (place - 1).clamp(min=0))[:, 0], 0.0)

@@ -35,6 +35,18 @@ class Law:
         """Whether no processor looks at the tokens before its position."""
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
+    @classmethod
+    def of(cls, temperature: float, top_k: int = 0, top_p: float = 1.0) -> "Law":
+        """Return the law of these settings, as `generate` would prepare it; T=0 takes no notice of the others."""
+        warpers = LogitsProcessorList()
+        if temperature not in (0, 1):
+            warpers.append(TemperatureLogitsWarper(temperature))
+        if temperature > 0 and top_k:
+            warpers.append(TopKLogitsWarper(top_k))
+        if temperature > 0 and top_p < 1:
+            warpers.append(TopPLogitsWarper(top_p))
+        return cls(warpers, do_sample=temperature > 0)
+
     def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return processed logits in at least float32.
 

@@ -12,11 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import (
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
@@ -160,7 +156,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     observations: Observations = {(t, m): [] for t in config.temperatures for m in methods}
     replays: Replays = {}
     for temperature in config.temperatures:
-        law = _law(config, temperature)
+        law = Law.of(temperature, config.top_k, config.top_p)
         for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
             _decode(models, method, _ids(decoded[0]), config, temperature, config.seed)
         texts = []  # what the target wrote, plainly decoded or in a batch, and the length of its prompt
@@ -233,17 +229,6 @@ def _generation_options(config: MeasureConfig, temperature: float) -> dict[str, 
     if temperature > 0:
         options |= {"temperature": temperature, "top_k": config.top_k, "top_p": config.top_p}
     return options
-
-
-def _law(config: MeasureConfig, temperature: float) -> Law:
-    warpers = LogitsProcessorList()
-    if temperature not in (0, 1):
-        warpers.append(TemperatureLogitsWarper(temperature))
-    if temperature > 0 and config.top_k:
-        warpers.append(TopKLogitsWarper(config.top_k))
-    if temperature > 0 and config.top_p < 1:
-        warpers.append(TopPLogitsWarper(config.top_p))
-    return Law(warpers, do_sample=temperature > 0)
 
 
 def _ids(ids: list[int]) -> Tensor:

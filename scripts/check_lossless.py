@@ -1,0 +1,261 @@
+"""`python -m draftsmith.scripts.check_lossless`: does this pair decode losslessly, on these prompts, by every drafter?
+
+At T=0 each text must be plain decoding's, token for token; under sampling the texts must have the target's law
+(`draftsmith.decode.lossless`). Exit code 0 if all hold, 3 if one does not.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from draftsmith.decode import (
+    Counts,
+    DraftModelProposer,
+    DynamicTree,
+    InputError,
+    LookaheadProposer,
+    PromptLookupProposer,
+    Proposer,
+    Tree,
+    autoregressive_generate,
+    speculative_generate,
+)
+from draftsmith.decode.lossless import law_test, model_drafter
+from draftsmith.decode.sampling import Law
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
+from draftsmith.train.prompts import encode_prompt, read_prompts
+from draftsmith.train.provenance import environment, write_json
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
+PROPOSERS = ("draft", "tree", "dynamic", "lookup", "lookahead")
+
+
+@dataclass
+class LosslessConfig:
+    """Decode prompts by every drafter, and compare: token for token at T=0, in law under sampling."""
+
+    target: str = str(ASSETS / "tiny-target")
+    """The target: a model directory or hub id."""
+    draft: str = str(ASSETS / "tiny-draft")
+    """A draft model with the target's tokenizer."""
+    prompts: str | None = None
+    """A file of prompts; held-out modules of the standard library if None."""
+    limit: int | None = None
+    """Use the first so many prompts; all if None (128 of the standard library)."""
+    proposers: list[str] = field(default_factory=lambda: list(PROPOSERS))
+    """Any of draft (a chain), tree (a static one of nine nodes), dynamic (grown by probability), lookup, lookahead."""
+    draft_length: int = 4
+    """γ."""
+    max_new_tokens: int = 64
+    """Tokens of a text at most."""
+    max_prompt_tokens: int = 128
+    """Keep the last so many tokens of a longer prompt."""
+    batch_size: int = 8
+    """Rows decoded together; the plain texts are decoded one at a time."""
+    greedy: bool = True
+    """Compare texts at T=0."""
+    sampled_tokens: int = 0
+    """Tokens to test the law on, for each drafter; at least 2000, or 0 for none. Prompts are gone through as often as
+    it takes, each time with other seeds."""
+    temperature: float = 1.0
+    """Of the sampled texts."""
+    top_p: float = 1.0
+    """Of the sampled texts."""
+    dtype: str = "float32"
+    """Weights and arithmetic of both models. In half precision near-ties may break differently at T=0."""
+    false_alarm: float = 1e-4
+    """A lossless drafter fails the test of the law with this probability."""
+    threads: int | None = None
+    """CPU threads; torch's default if None."""
+    output: str | None = None
+    """A JSON file for the figures."""
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in self.proposers if name not in PROPOSERS]
+        if unknown or not self.proposers:
+            raise InputError(
+                f"proposers: expected some of {', '.join(PROPOSERS)}, found {', '.join(unknown) or 'none'}"
+            )
+        for name in ("draft_length", "max_new_tokens", "max_prompt_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if 0 < self.sampled_tokens < 2000 or self.sampled_tokens < 0:
+            raise InputError(f"sampled_tokens: expected 0 or at least 2000, found {self.sampled_tokens}")
+        if self.sampled_tokens and not self.temperature > 0:
+            raise InputError(f"temperature: expected more than 0 for sampled texts, found {self.temperature}")
+
+
+def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any]]:
+    """Run the checks, print a line for each drafter, and return whether all hold, and the figures."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    tokenizer = load_tokenizer(config.target, field="target")
+    check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
+    target = load_model(config.target, field="target", dtype=config.dtype)
+    draft = load_model(config.draft, field="draft", dtype=config.dtype)
+    prompts = [torch.tensor(ids, device=target.device) for ids in _prompts(config, tokenizer)]
+    figures: dict[str, Any] = {"environment": environment(target.device, config.dtype), "config": vars(config)}
+    figures |= {"prompts": len(prompts), "drafters": {}}
+    table = Table(title=f"{len(prompts)} prompts, γ = {config.draft_length}, {config.dtype}")
+    for column in ("drafter", "T=0: identical", "τ", f"T={config.temperature:g}: tokens", "τ", "p-value"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    plain = _plain(config, target, prompts) if config.greedy else []
+    ok = True
+    for name in config.proposers:
+        entry: dict[str, Any] = {}
+        row = [name, "", "", "", "", ""]
+        if config.greedy:
+            entry["greedy"] = greedy = _greedy(config, target, _proposer(name, draft), prompts, plain, name)
+            ok &= not greedy["differing"]
+            row[1:3] = [f"{greedy['identical']} of {len(prompts)}", f"{greedy['mean_acceptance_length']:.2f}"]
+        if config.sampled_tokens:
+            entry["sampled"] = law = _sampled(config, target, draft, _proposer(name, draft), prompts, name)
+            ok &= law["p_value"] > config.false_alarm
+            row[3:] = [str(law["num_tokens"]), f"{law['mean_acceptance_length']:.2f}", f"{law['p_value']:.2g}"]
+        table.add_row(*row)
+        figures["drafters"][name] = entry
+        if config.output:
+            write_json(Path(config.output), figures)
+    console.print(table)
+    console.print("lossless" if ok else "not lossless")
+    return ok, figures
+
+
+def _prompts(config: LosslessConfig, tokenizer: Any) -> Iterator[list[int]]:
+    if config.prompts:
+        for prompt in read_prompts(config.prompts, limit=config.limit):
+            yield encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens)
+        return
+    for record in code_prompts([m for m in stdlib_modules() if m.heldout], config.limit or 128, seed=1):
+        yield tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :]
+
+
+def _proposer(name: str, draft: PreTrainedModel) -> Proposer:
+    if name == "lookup":
+        return PromptLookupProposer()
+    if name == "lookahead":
+        return LookaheadProposer()
+    return DraftModelProposer(draft, tree={"draft": None, "tree": TREE, "dynamic": DynamicTree()}[name])
+
+
+def _plain(config: LosslessConfig, target: PreTrainedModel, prompts: list[Tensor]) -> list[list[int]]:
+    texts = []
+    for prompt in tqdm(prompts, desc="plain decoding", disable=None):
+        out = autoregressive_generate(
+            target, prompt[None], max_new_tokens=config.max_new_tokens, do_sample=False, pad_token_id=0
+        )
+        texts.append(out.sequences[0, len(prompt) :].tolist())
+    return texts
+
+
+def _batches(config: LosslessConfig, prompts: list[Tensor]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Yield places, left-padded prompts and masks."""
+    for start in range(0, len(prompts), config.batch_size):
+        places = list(range(start, min(start + config.batch_size, len(prompts))))
+        width = max(len(prompts[i]) for i in places)
+        ids = torch.stack([torch.nn.functional.pad(prompts[i], (width - len(prompts[i]), 0)) for i in places])
+        mask = torch.stack([torch.arange(width, device=ids.device) >= width - len(prompts[i]) for i in places]).long()
+        yield places, ids, mask
+
+
+def _greedy(
+    config: LosslessConfig,
+    target: PreTrainedModel,
+    proposer: Proposer,
+    prompts: list[Tensor],
+    plain: list[list[int]],
+    name: str,
+) -> dict[str, Any]:
+    differing, counts, begun = [], Counts(), time.perf_counter()
+    batches = list(_batches(config, prompts))
+    for places, ids, mask in tqdm(batches, desc=f"{name}, T=0", disable=None):
+        out = speculative_generate(
+            target,
+            proposer,
+            ids,
+            mask,
+            draft_length=config.draft_length,
+            max_new_tokens=config.max_new_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        counts += out.counts
+        for i, text, own in zip(places, out.sequences[:, ids.shape[1] :].tolist(), out.row_counts, strict=True):
+            if text[: own.num_emitted_tokens] != plain[i]:
+                differing.append(i)
+    return {
+        "identical": len(prompts) - len(differing),
+        "differing": differing,
+        "mean_acceptance_length": counts.mean_acceptance_length(),
+        "counts": counts.to_dict(),
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def _sampled(
+    config: LosslessConfig,
+    target: PreTrainedModel,
+    draft: PreTrainedModel,
+    proposer: Proposer,
+    prompts: list[Tensor],
+    name: str,
+) -> dict[str, Any]:
+    law = Law.of(config.temperature, top_p=config.top_p)
+    texts: list[tuple[Tensor, int]] = []
+    counts, seed, begun = Counts(), 0, time.perf_counter()
+    with tqdm(total=config.sampled_tokens, desc=f"{name}, sampled", disable=None) as bar:
+        while counts.num_emitted_tokens < config.sampled_tokens:
+            for _, ids, mask in _batches(config, prompts):
+                out = speculative_generate(
+                    target,
+                    proposer,
+                    ids,
+                    mask,
+                    draft_length=config.draft_length,
+                    max_new_tokens=config.max_new_tokens,
+                    do_sample=True,
+                    temperature=config.temperature,
+                    top_k=0,
+                    top_p=config.top_p,
+                    pad_token_id=0,
+                    seed=seed,
+                )
+                seed += len(ids)
+                for sequence, padding, own in zip(out.sequences, mask, out.row_counts, strict=True):
+                    length = int(padding.sum())
+                    end = ids.shape[1] + own.num_emitted_tokens
+                    texts.append((sequence[ids.shape[1] - length : end], length))
+                counts += out.counts
+                bar.update(out.counts.num_emitted_tokens)
+                if counts.num_emitted_tokens >= config.sampled_tokens:
+                    break
+    drafter = model_drafter(draft, law, target.config.get_text_config().vocab_size)
+    result = law_test(target, texts, law, drafter)
+    return {
+        **result.to_dict(),
+        "mean_acceptance_length": counts.mean_acceptance_length(),
+        "seconds": time.perf_counter() - begun,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the checks."""
+    config = parse_config(LosslessConfig, argv, prog="python -m draftsmith.scripts.check_lossless")
+    return 0 if check(config, Console())[0] else 3
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

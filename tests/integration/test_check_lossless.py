@@ -1,0 +1,77 @@
+"""The command that checks a pair: what it finds, its exit codes, and a decoder that is wrong."""
+
+import json
+import re
+
+import pytest
+from conftest import perturbed, tiny_llama
+
+from draftsmith.decode import speculative
+from draftsmith.scripts import check_lossless
+from draftsmith.train.cli import run
+from draftsmith.train.runs import save_model
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, tokenizer):
+    root = tmp_path_factory.mktemp("pair")
+    target = tiny_llama(0, len(tokenizer))
+    target.generation_config.eos_token_id = 5
+    save_model(target, tokenizer, root / "target")
+    save_model(perturbed(target, 0.05), tokenizer, root / "draft")
+    lines = [{"question_id": i, "category": "c", "turns": [f"def f{i}(x): return {'x' * i}"]} for i in range(5)]
+    (root / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
+    return root
+
+
+def flags(pair, *more):
+    own = {"target": pair / "target", "draft": pair / "draft", "prompts": pair / "prompts.jsonl", "max_new_tokens": 20}
+    return [part for name, value in own.items() for part in (f"--{name}", str(value))] + [
+        "--batch_size", "2", "--threads", "1", *more
+    ]  # fmt: skip
+
+
+def test_a_right_decoder_passes(pair, tmp_path, capsys):
+    output = tmp_path / "figures.json"
+    argv = flags(pair, "--sampled_tokens", "2000", "--temperature", "0.9", "--output", str(output))
+    assert check_lossless.main([*argv, "--proposers", "[draft, lookup]"]) == 0
+    assert "lossless" in capsys.readouterr().out
+    figures = json.loads(output.read_text())
+    assert figures["prompts"] == 5 and set(figures["drafters"]) == {"draft", "lookup"}
+    for entry in figures["drafters"].values():
+        assert entry["greedy"]["identical"] == 5 and entry["greedy"]["differing"] == []
+        assert entry["sampled"]["num_tokens"] >= 2000 and entry["sampled"]["p_value"] > 1e-4
+
+
+@pytest.mark.parametrize("proposer", check_lossless.PROPOSERS)
+def test_every_drafter_is_compared_at_t_0(pair, proposer):
+    assert check_lossless.main(flags(pair, "--proposers", f"[{proposer}]")) == 0
+
+
+def test_a_wrong_decoder_fails(pair, monkeypatch, capsys):
+    real = speculative._verify
+
+    def shifted(*args):
+        logits = real(*args)
+        logits[:, -1, 7] += 100.0
+        return logits
+
+    monkeypatch.setattr(speculative, "_verify", shifted)
+    assert check_lossless.main(flags(pair, "--proposers", "[draft]")) == 3
+    assert "0 of 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--proposers", "[medusa]"], "proposers: expected some of draft, .*, found medusa"),
+        (["--sampled_tokens", "100"], "sampled_tokens: expected 0 or at least 2000, found 100"),
+        (["--sampled_tokens", "2000", "--temperature", "0"], "temperature: expected more than 0 .*, found 0.0"),
+        (["--draft_length", "0"], "draft_length: expected at least 1, found 0"),
+    ],
+)
+def test_bad_input_is_one_line(pair, capsys, more, message):
+    assert run(lambda: check_lossless.main(flags(pair, *more))) == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert re.search(message, err)
