@@ -1,0 +1,77 @@
+"""Where two texts at T=0 part, and whether that is a tie: near-equal logits that rounding orders either way."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import Law
+
+GREEDY = Law(LogitsProcessorList(), do_sample=False)
+# A logit is a sum of some hundred products and more, behind layers that round as well: forwards of other shapes were
+# seen to differ by up to 6 units in the last place of the largest logit.
+TIE_ULPS = 8
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where a text differs from plain decoding's."""
+
+    position: int
+    """The token's index in the text."""
+    expected: int | None
+    """The plain text's token; None where it ends before."""
+    found: int | None
+    """The other text's."""
+    margin: float
+    """The target's logit of `expected` less that of `found`, after the same processing, from one fresh forward of the
+    shared beginning; infinite where a text ends."""
+    tolerance: float
+    """The size of a tie in the model's dtype: 8 units in the last place of the largest logit."""
+
+    @property
+    def is_tie(self) -> bool:
+        """Whether rounding explains the difference. A decoder that is wrong differs by more."""
+        return abs(self.margin) <= self.tolerance
+
+
+@torch.inference_mode()
+def first_divergence(
+    target: PreTrainedModel, plain: Tensor, other: Tensor, prompt_length: int, law: Law = GREEDY
+) -> Divergence | None:
+    """Compare a text with plain decoding's at T=0.
+
+    In float32 there should be none. In half precision a forward of one token and one of several round differently, so
+    that near-ties fall either way; after the first the texts have nothing in common, so the first alone is judged.
+
+    Args:
+        target: the model that wrote both.
+        plain: the text of plain decoding, prompt included, (T,) int64.
+        other: the text to be judged, (T',).
+        prompt_length: tokens of the prompt, which both share, at least 1.
+        law: how the logits were processed.
+
+    Returns:
+        None where the texts are equal.
+
+    Raises:
+        InputError: texts that differ within the prompt, or a prompt without tokens.
+    """
+    if prompt_length < 1 or not torch.equal(plain[:prompt_length], other[:prompt_length]):
+        raise InputError(f"texts: expected the same prompt of {prompt_length} ≥ 1 tokens, found different ones")
+    shared = min(len(plain), len(other))
+    differing = (plain[:shared] != other[:shared]).nonzero()
+    if not len(differing) and len(plain) == len(other):
+        return None
+    position = int(differing[0]) if len(differing) else shared
+    context = plain[:position]
+    logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]
+    scores = law.scores(logits, [context])[0]
+    tolerance = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
+    if not len(differing):
+        ends = [int(text[position]) if len(text) > position else None for text in (plain, other)]
+        return Divergence(position, ends[0], ends[1], float("inf"), tolerance)
+    expected, found = int(plain[position]), int(other[position])
+    return Divergence(position, expected, found, float(scores[expected] - scores[found]), tolerance)
