@@ -10,47 +10,70 @@ from torch import Tensor
 from transformers import EvalPrediction
 
 from draftsmith.decode.replay import acceptance_probabilities, expected_rounds, overlap
+from draftsmith.decode.sampling import Law
 
-COLUMNS = ("tokens", "overlap", "agreement", "rounds", "loss")
+COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 
 
-def replay_statistics(
-    p_logits: Tensor, q_logits: Tensor, labels: Tensor, temperature: float, draft_length: int
-) -> Tensor:
-    """Return a sample's sums over its completion.
+def replay_features(p_logits: Tensor, q_logits: Tensor, labels: Tensor, law: Law) -> Tensor:
+    """Return what a position has to say of acceptance.
 
     Args:
-        p_logits: the target's logits of each next token, (B, T, V).
-        q_logits: the draft's, (B, T, V).
-        labels: the next tokens, (B, T) int64; −100 outside the completion, which is one contiguous run a row.
-        temperature: the deployment's, > 0; completions are taken to be sampled at it.
+        p_logits: the target's logits of the next token, (N, V).
+        q_logits: the draft's, (N, V).
+        labels: the next tokens, (N,), written by the target under the law.
+        law: the deployment's warping, a context-free one.
+
+    Returns:
+        (N, 4) float32: min(1, q(x)/p(x)); Σ_v min(p, q); p(argmax q), which a verifier of greedy drafts accepts; and
+        whether the argmaxes are equal.
+    """
+    p, q = (law.probabilities(logits, []) for logits in (p_logits, q_logits))
+    guess = q_logits.argmax(-1)
+    return torch.stack(
+        [
+            acceptance_probabilities(p, q, labels),
+            overlap(p, q),
+            p.gather(1, guess[:, None])[:, 0],
+            (p_logits.argmax(-1) == guess).to(p.dtype),
+        ],
+        dim=1,
+    )
+
+
+def replay_sums(features: Tensor, inside: Tensor, draft_length: int) -> Tensor:
+    """Return each sample's sums over its completion.
+
+    Args:
+        features: of `replay_features`, (B, T, 4); anything outside the completions.
+        inside: (B, T) bool, the completions' tokens. Those of a sample are taken to be one text.
         draft_length: γ of the replayed rounds.
 
     Returns:
-        (B, 4) float32: completion tokens, Σ of Σ_v min(p, q), Σ of argmax agreement, expected rounds.
+        (B, 5) float32: completion tokens, expected rounds, and the sums of the last three features.
     """
-    p, q = (logits.float().div(temperature).softmax(-1) for logits in (p_logits, q_logits))
-    inside = labels != -100
-    a = acceptance_probabilities(p, q, labels.clamp(min=0))
     # Completions begin at different columns: shift each to the left, so that the chain starts at its first token.
-    order = torch.argsort(~inside, dim=1, stable=True, descending=False)
+    order = torch.argsort(~inside, dim=1, stable=True)
     lengths = inside.sum(1)
-    rounds = expected_rounds(a.gather(1, order)[:, : int(lengths.max())], lengths, draft_length)
-    agreement = (p_logits.argmax(-1) == q_logits.argmax(-1)) & inside
-    return torch.stack([lengths, (overlap(p, q) * inside).sum(1), agreement.sum(1), rounds], dim=1).float()
+    a = torch.where(inside, features[..., 0], 0.0).gather(1, order)[:, : int(lengths.max())]
+    rounds = expected_rounds(a, lengths, draft_length)
+    sums = torch.where(inside[..., None], features[..., 1:], 0.0).sum(1)
+    return torch.cat([lengths[:, None], rounds[:, None], sums], dim=1).float()
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Turn gathered sums, (samples, 5): those of `replay_statistics` and the loss, into ratios over tokens.
+    """Turn gathered sums, (samples, 6): those of `replay_sums` and the loss, into ratios over tokens.
 
     Returns:
-        `loss`, the mean over tokens; `alpha` = 1 − TV(p, q); `agreement`, the share of contexts with equal argmax (on
-        these contexts, which need not be greedy ones); `mean_acceptance_length`, τ at the configured draft length.
+        `loss`, the mean over tokens; `alpha` = 1 − TV(p, q); `greedy_alpha`, the acceptance of argmax drafts (vLLM's
+        default); `agreement`, the share of contexts with equal argmax (on these contexts, which need not be greedy
+        ones); `mean_acceptance_length`, τ at the configured draft length.
     """
     sums = dict(zip(COLUMNS, np.asarray(prediction.predictions, dtype=np.float64).sum(0), strict=True))
     return {
         "loss": float(sums["loss"] / sums["tokens"]),
         "alpha": float(sums["overlap"] / sums["tokens"]),
+        "greedy_alpha": float(sums["greedy_overlap"] / sums["tokens"]),
         "agreement": float(sums["agreement"] / sums["tokens"]),
         "mean_acceptance_length": float(sums["tokens"] / sums["rounds"]),
     }

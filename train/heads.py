@@ -51,7 +51,7 @@ class Head:
 
 
 def head_of(model: PreTrainedModel) -> Head:
-    """Return a causal LM's head, tied or not. `check_split` says whether the family does anything else to logits."""
+    """Return a causal LM's head, tied or not. `splits` says whether the family does anything else to logits."""
     module: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
@@ -67,10 +67,7 @@ def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 @torch.no_grad()
 def splits(model: PreTrainedModel) -> bool:
-    """Say whether `head_of(model)` of `last_hidden` is what the model's own forward returns, by trying it.
-
-    A family whose forward does more than this is trained with its own logits, whole.
-    """
+    """Say whether `head_of(model)` of `last_hidden` is what the model's own forward returns, by trying it."""
     if model.get_output_embeddings() is None:
         return False
     training = model.training
@@ -93,5 +90,5 @@ def require_split(model: PreTrainedModel, field: str) -> None:
     """Raise an InputError where the loss cannot be taken in pieces of the vocabulary's logits."""
     if not splits(model):
         raise InputError(
-            f"{field}: expected a model whose logits are its head's, found {type(model).__name__}; set lean to false"
+            f"{field}: expected a model whose logits are its head's, found {type(model).__name__}, which does more"
         )

@@ -120,7 +120,10 @@ def lean_features(
 
 
 def _project(head: Head, hidden: Tensor | None, at: slice) -> Tensor | None:
-    return None if hidden is None else head.project(hidden[at])
+    if hidden is None:
+        return None
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):  # p has the target's own precision
+        return head.project(hidden[at])
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -21,7 +21,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.data import CompletionCollator, training_examples
-from draftsmith.train.divergences import NAMES
+from draftsmith.train.objective import NAMES, Objective
 from draftsmith.train.runs import save_model
 from draftsmith.train.shards import write_shard
 from draftsmith.train.tokenizer import train_bpe
@@ -64,7 +64,7 @@ def trained(road, tmp_path_factory):
     output = tmp_path_factory.mktemp("trained") / "draft"
     training = {"max_steps": 4, "report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 2}
     training["per_device_eval_batch_size"] = 2  # 2 + 2 + 1: an incomplete last batch
-    options = {"temperature": 0.8, "eval_draft_length": 3, "heldout": [str(road / "heldout")]}
+    options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(road / "heldout")]}
     return command.distill(configured(road, output, training=training, **options)), output
 
 
@@ -88,12 +88,28 @@ def test_each_divergence_is_learned(road, tmp_path, name):
     trainer = command.distill(configured(road, tmp_path / "out", divergence=name, heldout=data, training=training))
     (before, after), alpha = history(trainer, "eval_loss"), history(trainer, "eval_alpha")
     assert after < 0.9 * before
-    if name in ("forward_kl", "tvd"):
+    if name in ("forward_kl", "tvd", "expected_length"):
         assert alpha[1] > alpha[0] + 0.05
         lengths = history(trainer, "eval_mean_acceptance_length")
         assert 1 <= lengths[0] < lengths[1]
     if name == "tvd":
         assert [before, after] == pytest.approx([1 - a for a in alpha], abs=1e-5)
+
+
+def test_a_sum_of_terms_is_learned_after_a_curriculum(road, tmp_path):
+    data = [str(road / "short"), str(road / "long")]
+    training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 1}
+    terms = {"tvd": 1.0, "forward_kl": 0.1}
+    config = configured(road, tmp_path / "out", divergence=terms, curriculum=0.5, heldout=data, training=training)
+    trainer = command.distill(config)
+    kl = command.distill(
+        configured(road, tmp_path / "kl", training=training | {"max_steps": 1, "eval_on_start": False})
+    )
+    assert history(trainer, "loss")[0] == history(kl, "loss")[0]  # it begins with the forward KL alone
+    before, after = history(trainer, "eval_loss")
+    assert after < 0.9 * before
+    alpha = history(trainer, "eval_alpha")
+    assert alpha[1] > alpha[0] + 0.05
 
 
 def test_the_target_is_untouched_and_the_draft_is_not(road, trained):
@@ -139,7 +155,7 @@ def forwards(trainer: DistillTrainer, sample: dict) -> tuple[torch.Tensor, torch
 def test_the_loss_is_that_of_the_completion_tokens(road, trained, monkeypatch, name):
     """Trap 17: position t − 1 predicts token t; the first counted token is the completion's first."""
     trainer, _ = trained
-    monkeypatch.setattr(trainer.config, "divergence", name)
+    monkeypatch.setattr(trainer, "objective", Objective({name: 1.0}, temperature=0.8))
     samples, batch = collated(road, trainer)
     terms = []
     for sample in samples:
@@ -161,8 +177,11 @@ def test_the_loss_is_that_of_the_completion_tokens(road, trained, monkeypatch, n
 def test_prompts_and_padding_carry_no_loss(road, trained):
     trainer, _ = trained
     samples, batch = collated(road, trainer)
-    loss, outputs = trainer.compute_loss(trainer.model.eval(), batch, return_outputs=True)
-    (gradient,) = torch.autograd.grad(loss, outputs["logits"])
+    hidden = []
+    hook = trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    loss = trainer.compute_loss(trainer.model.eval(), batch)
+    hook.remove()
+    (gradient,) = torch.autograd.grad(loss, hidden)
     carries = torch.zeros(gradient.shape[:2], dtype=torch.bool)
     for row, sample in enumerate(samples):
         start = sum(label == -100 for label in sample["labels"])
@@ -260,7 +279,7 @@ def test_the_result_is_an_ordinary_directory(trained, tokenizer):
 
 def test_held_out_metrics_are_those_computed_by_hand(road, trained):
     trainer, _ = trained
-    temperature, overlap, agree, rounds, loss, tokens = 0.8, 0.0, 0, 0.0, 0.0, 0
+    temperature, overlap, greedy, agree, rounds, loss, tokens = 0.8, 0.0, 0.0, 0, 0.0, 0.0, 0
     for sample in training_examples([str(road / "heldout")]):
         p_logits, q_logits, start = forwards(trainer, sample)
         a = []
@@ -270,6 +289,7 @@ def test_held_out_metrics_are_those_computed_by_hand(road, trained):
             a.append(min(1.0, float(q[token] / p[token])))
             overlap += float(torch.minimum(p, q).sum())
             agree += int(p.argmax() == q.argmax())
+            greedy += float(p[q.argmax()])
             loss += float((p * (p / q).log()).sum())
         tokens += len(a)
         rounds += ReplayedText(torch.tensor(a), torch.tensor(a)).rounds(3)
@@ -278,6 +298,7 @@ def test_held_out_metrics_are_those_computed_by_hand(road, trained):
     last = measured[-1]
     # float32 against float64, over some forty tokens.
     assert last["eval_alpha"] == pytest.approx(overlap / tokens, rel=1e-5)
+    assert last["eval_greedy_alpha"] == pytest.approx(greedy / tokens, rel=1e-5)
     assert last["eval_agreement"] == pytest.approx(agree / tokens)
     assert last["eval_mean_acceptance_length"] == pytest.approx(tokens / rounds, rel=1e-5)
     assert last["eval_loss"] == pytest.approx(loss / tokens, rel=1e-5)

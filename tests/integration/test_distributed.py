@@ -54,7 +54,7 @@ draft: {root}/draft
 completions: [{root}/short, {root}/long]
 heldout: [{root}/heldout]
 temperature: 0.9
-eval_draft_length: 3
+draft_length: 3
 training:
   output_dir: {root}/{name}
   max_steps: 8

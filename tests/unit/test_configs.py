@@ -66,7 +66,7 @@ def test_an_unknown_key_in_it_is_refused(path, tmp_path):
         ("target: t\ndraft: d\n", "completions"),
         ("target: t\n\tdraft: d\n", "config"),
         (DISTILL + "completions: []\n", "completions: expected at least one directory"),
-        (DISTILL + "eval_draft_length: 0\n", "eval_draft_length: expected at least 1, found 0"),
+        (DISTILL + "draft_length: 0\n", "draft_length: expected at least 1, found 0"),
         (DISTILL + "training: {eval_strategy: steps, eval_steps: 1}\n", "heldout: expected completion directories"),
         (DISTILL + "divergence: kl\n", "divergence: expected one of"),
         (DISTILL + "temperature: 0\n", "temperature: expected more than 0"),

@@ -1,0 +1,196 @@
+"""What training minimises: a weighted sum of divergences, and of the expected acceptance length's shortfall.
+
+Everything is reduced over the tokens of a global batch, so that the split of a batch over steps and processes does not
+change it. Shape suffixes: N positions, V vocabulary, K features of a position.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.divergences import DIVERGENCES, check_divergence, mixture_weight
+from draftsmith.train.divergences import NAMES as DIVERGENCE_NAMES
+
+BLOCK_TERMS = ("expected_length", "reached_tvd")
+NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
+# These weigh a p or q of zero finitely. The others need q > 0 wherever p > 0: there q is not warped as p is.
+BOUNDED = ("tvd", *BLOCK_TERMS)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A weighted sum of terms under the law of deployment.
+
+    Terms are the divergences of `draftsmith.train.divergences` and, over drafted blocks of γ tokens:
+
+    * `expected_length`: γ − E[accepted tokens] of a round that starts at the position, with
+      E[accepted] = Σ_j E[Π_{i<j} min(1, q_i/p_i) · Σ_v min(p_j, q_j)]. The last factor is taken over the full
+      vocabulary in place of the text's token alone, which has the same mean and less variance. At γ = 1 it is the TVD.
+    * `reached_tvd`: the same value, but the probability of reaching a position is a constant weight in the gradient.
+    """
+
+    terms: Mapping[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})
+    """Weights by name, each more than 0."""
+    temperature: float = 1.0
+    """Divides both models' logits."""
+    top_k: int = 0
+    """The deployment's top-k; 0 for none. It warps p, and q in the terms that may weigh a q of zero."""
+    top_p: float = 1.0
+    """The deployment's top-p, after top-k."""
+    beta: float = 0.5
+    """The weight of p in jsd's mixture."""
+    alpha: float = 0.1
+    """How far skewed divergences mix their first law into the second."""
+    draft_length: int = 4
+    """γ of the block terms."""
+
+    def __post_init__(self) -> None:
+        if not self.terms:
+            raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found none")
+        for name, weight in self.terms.items():
+            if name not in NAMES:
+                raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found {name!r}")
+            if not weight > 0:
+                raise InputError(f"divergence: expected weights above 0, found {weight} for {name}")
+        check_divergence("forward_kl", self.temperature, self.beta, self.alpha)
+        if self.top_k < 0:
+            raise InputError(f"top_k: expected at least 0, found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
+        if self.draft_length < 1:
+            raise InputError(f"draft_length: expected at least 1, found {self.draft_length}")
+        if self.warps and "reverse_kl" in self.terms:
+            raise InputError(
+                "divergence: expected a finite divergence under top_k or top_p, found reverse_kl, infinite wherever "
+                "p is cut to 0 (skew_reverse_kl and jsd are not)"
+            )
+
+    @property
+    def warps(self) -> bool:
+        """Whether p is cut to its most probable tokens."""
+        return self.top_k > 0 or self.top_p < 1
+
+    @property
+    def couples(self) -> bool:
+        """Whether positions of a block act on each other, so that gradients need all values first."""
+        return any(name in self.terms for name in BLOCK_TERMS)
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether p is looked at; cross entropy learns from the text alone."""
+        return set(self.terms) != {"cross_entropy"}
+
+    def after(self, progress: float) -> "Objective":
+        """Return the mixture that a curriculum has come to: the forward KL at 0, the objective from 1 on."""
+        if progress >= 1:
+            return self
+        terms = {name: weight * progress for name, weight in self.terms.items() if progress > 0}
+        terms["forward_kl"] = terms.get("forward_kl", 0.0) + 1 - progress
+        return replace(self, terms=terms)
+
+    def features(self, p_logits: Tensor, q_logits: Tensor, labels: Tensor) -> Tensor:
+        """Return what `shortfall` sums: the weighted divergences, and for block terms log a and the overlap.
+
+        Args:
+            p_logits: the target's, (N, V); not looked at unless the objective `needs_target`.
+            q_logits: the draft's, (N, V); gradients flow to them.
+            labels: the text's tokens, (N,).
+
+        Returns:
+            (N, 1), or (N, 3) with block terms: log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q).
+        """
+        total = q_logits.new_zeros(len(q_logits), dtype=torch.float32)
+        if "cross_entropy" in self.terms:
+            ce = torch.nn.functional.cross_entropy(q_logits.float(), labels, reduction="none")
+            total = total + self.terms["cross_entropy"] * ce
+        if not self.needs_target:
+            return total[:, None]
+        p_scores, q_scores = (logits.float() / self.temperature for logits in (p_logits, q_logits))
+        log_p = self._warped(p_scores).log_softmax(-1)
+        names = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
+        log_q = q_scores.log_softmax(-1) if names or not self.warps else None
+        for name in names:
+            assert log_q is not None
+            weight = mixture_weight(name, self.beta, self.alpha)
+            total = total + self.terms[name] * DIVERGENCES[name](log_p, log_q, weight)
+        if not any(name in self.terms for name in BOUNDED):
+            return total[:, None]
+        if self.warps or log_q is None:
+            log_q = self._warped(q_scores).log_softmax(-1)
+        if "tvd" in self.terms:
+            total = total + self.terms["tvd"] * DIVERGENCES["tvd"](log_p, log_q, 0.0)
+        if not self.couples:
+            return total[:, None]
+        log_p_x, log_q_x = (log.gather(1, labels[:, None])[:, 0] for log in (log_p, log_q))
+        overlap = torch.minimum(log_p, log_q).exp().sum(-1)
+        return torch.stack([total, (log_q_x - log_p_x).clamp(max=0.0), overlap], dim=1)
+
+    def shortfall(self, features: Tensor, follows: Tensor) -> Tensor:
+        """Return the objective summed over positions, a scalar.
+
+        Args:
+            features: of `features`, (N, K), texts one behind the other.
+            follows: (N,) bool, whether a position comes right after the one before it in the same text.
+        """
+        total = features[:, 0].sum()
+        for name in BLOCK_TERMS:
+            if name in self.terms:
+                accepted, most = expected_accepted(
+                    features[:, 1], features[:, 2], follows, self.draft_length, detach_reach=name == "reached_tvd"
+                )
+                total = total + self.terms[name] * (most - accepted).sum()
+        return total
+
+    @cached_property
+    def _warpers(self) -> LogitsProcessorList:
+        # Finite, so that a probability of zero times its logarithm is zero.
+        lowest = torch.finfo(torch.float32).min
+        warpers = LogitsProcessorList()
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k, filter_value=lowest))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p, filter_value=lowest))
+        return warpers
+
+    def _warped(self, scores: Tensor) -> Tensor:
+        return self._warpers(None, scores)  # type: ignore[arg-type]
+
+
+def expected_accepted(
+    log_a: Tensor, overlap: Tensor, follows: Tensor, draft_length: int, detach_reach: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return the expected accepted tokens of a round that starts at each position, and the most it could accept.
+
+    E[accepted from t | text] = Σ_{j<γ} exp(Σ_{i<j} log a_{t+i}) · o_{t+j}: position t + j is reached if all before it
+    were accepted, and its own token is accepted with probability o, averaged over what the target may say there
+    (Leviathan et al. 2023, section 3.1, without the assumption of equal α).
+
+    Args:
+        log_a: log min(1, q(x)/p(x)) of the text's tokens, (N,).
+        overlap: Σ_v min(p, q) of each context, (N,).
+        follows: (N,) bool, whether a position comes right after the one before it in the same text.
+        draft_length: γ.
+        detach_reach: take the reaching probabilities as constants.
+
+    Returns:
+        (N,) and (N,).
+    """
+    n = len(log_a)
+    reach = log_a.new_zeros(n)  # log of the probability that the round gets to t + j
+    inside = torch.ones_like(follows)
+    accepted, most = overlap.clone(), torch.ones_like(overlap)
+    for j in range(1, min(draft_length, n)):
+        reach = reach[: n - j] + log_a[j - 1 : n - 1]
+        inside = inside[: n - j] & follows[j:]
+        weight = torch.where(inside, reach, -torch.inf).exp()
+        if detach_reach:
+            weight = weight.detach()
+        pad = (0, j)
+        accepted = accepted + torch.nn.functional.pad(weight * overlap[j:], pad)
+        most = most + torch.nn.functional.pad(inside.to(most.dtype), pad)
+    return accepted, most
