@@ -1,5 +1,6 @@
 """Which drafted tokens stand: the lossless rule, and lossy ones that say how far they depart from the target's law."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,7 +87,8 @@ class Threshold:
         self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
     ) -> Verdict:
         """Accept the longest path of tokens above their levels."""
-        p = law.scores(logits, contexts).softmax(-1)
+        scores = law.scores(logits, contexts)
+        p = scores.softmax(-1)
         levels, tree = self.levels(p), proposal.tree
         parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
         p_x = p[parents, proposal.tokens]
@@ -109,7 +111,7 @@ class Threshold:
             passes = q * (own > levels[node + 1])
             return passes + (1 - passes.sum()) * own
 
-        return _verdict(law, p, proposal, path, emitted_law, generator)
+        return _verdict(law, scores, p, proposal, path, emitted_law, generator)
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,11 @@ class Typical(Threshold):
 
     level: float = 0.09
     delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.delta >= 0:
+            raise InputError(f"delta: expected at least 0, found {self.delta}")
 
     def levels(self, p: Tensor) -> Tensor:
         """Return min(ε, δ·exp(−H(p)))."""
@@ -156,7 +163,8 @@ class Cascade:
         while tree.children[node + 1] and confident[tree.children[node + 1][0]]:
             node = tree.children[node + 1][0]
             path.append(node)
-        p = law.scores(logits, contexts).softmax(-1)
+        scores = law.scores(logits, contexts)
+        p = scores.softmax(-1)
 
         def emitted_law(node: int) -> Tensor | None:
             children = tree.children[node + 1]
@@ -165,7 +173,7 @@ class Cascade:
             _refuse_drawn_siblings(tree, node)
             return proposal.probabilities[children[0]]
 
-        return _verdict(law, p, proposal, path, emitted_law, generator)
+        return _verdict(law, scores, p, proposal, path, emitted_law, generator)
 
 
 RULES: dict[str, type[Rule]] = {"exact": Exact, "typical": Typical, "threshold": Threshold, "cascade": Cascade}
@@ -185,19 +193,26 @@ def as_rule(rule: "str | Rule") -> Rule:
 
 
 def _verdict(
-    law: Law, p: Tensor, proposal: Proposal, path: list[int], emitted_law: object, generator: torch.Generator | None
+    law: Law,
+    scores: Tensor,
+    p: Tensor,
+    proposal: Proposal,
+    path: list[int],
+    emitted_law: Callable[[int], Tensor | None],
+    generator: torch.Generator | None,
 ) -> Verdict:
     """Add the token after the path, and what each token's law departed by."""
     last = path[-1] if path else ROOT
-    token = int(draw(p[last + 1], generator) if law.do_sample else p[last + 1].argmax())
+    # Of the scores: softmax rounds near-ties to ties.
+    token = int(draw(p[last + 1], generator) if law.do_sample else scores[last + 1].argmax())
     departures = []
     for node, child in zip([ROOT, *path], [*path, None], strict=True):
         own = p[node + 1]
         if not law.do_sample:
-            wrong = child is not None and int(proposal.tokens[child]) != int(own.argmax())
+            wrong = child is not None and int(proposal.tokens[child]) != int(scores[node + 1].argmax())
             departures.append((float(wrong), wrong))
             continue
-        emitted = emitted_law(node)  # type: ignore[operator]
+        emitted = emitted_law(node)
         if emitted is not None:
             departures.append((float((emitted - own).abs().sum()) / 2, False))
         else:  # a token that was there for certain has a one-hot law; one that the target drew has p

@@ -4,10 +4,9 @@ Nodes are numbered in an order in which parents precede their children. The root
 was emitted but not fed yet: a block of K drafted tokens is fed with it, as 1 + K positions, the root first.
 """
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -68,34 +67,47 @@ class Tree:
     def from_accuracies(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "Tree":
         """Grow the tree of the greatest expected accepted length (Medusa, Cai et al. 2024, section 2.3.3).
 
-        A node is right with the product of the accuracies along its path, taken to be independent; the most probable
-        ones are added until there are `nodes`.
+        A node is right with the product of the accuracies along its path, taken to be independent. The paper adds the
+        most probable node again and again, which is best where accuracies fall with the rank. Measured ones need not:
+        here each budget of nodes is divided in the best way between what lies below a node and its later siblings.
 
         Args:
             accuracies: for each depth and rank the share of contexts whose next token the drafter's candidate of that
                 rank names.
-            nodes: how many to grow; fewer come back where there are no more of positive probability.
+            nodes: how many to grow; fewer come back where more would add nothing.
 
         Raises:
-            InputError: no positive accuracy at depth one, or accuracies outside [0, 1].
+            InputError: no positive accuracy at depth one, accuracies outside [0, 1], or `nodes` below 1.
         """
+        if nodes < 1:
+            raise InputError(f"nodes: expected at least 1, found {nodes}")
         if any(not 0 <= a <= 1 for ranks in accuracies for a in ranks):
             raise InputError(f"accuracies: expected values between 0 and 1, found {accuracies}")
-        chosen: list[tuple[int, ...]] = []
-        open_paths: list[tuple[float, tuple[int, ...]]] = (
-            [(-accuracies[0][0], (0,))] if accuracies and accuracies[0] else []
-        )
-        while open_paths and len(chosen) < nodes:
-            negative, path = heapq.heappop(open_paths)
-            if negative == 0:
-                break
-            chosen.append(path)
-            depth, rank = len(path), path[-1]
-            own = accuracies[depth - 1]
-            if rank + 1 < len(own):
-                heapq.heappush(open_paths, (negative / own[rank] * own[rank + 1], (*path[:-1], rank + 1)))
-            if depth < len(accuracies) and accuracies[depth]:
-                heapq.heappush(open_paths, (negative * accuracies[depth][0], (*path, 0)))
+
+        @cache
+        def grow(depth: int, rank: int, nodes: int) -> tuple[float, int]:
+            """Return the best expected length from a rank on, given the path above, and the nodes below that rank.
+
+            −1 nodes: not even that rank.
+            """
+            if nodes == 0 or depth == len(accuracies) or rank == len(accuracies[depth]):
+                return 0.0, -1
+            lengths = [0.0] + [
+                accuracies[depth][rank] * (1 + grow(depth + 1, 0, below)[0])
+                + grow(depth, rank + 1, nodes - 1 - below)[0]
+                for below in range(nodes)
+            ]
+            best = max(range(nodes + 1), key=lambda i: lengths[i])
+            return lengths[best], best - 1
+
+        def paths(above: tuple[int, ...], rank: int, nodes: int) -> list[tuple[int, ...]]:
+            _, below = grow(len(above), rank, nodes)
+            if below < 0:
+                return []
+            own = (*above, rank)
+            return [own, *paths(own, 0, below), *paths(above, rank + 1, nodes - 1 - below)]
+
+        chosen = paths((), 0, nodes)
         if not chosen:
             raise InputError("accuracies: expected a positive one for the first token, found none")
         return cls.from_choices(chosen)

@@ -68,14 +68,17 @@ class DraftModelProposer:
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""
         self._task, self._generators = task, list(task.generators)
-        rows = len(self._generators)
+        rows, widest = len(self._generators), 0
         if isinstance(self.tree, Tree):
             self._tree, _ = self.tree.pruned(task.draft_length)
-            block = len(self._tree)
+            block, widest = len(self._tree), max(map(len, self._tree.children))
         elif isinstance(self.tree, DynamicTree):
+            widest = self.tree.width
             block = self.tree.width + (task.draft_length - 1) * self.tree.width**2
         else:
             block = task.draft_length
+        if widest > task.vocab_size:
+            raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
         self._cached = [0] * rows  # how many of each row's tokens stand in the cache
         self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1

@@ -25,10 +25,12 @@ from transformers import (
 from draftsmith.decode import (
     Counts,
     DraftModelProposer,
+    DynamicTree,
     InputError,
     Proposal,
     Tree,
     acceptance,
+    audit,
     autoregressive_generate,
     cache,
     generation,
@@ -40,7 +42,6 @@ from draftsmith.decode import (
     tree,
 )
 from draftsmith.decode import counts as counts_module
-from draftsmith.decode.audit import first_divergence
 from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.protocol import Task
 from draftsmith.decode.sampling import Law
@@ -150,7 +151,7 @@ def check_the_draft_remembers_all_it_drafted() -> None:
     assert drawn.counts.num_accepted_tokens == drawn.counts.num_draft_tokens == 20
 
 
-def check_every_round(target, draft, shape: Tree | None = None, **options) -> set[int]:
+def check_every_round(target, draft, shape: Tree | DynamicTree | None = None, **options) -> set[int]:
     """Each round's logits and laws are those of fresh forwards of the text and of each node's path, alone.
 
     Returns how many drafted tokens were accepted in a round, over the rounds.
@@ -169,9 +170,15 @@ def check_every_round(target, draft, shape: Tree | None = None, **options) -> se
             for node in range(-1, len(d.tree)):
                 alone = torch.cat([context, d.tokens[d.tree.path(node)]])[None]
                 assert torch.allclose(outcome.logits[node + 1], target(alone).logits[0, -1], atol=1e-4)
-                if node >= 0 and d.probabilities is not None and shape is None:
-                    q = draft(alone[:, :-1]).logits[0, -1].softmax(-1)
-                    assert torch.allclose(d.probabilities[node], q, atol=1e-5)
+                if node < 0:
+                    continue
+                q = draft(alone[:, :-1]).logits[0, -1].softmax(-1)
+                if d.confidence is not None:
+                    assert torch.allclose(d.confidence[node], q.max(), atol=1e-5)
+                if d.probabilities is not None:  # drawn without replacement: without the earlier siblings
+                    siblings = d.tree.children[d.tree.parents[node] + 1]
+                    q = q.index_fill(0, d.tokens[[n for n in siblings if n < node]], 0.0)
+                    assert torch.allclose(d.probabilities[node], q / q.sum(), atol=1e-4)
             accepted.add(len(outcome.path))
 
     decoded(target, Watched(draft, tree=shape), **options)
@@ -193,6 +200,13 @@ def check_blocks_end_where_the_text_ends() -> None:
     plain = target.generate(PROMPT, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(PROMPT))
     for place in range(8, 14):  # each token in turn ends the text: at every place of a block
         same_text(target, DraftModelProposer(target), eos_token_id=int(plain[0, place]), draft_length=4)
+
+
+def check_the_first_draft_is_verified() -> None:
+    """Under sampling: the target is certain of another token."""
+    one_hot = torch.eye(4)
+    path, token = acceptance.accept_exact(one_hot[[2, 3]], one_hot[[1]], torch.tensor([1]), Tree.chain(1))
+    assert path == [] and int(token) == 2
 
 
 def check_the_counts() -> None:
@@ -257,46 +271,77 @@ def check_rows_of_a_batch() -> None:
         assert out.row_counts[i] == alone.counts
         length = alone.sequences.shape[1]
         assert torch.equal(out.sequences[i, 6 - len(prompt) :][:length], alone.sequences[0])
+    # Under sampling each row keeps its own random numbers when the first has ended.
+    end = int(decoded(target, proposer, prompts[0][None], new=6, do_sample=True).sequences[0, -1])
+    options = {"eos_token_id": end, "new": 30, "do_sample": True}
+    drawn = decoded(target, proposer, ids, attention_mask=mask, **options)
+    assert drawn.row_counts[0].num_drafts < drawn.row_counts[1].num_drafts
+    for i, prompt in enumerate(prompts):
+        alone = decoded(target, proposer, prompt[None], seed=i, **options).sequences[0]
+        assert torch.equal(drawn.sequences[i, 6 - len(prompt) :][: len(alone)], alone)
 
 
-def check_sliding_windows() -> None:
+def sliding_target(window: int) -> MistralForCausalLM:
     torch.manual_seed(3)
     config = MistralConfig(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, sliding_window=6, bos_token_id=None, eos_token_id=None,
+        intermediate_size=64, sliding_window=window, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     target = MistralForCausalLM(config).eval()
     with torch.no_grad():
         target.lm_head.weight.mul_(6)
     target.generation_config.pad_token_id = 0
+    return target
+
+
+def check_sliding_windows() -> None:
+    target = sliding_target(6)
     for shape in (None, TREE):
         same_text(target, DraftModelProposer(target, tree=shape), new=30)
         check_every_round(target, target, shape, new=15)
+    # A window narrower than the tree is deep, on a branch whose slots are not its positions.
+    target = sliding_target(2)
+    check_every_round(target, target, Tree.from_choices([(0,), (1,), (1, 0), (1, 0, 0)]), new=15)
     state_space = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
     with pytest.raises(InputError, match="MambaForCausalLM, whose recurrent state cannot drop"):
         DraftModelProposer(state_space)
 
 
 def check_float_ties() -> None:
-    """bfloat16 texts may part at near-ties; a decoder that is wrong parts elsewhere, and the margin says so."""
-    target = target_of().to(torch.bfloat16)
-    parted = 0
-    for seed in range(6):
-        prompt = torch.randint(VOCAB, (1, 6), generator=torch.Generator().manual_seed(seed))
-        plain = autoregressive_generate(target, prompt, max_new_tokens=40, do_sample=False).sequences[0]
-        found = decoded(target, DraftModelProposer(target), prompt, new=40, draft_length=4).sequences[0]
-        divergence = first_divergence(target, plain, found, 6)
-        if divergence is not None:
-            parted += 1
-            assert divergence.is_tie, divergence
-    assert parted < 6
+    """bfloat16 texts may part at near-ties; a decoder that is wrong parts elsewhere, and the margin says so.
+
+    Each token has a twin whose row of the head differs in one bit, so that near-ties are everywhere.
+    """
+    target = tiny_llama(1, hidden=128).to(torch.bfloat16)
+    weight = target.lm_head.weight
+    with torch.no_grad():
+        for v in range(48):
+            weight[v + 48] = weight[v]
+            weight[v + 48, v] *= 1 + torch.finfo(torch.bfloat16).eps
+        weight[96] = 0.0  # has no twin, and is never the argmax
+    for seed in range(3):
+        prompt = torch.randint(96, (1, 6), generator=torch.Generator().manual_seed(seed))
+        plain = autoregressive_generate(target, prompt, max_new_tokens=32, do_sample=False).sequences[0]
+        found = decoded(target, DraftModelProposer(target), prompt, new=32, draft_length=4).sequences[0]
+        divergence = audit.first_divergence(target, plain, found, 6)
+        assert divergence is None or divergence.is_tie, divergence
+        # One that is wrong: the twin is a tie, the least likely token is not.
+        twin, wrong = plain.clone(), plain.clone()
+        twin[9], wrong[9] = (plain[9] + 48) % 96, target(plain[None, :9]).logits[0, -1].argmin()
+        assert audit.first_divergence(target, plain, twin, 6).is_tie
+        assert not audit.first_divergence(target, plain, wrong, 6).is_tie
+    for dtype in (torch.float32, torch.float64):
+        exact = target_of().to(dtype)
+        same_text(exact, DraftModelProposer(exact, tree=TREE), draft_length=4)
 
 
 def check_trees() -> None:
     """Position = depth, and attention to ancestors alone: each node's logits are those of its path by itself."""
     target = target_of()
     draft = perturbed(target, 0.1)
-    check_every_round(target, draft, TREE)
+    check_every_round(target, draft, TREE, new=12)
+    check_every_round(target, draft, TREE, new=12, do_sample=True)
+    check_every_round(target, draft, DynamicTree(2, 6), new=12)
     same_text(target, DraftModelProposer(draft, tree=TREE))
 
 
@@ -340,7 +385,7 @@ CHECKS = {
     5: check_t_0_is_the_argmax,
     6: check_the_draft_remembers_all_it_drafted,
     7: check_both_caches_after_every_round,
-    8: check_blocks_end_where_the_text_ends,
+    8: lambda: (check_blocks_end_where_the_text_ends(), check_the_first_draft_is_verified()),
     9: check_the_counts,
     10: check_padded_vocabularies,
     11: check_rows_of_a_batch,
@@ -392,6 +437,19 @@ PLANTS = [
     (15, speculative._contexts, "torch.cat([row.context, draft.tokens[path]]) if path else row.context", "row.context"),
     (15, speculative._decode, "[] if law.context_free else _contexts(row, draft)", "[row.context] * len(p_logits)"),
     (16, text.count_repeated_ngrams, "len(ngrams) - len(set(ngrams))", "0"),
+    (2, draft_model.DraftModelProposer._chains, "law.scores(logits, texts)", "type(law)(type(law.processors)(list(law.processors)[::-1]), law.do_sample).scores(logits, texts)"),
+    (8, acceptance.accept_exact, "path: list[int] = []\n    node = ROOT", "path: list[int] = [0] if len(drafted) else []\n    node = path[-1] if path else ROOT"),
+    (11, draft_model.DraftModelProposer._feed_texts, "length - lacking for length in lengths], keep", "max(lengths) - lacking for length in lengths], keep"),
+    (11, draft_model.DraftModelProposer.select, "self._generators = [self._generators[row] for row in rows]", "pass"),
+    (12, cache.CachedModel._mask, "- self._positions[:, None, :width]", "- slots"),
+    (13, audit.first_divergence, "TIE_ULPS * torch", "1e9 * torch"),
+    (14, draft_model.DraftModelProposer._static_trees, "q = q.scatter(0, token, 0.0)", "q = q + 0"),
+    (14, draft_model.DraftModelProposer._static_trees, "tokens[row, child], laws[row, child] = token[0], q", "tokens[row, child], laws[row, child] = token[0], scores.softmax(-1)"),
+    (14, draft_model.DraftModelProposer._feed_nodes, "depth - 1 - behind", "0"),
+    (14, draft_model.DraftModelProposer._static_trees, "tree.visible[node + 1] for node", "torch.ones(size + 1, dtype=torch.bool) for node"),
+    (14, draft_model.DraftModelProposer._dynamic_trees, "visible[row, f, [slots[row][n] for n in _path(parents[row], node)]] = True", "visible[row, f] = True"),
+    (14, cache.CachedModel.keep_path, "if list(path) == list(range(1, len(path) + 1)):", "if True:"),
+    (15, speculative._contexts, "draft.tree.path(node)", "list(range(node + 1))"),
 ]  # fmt: skip
 
 

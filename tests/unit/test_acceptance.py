@@ -1,5 +1,6 @@
 """The acceptance rules with hand-set distributions: never, always, sometimes accepted."""
 
+import pytest
 import torch
 
 from draftsmith.decode.acceptance import accept_exact, accept_greedy, residual
@@ -37,10 +38,10 @@ def test_disjoint_distributions_are_never_accepted_and_the_residual_is_p():
 def test_acceptance_probability_is_p_over_q():
     p, q = torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.tensor([[1.0, 0.0]])
     generator = torch.Generator().manual_seed(0)
-    n = 20_000
+    n = 4000
     accepted = sum(on_chain(p, q, torch.tensor([0]), generator)[0] for _ in range(n))
-    # Binomial(20000, 1/4): sd 61; 5 sd leave a false alarm of 6e-7.
-    assert abs(accepted - n / 4) < 5 * 61.3
+    # Binomial(4000, 1/4): sd 27.4; 5 sd leave a false alarm of 6e-7. Exactly: tests/unit/test_rules.py.
+    assert abs(accepted - n / 4) < 5 * 27.4
 
 
 def test_a_token_that_the_target_rules_out_is_rejected_even_when_r_is_zero(monkeypatch):
@@ -98,3 +99,105 @@ def test_greedy_equals_the_exact_rule_on_one_hot_distributions():
         accepted, following = on_chain(one_hot(*target.tolist()), one_hot(*drafted.tolist()), drafted, generator)
         assert accepted == len(accept_greedy(target.tolist(), drafted.tolist(), Tree.chain(len(drafted)))[0])
         assert int(following) == int(target[accepted])
+
+
+# Trees
+
+
+SIBLINGS = Tree.from_choices([(0,), (1,)])
+TWO_DEEP = Tree.from_choices([(0,), (1,), (0, 0), (1, 0), (1, 1)])
+
+
+def with_random_numbers(monkeypatch, *r: float) -> None:
+    """Plant the r of every node; what is drawn after them is the middle of its law."""
+
+    def rand(size, dtype=None, **options):
+        return torch.tensor(r if size == len(r) else [0.5], dtype=dtype)
+
+    monkeypatch.setattr(torch, "rand", rand)
+
+
+def test_a_tree_is_walked_down_the_nodes_that_the_target_wants():
+    drafted = torch.tensor([0, 1, 2, 2, 3])  # 0 → 2, 1 → 2 or 3
+    for rows, path, token in [
+        ((0, 2, 0, 3, 0, 0), [0, 2], 3),
+        ((1, 2, 2, 3, 1, 0), [1, 3], 1),
+        ((1, 2, 3, 0, 0, 2), [1, 4], 2),
+        ((1, 2, 0, 0, 0, 0), [1], 0),
+        ((0, 3, 2, 0, 0, 0), [0], 3),
+        ((2, 2, 2, 3, 1, 0), [], 2),  # 2 is drafted below, not here
+    ]:
+        p = one_hot(*rows)
+        assert accept_greedy(rows, drafted.tolist(), TWO_DEEP) == (path, token)
+        for q in (None, one_hot(*drafted.tolist())):
+            accepted, following = accept_exact(p, q, drafted, TWO_DEEP, torch.Generator().manual_seed(0))
+            assert (accepted, int(following)) == (path, token)
+
+
+@pytest.mark.parametrize(
+    ("r", "path", "token"),
+    [
+        ((0.19, 0.99), [0], 3),  # r < p = 0.2
+        ((0.21, 0.0), [1], 0),
+        ((0.21, 0.24), [1], 0),  # r < 0.2/0.8
+        ((0.21, 0.26), [], 2),  # the middle of the residual (0, 0, 0.4, 0.2)/0.6
+    ],
+)
+def test_deterministic_siblings_share_what_the_earlier_ones_left(monkeypatch, r, path, token):
+    with_random_numbers(monkeypatch, *r)
+    p = torch.tensor([[0.2, 0.2, 0.4, 0.2], [0, 0, 0, 1.0], [1.0, 0, 0, 0]])
+    accepted, following = accept_exact(p, None, torch.tensor([0, 1]), SIBLINGS)
+    assert (accepted, int(following)) == (path, token)
+
+
+@pytest.mark.parametrize(
+    ("r", "path", "token"),
+    [
+        ((0.49, 0.99), [0], 3),  # r < p/q = 0.25/0.5
+        ((0.51, 0.49), [1], 0),  # the residual is (0, 1, 0.5, 0.5)/2, the second q (0, 1, 2, 1)/4
+        ((0.51, 0.51), [], 1),  # and the residual of that (0, 1, 0, 0)
+    ],
+)
+def test_drawn_siblings_are_tried_with_their_own_q_against_the_residual(monkeypatch, r, path, token):
+    with_random_numbers(monkeypatch, *r)
+    p = torch.tensor([[0.25, 0.25, 0.3125, 0.1875], [0, 0, 0, 1.0], [1.0, 0, 0, 0]])
+    q = torch.tensor([[0.5, 0.125, 0.25, 0.125], [0, 0.25, 0.5, 0.25]])
+    accepted, following = accept_exact(p, q, torch.tensor([0, 2]), SIBLINGS)
+    assert (accepted, int(following)) == (path, token)
+
+
+def test_siblings_that_the_target_rules_out_are_rejected_even_when_r_is_zero(monkeypatch):
+    with_random_numbers(monkeypatch, 0.0, 0.0)
+    p = torch.tensor([[0.0, 0.0, 0.4, 0.6]] * 3)
+    q = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.5, 0.5, 0.0]])
+    for laws in (q, None):
+        path, token = accept_exact(p, laws, torch.tensor([0, 1]), SIBLINGS)
+        assert path == [] and int(token) in (2, 3)
+
+
+def test_a_sibling_that_the_residual_rules_out_is_rejected_even_when_r_is_zero(monkeypatch):
+    """p(1) > 0, but of the residual of the first sibling's q nothing is left on it."""
+    with_random_numbers(monkeypatch, 0.9, 0.0)
+    p = torch.tensor([[0.1, 0.3, 0.6, 0.0]] * 3)
+    q = torch.tensor([[0.6, 0.4, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    path, token = accept_exact(p, q, torch.tensor([0, 1]), SIBLINGS)
+    assert (path, int(token)) == ([], 2)
+
+
+def test_a_sibling_that_was_never_drawn_is_never_accepted():
+    """q has one token for two siblings: its second row is zero, whatever token stands there."""
+    p, q = one_hot(2, 3, 3), torch.tensor([[0, 1.0, 0, 0], [0, 0, 0, 0]])
+    for seed in range(20):
+        path, token = accept_exact(p, q, torch.tensor([1, 2]), SIBLINGS, torch.Generator().manual_seed(seed))
+        assert (path, int(token)) == ([], 2)
+
+
+def test_a_tree_leaves_its_arguments_as_they_are():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.full((6, 4), 0.25)
+    q = torch.randn(5, 4, generator=generator).softmax(-1)
+    drafted = q.argmax(-1)  # more likely than p has them, so that some are rejected
+    before = p.clone(), q.clone(), drafted.clone()
+    lengths = {len(accept_exact(p, q, drafted, TWO_DEEP, generator)[0]) for _ in range(50)}
+    assert lengths == {0, 1, 2}
+    assert all(map(torch.equal, before, (p, q, drafted)))

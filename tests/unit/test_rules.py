@@ -1,0 +1,706 @@
+"""Rules: which tokens stand, and the law of what is emitted, exactly.
+
+The laws are computed, not sampled: where a rule would draw a random number, every outcome is followed in turn, and the
+probabilities add up in double precision. V is 3 or 4, and every prefix has laws p and q of its own.
+"""
+
+import functools
+import inspect
+import itertools
+import math
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, Tree, Typical, acceptance, rules
+from draftsmith.decode.acceptance import accept_exact, accept_greedy
+from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
+from draftsmith.decode.rules import RULES, as_rule
+from draftsmith.decode.sampling import Law
+from draftsmith.decode.tree import ROOT
+
+Text = tuple[int, ...]
+Tables = dict[Text, Tensor]
+Drafts = list[tuple[float, Proposal]]
+Emitted = dict[tuple[Text, tuple[float, ...]], float]  # the tokens of a round and their departures: its probability
+
+SAMPLING, GREEDY = Law.of(1.0), Law.of(0.0)
+ROUNDING = 1e-12
+
+TREES = {
+    "nothing": Tree.chain(0),
+    "chain of 1": Tree.chain(1),
+    "chain of 2": Tree.chain(2),
+    "two siblings": Tree.from_choices([(0,), (1,)]),
+    "three siblings": Tree.from_choices([(0,), (1,), (2,)]),
+    "two under the first": Tree.from_choices([(0,), (0, 0), (0, 1)]),
+    "two under the second": Tree.from_choices([(0,), (1,), (1, 0), (1, 1)]),
+    "two and three": Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0)]),
+}
+
+
+class Uniform:
+    """A number r, uniform on [0, 1), that is never drawn: its one comparison goes as the script says."""
+
+    def __init__(self, decide: Callable[[float], bool], scale: float = 1.0, compared: list[bool] | None = None):
+        self.decide, self.scale = decide, scale
+        self.compared = [] if compared is None else compared
+
+    def __mul__(self, factor: float) -> "Uniform":
+        return Uniform(self.decide, self.scale * factor, self.compared)
+
+    def __lt__(self, bound: float) -> bool:
+        assert not self.compared, "the same random number decides twice"
+        self.compared.append(True)
+        return self.decide(min(1.0, bound / self.scale) if self.scale > 0 else float(bound > 0))
+
+
+class Uniforms:
+    """What `torch.rand` gives `accept_exact`."""
+
+    def __init__(self, decide: Callable[[float], bool], size: int):
+        self.decide, self.size = decide, size
+
+    def tolist(self) -> list[Uniform]:
+        return [Uniform(self.decide) for _ in range(self.size)]
+
+
+def followed(monkeypatch, verify: Callable[[], rules.Verdict]) -> Iterator[tuple[float, rules.Verdict, Tensor]]:
+    """Every way that a verification can go: its probability, the verdict, and the law that its token is drawn from."""
+    scripts: list[list[bool]] = [[]]
+    while scripts:
+        script, mass = scripts.pop(), 1.0
+        going, taken, laws = iter(script), [], []
+
+        def decide(share, going=going, taken=taken, script=script):
+            nonlocal mass
+            outcome = next(going, share > 0)
+            if len(taken) >= len(script) and 0 < share < 1:
+                scripts.append([*taken, False])
+            taken.append(outcome)
+            mass *= share if outcome else 1 - share
+            return outcome
+
+        def draw(law, generator, laws=laws):
+            laws.append(law / law.sum())
+            return torch.tensor([0])
+
+        monkeypatch.setattr(torch, "rand", lambda size, decide=decide, **_: Uniforms(decide, size))
+        monkeypatch.setattr(acceptance, "draw", draw)
+        monkeypatch.setattr(rules, "draw", draw)
+        verdict = verify()
+        (law,) = laws
+        yield mass, verdict, law
+
+
+@pytest.fixture
+def law_of(monkeypatch) -> Callable[[rules.Rule, Tables, Drafts], Emitted]:
+    """The law of what one round emits under a rule, from these drafts and their probabilities."""
+
+    def law_of(rule, p, drafts):
+        law: Emitted = defaultdict(float)
+        for chance, proposal in drafts:
+            drafted = proposal.tokens.tolist()
+            logits = torch.stack([p[text] for text in texts_of(drafted, proposal.tree)]).log()
+            verify = functools.partial(rule.verify, SAMPLING, logits, [], proposal, None)
+            for mass, verdict, last in followed(monkeypatch, verify):
+                path, departures = verdict.path, verdict.departures or []
+                assert path == proposal.tree.path(path[-1] if path else ROOT)
+                assert len(departures) == (len(path) + 1 if rule.lossy else 0)
+                assert not any(wrong for _, wrong in departures)  # of T=0 alone
+                for token, share in enumerate(last.tolist()):
+                    if share > 0:
+                        tokens = (*(drafted[node] for node in path), token)
+                        law[tokens, tuple(distance for distance, _ in departures)] += chance * mass * share
+        assert sum(law.values()) == pytest.approx(1, abs=ROUNDING)
+        return dict(law)
+
+    return law_of
+
+
+def planted(function, old: str, new: str):
+    """Compile a function again with a piece of its text replaced, in the module that it belongs to."""
+    source = textwrap.dedent(inspect.getsource(function))
+    assert old in source, f"{function.__qualname__} no longer says {old!r}"
+    scope: dict = {}
+    exec(source.replace(old, new), vars(sys.modules[function.__module__]), scope)
+    return scope[function.__name__]
+
+
+def tables(seed: int, vocab: int = 3, depth: int = 3, support: int | None = None, spread: float = 1.5) -> Tables:
+    """A law for every text of at most `depth` tokens; with `support`, on so many of the tokens alone."""
+    generator = torch.Generator().manual_seed(seed)
+    laws = {}
+    for length in range(depth + 1):
+        for text in itertools.product(range(vocab), repeat=length):
+            scores = torch.randn(vocab, generator=generator, dtype=torch.float64) * spread
+            if support is not None:
+                scores[torch.randperm(vocab, generator=generator)[support:]] = -math.inf
+            laws[text] = scores.softmax(-1)
+    return laws
+
+
+def one_hot(token: int, vocab: int = 3) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(token), vocab).double()
+
+
+def texts_of(tokens: Sequence[int], tree: Tree) -> list[Text]:
+    """The text at the root and at each node."""
+    return [tuple(tokens[n] for n in tree.path(node)) for node in range(ROOT, len(tree))]
+
+
+def drawn(q: Tables, tree: Tree, replace: bool = False, scored_without: bool = True) -> Drafts:
+    """Every draft of that shape: each sibling drawn from what the earlier ones left of q, zeros where nothing is left.
+
+    With `replace` siblings are drawn from all of q each; `scored_without` says of them that they were not.
+    """
+    found: list[tuple[float, list[int], list[Tensor]]] = [(1.0, [], [])]
+    for node, parent in enumerate(tree.parents):
+        longer = []
+        for mass, tokens, laws in found:
+            whole = q[tuple(tokens[n] for n in tree.path(parent))]
+            earlier = [tokens[n] for n in tree.children[parent + 1] if n < node]
+            rest = whole.scatter(0, torch.tensor(earlier, dtype=torch.long), 0.0)
+            rest = rest / rest.sum().clamp(min=torch.finfo(rest.dtype).tiny)
+            source = whole if replace else rest
+            chances = source.tolist() if source.any() else [1.0]  # nothing to draw: a token that does not count
+            told = rest if scored_without else whole
+            longer += [(mass * chance, [*tokens, x], [*laws, told]) for x, chance in enumerate(chances) if chance > 0]
+        found = longer
+    return [
+        (
+            mass,
+            Proposal(
+                torch.tensor(x, dtype=torch.long), torch.stack(laws) if laws else None, tree, confidence(q, x, tree)
+            ),
+        )
+        for mass, x, laws in found
+    ]
+
+
+def most_likely(q: Tables, tree: Tree) -> Drafts:
+    """The one draft of that shape of the drafter's most likely tokens."""
+    tokens: list[int] = []
+    for node, parent in enumerate(tree.parents):
+        ranked = q[tuple(tokens[n] for n in tree.path(parent))].argsort(descending=True)
+        tokens.append(int(ranked[tree.children[parent + 1].index(node)]))
+    return [(1.0, Proposal(torch.tensor(tokens, dtype=torch.long), None, tree, confidence(q, tokens, tree)))]
+
+
+def confidence(q: Tables, tokens: Sequence[int], tree: Tree) -> Tensor:
+    texts = texts_of(tokens, tree)
+    return torch.tensor([float(q[texts[parent + 1]].max()) for parent in tree.parents])
+
+
+def distance_to_the_target(law: Emitted, p: Tables, depth: int) -> float:
+    """TV between p's law of the next `depth` + 1 tokens and that of what one round emits and p goes on from."""
+    written: dict[Text, float] = defaultdict(float)
+    for (tokens, _), mass in law.items():
+        for text, more in _continuations(p, tokens, depth + 1):
+            written[text] += mass * more
+    expected = dict(_continuations(p, (), depth + 1))
+    return sum(abs(written[text] - expected.get(text, 0.0)) for text in {*written, *expected}) / 2
+
+
+def _continuations(p: Tables, text: Text, length: int) -> Iterator[tuple[Text, float]]:
+    """Every text of that length that begins with `text`, with its probability given that."""
+    if len(text) == length:
+        yield text, 1.0
+        return
+    for token, mass in enumerate(p[text].tolist()):
+        for longer, more in _continuations(p, (*text, token), length):
+            yield longer, mass * more
+
+
+# The exact rule
+
+
+LAWS = {
+    "p and q differ": (tables(0), tables(1)),
+    "peaked": (tables(2, spread=5.0), tables(3, spread=5.0)),
+    "p rules tokens out": (tables(4, support=2), tables(5)),
+    "q runs out of tokens": (tables(6), tables(7, support=2)),
+    "q is one-hot": (tables(8), tables(9, support=1)),
+    "both rule tokens out": (tables(10, support=2), tables(11, support=2)),
+    "p is one-hot": (tables(12, support=1), tables(13)),
+    "p = q": (tables(14), tables(14)),
+    "flat and peaked": (tables(20, vocab=4, spread=0.5), tables(21, vocab=4, spread=2.0)),
+}
+# Of four tokens two or three have p > q: where a residual lies on one token alone, many a mistake makes no difference.
+FLAT, PEAKED = LAWS["flat and peaked"]
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
+def test_texts_of_drawn_drafts_have_the_targets_law(law_of, p, q, tree):
+    law = law_of(Exact(), p, drawn(q, tree))
+    assert distance_to_the_target(law, p, tree.depth) < ROUNDING
+
+
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
+def test_texts_of_deterministic_drafts_have_the_targets_law(law_of, p, q, tree):
+    law = law_of(Exact(), p, most_likely(q, tree))
+    assert distance_to_the_target(law, p, tree.depth) < ROUNDING
+
+
+def test_more_siblings_than_tokens(law_of):
+    tree = Tree((-1,) * 5)
+    for p, q in LAWS.values():
+        law = law_of(Exact(), p, drawn(q, tree))
+        assert distance_to_the_target(law, p, 1) < ROUNDING
+
+
+def test_siblings_with_replacement_are_lossless_too_where_q_says_so(law_of):
+    """SpecInfer's siblings: each drawn from all of q, and tried with all of q."""
+    for name in ("chain of 2", "two siblings", "three siblings", "two under the second"):
+        law = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=True, scored_without=False))
+        assert distance_to_the_target(law, FLAT, TREES[name].depth) < ROUNDING
+
+
+def test_the_first_children_are_accepted_where_p_is_q(monkeypatch):
+    p, q = LAWS["p = q"]
+    tree = TREES["two and three"]
+    accepted = 0.0
+    for chance, proposal in drawn(q, tree):
+        laws = torch.stack([p[text] for text in texts_of(proposal.tokens.tolist(), tree)])
+        verify = functools.partial(Exact().verify, SAMPLING, laws.log(), [], proposal, None)
+        accepted += sum(chance * mass for mass, verdict, _ in followed(monkeypatch, verify) if verdict.path == [0, 2])
+    assert accepted == pytest.approx(1, abs=ROUNDING)
+
+
+def test_acceptance_of_a_chain_is_the_overlap(law_of):
+    """P(accepted) = Σ_v min(p, q) = 1 − TV(p, q), drawn; p(x) where the draft is deterministic."""
+    for p, q in LAWS.values():
+        for drafts, expected in [
+            (drawn(q, Tree.chain(1)), torch.minimum(p[()], q[()]).sum()),
+            (most_likely(q, Tree.chain(1)), p[()][q[()].argmax()]),
+        ]:
+            law = law_of(Exact(), p, drafts)
+            accepted = sum(mass for (tokens, _), mass in law.items() if len(tokens) == 2)
+            assert accepted == pytest.approx(float(expected), abs=ROUNDING)
+
+
+PLANTS = {
+    "siblings tried against p": ("rest = residual(rest,", "rest = residual(p[node + 1],"),
+    "siblings weighed by p": ("p_x[child] if i == 0 else float(rest[token])", "p_x[child]"),
+    "a residual that is not normalised": ("rest = rest / rest.sum()", "pass"),
+    "no residual": ("rest = residual(rest, None if q is None else q[child], token)", "pass"),
+    "every sibling's residual by the first one's q": ("q[child], token", "q[tree.children[node + 1][0]], token"),
+    "the bonus from the root's row": ("rest, accepted = p[node + 1], ROOT", "rest, accepted = p[0], ROOT"),
+    "q one-hot where it was drawn": ("[1.0] * len(tree) if q is None else", "[1.0] * len(tree) or"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_the_law_shows_a_mistake_in_the_rule(law_of, monkeypatch, plant):
+    monkeypatch.setattr(rules, "accept_exact", planted(accept_exact, *PLANTS[plant]))
+    law = law_of(Exact(), FLAT, drawn(PEAKED, TREES["three siblings"]))
+    assert distance_to_the_target(law, FLAT, 1) > 1e-3
+
+
+def test_the_law_shows_a_token_that_was_never_drawn(law_of, monkeypatch):
+    monkeypatch.setattr(rules, "accept_exact", planted(accept_exact, "q_x[child] > 0 and ", ""))
+    q = {(): one_hot(2, 4)}  # nothing is left for the second sibling
+    law = law_of(Exact(), FLAT, drawn(q, TREES["two siblings"]))
+    assert distance_to_the_target(law, FLAT, 1) > 1e-3
+
+
+def test_one_random_number_for_all_siblings_is_noticed(law_of, monkeypatch):
+    monkeypatch.setattr(rules, "accept_exact", planted(accept_exact, "r[child] * q_x", "r[0] * q_x"))
+    with pytest.raises(AssertionError, match="decides twice"):
+        law_of(Exact(), FLAT, drawn(PEAKED, TREES["two siblings"]))
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("name", ["two siblings", "three siblings"])
+def test_the_law_shows_siblings_that_were_drawn_otherwise_than_they_are_scored(law_of, name, replace):
+    """With replacement and scored as if without, and the other way round."""
+    law = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=replace, scored_without=replace))
+    assert distance_to_the_target(law, FLAT, 1) > 1e-3
+
+
+def test_random_numbers_give_the_law_that_was_computed(monkeypatch):
+    """Tensors of numbers r in place of `Uniform`: every threshold here is a multiple of 1/4, so a grid integrates."""
+    p = torch.tensor([4, 4, 5, 3], dtype=torch.float64) / 16
+    q = torch.tensor([8, 2, 4, 2], dtype=torch.float64) / 16  # p/q is 1/2, 2, 5/4 and 3/2, the residual (0, 2, 1, 1)/4
+    tree, grid = TREES["two siblings"], [1 / 8, 3 / 8, 5 / 8, 7 / 8]
+    monkeypatch.setattr(acceptance, "draw", lambda rest, generator: rest / rest.sum())
+    law = torch.zeros(4, dtype=torch.float64)
+    outcomes = set()
+    for chance, proposal in drawn({(): q}, tree):
+        for r in itertools.product(grid, repeat=2):
+            monkeypatch.setattr(torch, "rand", lambda size, r=r, **options: torch.tensor(r, dtype=options["dtype"]))
+            path, following = accept_exact(p.expand(3, -1), proposal.probabilities, proposal.tokens, tree)
+            first = one_hot(int(proposal.tokens[path[0]]), 4) if path else following
+            law += chance / len(grid) ** 2 * first
+            outcomes.add(tuple(path))
+    assert torch.allclose(law, p, rtol=0, atol=ROUNDING)
+    assert outcomes == {(), (0,), (1,)}
+
+
+def random_siblings(seed: int, count: int = 200) -> Iterator[tuple[Tree, list[int], Tensor]]:
+    """Trees with distinct siblings, tokens, and logits that often agree with them."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        parents: list[int] = []
+        for node in range(int(torch.randint(9, (), generator=generator))):
+            parent = int(torch.randint(-1, node, (), generator=generator))
+            parents.append(parent if parents.count(parent) < 3 else node - 1)
+        tree = Tree(tuple(parents))
+        tokens = [0] * len(tree)
+        for own in tree.children:
+            for child, token in zip(own, torch.randperm(3, generator=generator).tolist(), strict=False):
+                tokens[child] = token
+        yield tree, tokens, torch.randn(len(tree) + 1, 3, generator=generator)
+
+
+def test_exact_at_temperature_0_follows_the_argmax_down_the_tree():
+    depths = set()
+    for tree, tokens, logits in random_siblings(0):
+        chosen = logits.argmax(-1).tolist()
+        proposal = Proposal(torch.tensor(tokens, dtype=torch.long), None, tree)
+        verdict = Exact().verify(GREEDY, logits, [], proposal, None)
+        assert (verdict.path, verdict.token) == accept_greedy(chosen, tokens, tree) and verdict.departures is None
+        naive, node = [], ROOT
+        while (wanted := [c for c in tree.children[node + 1] if tokens[c] == chosen[node + 1]]) != []:
+            (node,) = wanted
+            naive.append(node)
+        assert (verdict.path, verdict.token) == (naive, chosen[node + 1])
+        depths.add(len(naive))
+        # One-hot laws: what the rule for sampling does with them.
+        hot = torch.nn.functional.one_hot(logits.argmax(-1), 3).double()
+        path, token = accept_exact(hot, None, proposal.tokens, tree)
+        assert (path, int(token)) == (verdict.path, verdict.token)
+    assert len(depths) >= 4
+
+
+# The lossy rules: which tokens stand
+
+
+def laws_of(*rows: Sequence[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def verdict_of(rule, logits, tokens, tree, confidence=None, law=GREEDY):
+    confidence = None if confidence is None else torch.tensor(confidence)
+    return rule.verify(law, logits, [], Proposal(torch.tensor(tokens), None, tree, confidence), None)
+
+
+P_CHAIN = laws_of([0.2, 0.5, 0.3], [0.3, 0.6, 0.1], [0.1, 0.1, 0.8], [0.0, 0.4, 0.6])
+
+
+@pytest.mark.parametrize(
+    ("level", "accepted", "token"), [(0.0, 3, 2), (0.05, 3, 2), (0.1, 2, 2), (0.19, 2, 2), (0.2, 2, 2), (0.3, 0, 1)]
+)
+def test_a_chain_stands_up_to_the_first_token_at_or_below_the_level(level, accepted, token):
+    """p of the drafted tokens is 0.3, 0.3 and 0.1: the level itself is not above the level."""
+    level = (
+        float(P_CHAIN.softmax(-1)[0, 2])
+        if level == 0.3
+        else float(P_CHAIN.softmax(-1)[2, 0])
+        if level == 0.1
+        else level
+    )
+    verdict = verdict_of(Threshold(level), P_CHAIN, [2, 0, 0], Tree.chain(3))
+    assert (verdict.path, verdict.token) == (list(range(accepted)), token)
+    # None of the drafted tokens is the argmax; the last one is.
+    assert verdict.departures == [(1.0, True)] * accepted + [(0.0, False)]
+
+
+def test_nothing_stands_behind_a_token_that_fell():
+    assert verdict_of(Threshold(0.25), P_CHAIN, [0, 1, 2], Tree.chain(3)).path == []
+    assert verdict_of(Threshold(0.25), P_CHAIN, [1, 2, 2], Tree.chain(3)).path == [0]
+
+
+def test_threshold_0_accepts_all_that_the_target_does_not_rule_out():
+    assert verdict_of(Threshold(0.0), P_CHAIN, [0, 2, 1], Tree.chain(3)).path == [0, 1, 2]
+    p = laws_of([0.0, 0.5, 0.5], [0.5, 0.5, 0.0])
+    for law in (GREEDY, SAMPLING):
+        assert verdict_of(Threshold(0.0), p, [0], Tree.chain(1), law=law).path == []
+        assert verdict_of(Threshold(0.0), p, [1], Tree.chain(1), law=law).path == [0]
+
+
+@pytest.mark.parametrize("rule", [Threshold(0.2), Typical(0.2, 9.0)])
+def test_the_longest_path_wins_and_of_equals_the_first(rule):
+    tree = TREES["two under the second"]  # 0, 1 with the children 2, 3
+    flat = [0.34, 0.33, 0.33]
+    for rows, path in [
+        ((flat, flat, flat, flat, flat), [1, 2]),  # 2 and 3 are as deep as each other
+        ((flat, flat, [0.1, 0.5, 0.4], flat, flat), [1, 3]),
+        ((flat, flat, [0.1, 0.1, 0.8], flat, flat), [0]),  # neither stands: 0 and 1 are as deep as each other
+        (([0.8, 0.1, 0.1], flat, flat, flat, flat), [0]),  # what stands below 1 fell with it
+        (([0.1, 0.1, 0.8], flat, flat, flat, flat), []),
+    ]:
+        verdict = verdict_of(rule, laws_of(*rows), [0, 1, 0, 1], tree)
+        assert verdict.path == path
+        assert len(verdict.departures) == len(path) + 1
+
+
+def test_a_longer_path_beats_a_likelier_one():
+    tree = Tree.from_choices([(0,), (1,), (1, 0)])
+    verdict = verdict_of(Threshold(0.2), laws_of([0.7, 0.3, 0.0], [1, 0, 0], [0, 0, 1], [0, 1, 0]), [0, 1, 2], tree)
+    assert (verdict.path, verdict.token) == ([1, 2], 1)
+    assert verdict.departures == [(1.0, True), (0.0, False), (0.0, False)]
+
+
+def test_typical_levels_fall_with_the_entropy():
+    p = torch.tensor(
+        [[1.0, 0, 0, 0], [0.5, 0.5, 0, 0], [0.25] * 4, [0.7, 0.1, 0.1, 0.1], [0.97, 0.01, 0.01, 0.01]],
+        dtype=torch.float64,
+    )  # fmt: skip
+    entropy = [0.0, math.log(2), math.log(4), *(-sum(x * math.log(x) for x in row) for row in p[3:].tolist())]
+    for level, delta in [(0.09, 0.3), (0.2, 0.3), (0.9, 0.3), (0.3, 2.0), (0.5, 0.0)]:
+        expected = [min(level, delta * math.exp(-h)) for h in entropy]
+        assert Typical(level, delta).levels(p).tolist() == pytest.approx(expected)
+    assert Typical(0.2, 0.3).levels(p).tolist() == pytest.approx([0.2, 0.15, 0.075, 0.3 * math.exp(-entropy[3]), 0.2])
+    assert Threshold(0.2).levels(p).tolist() == [0.2] * 5
+
+
+def test_typical_lets_unlikely_tokens_pass_where_the_target_is_unsure():
+    unsure, sure = [0.25, 0.25, 0.25, 0.25], [0.8, 0.2, 0.0, 0.0]  # levels 0.1 · 3/4 = 0.075, and 0.2
+    rule = Typical(level=0.24, delta=0.3)
+    assert verdict_of(rule, laws_of(unsure, sure), [3], Tree.chain(1)).path == [0]
+    assert verdict_of(rule, laws_of(sure, unsure), [0], Tree.chain(1)).path == [0]
+    # H(0.8, 0.2) = 0.5: the level is 0.3 · 0.606 = 0.18, below 0.2; with δ = 0.4 it is 0.24.
+    assert verdict_of(rule, laws_of(sure, unsure), [1], Tree.chain(1)).path == [0]
+    assert verdict_of(Typical(0.24, 0.4), laws_of(sure, unsure), [1], Tree.chain(1)).path == []
+    assert verdict_of(Threshold(0.24), laws_of(sure, unsure), [1], Tree.chain(1)).path == []
+
+
+def test_cascade_accepts_while_the_drafter_is_confident():
+    p = laws_of(*[[1.0, 0.0, 0.0]] * 4)  # what the target thinks of them is not asked
+    for confidence, accepted in [
+        ([0.9, 0.9, 0.9], 3),
+        ([0.9, 0.8, 0.7], 2),  # 0.8 is confident enough
+        ([0.9, 0.7, 0.9], 1),
+        ([0.7, 0.9, 0.9], 0),
+    ]:
+        rule = Cascade(float(torch.tensor(0.8)))
+        verdict = verdict_of(rule, p, [1, 2, 1], Tree.chain(3), confidence)
+        assert (verdict.path, verdict.token) == (list(range(accepted)), 0)
+        assert verdict.departures == [(1.0, True)] * accepted + [(0.0, False)]
+    assert verdict_of(Cascade(0.0), p, [1, 2, 1], Tree.chain(3), [0.0] * 3).path == [0, 1, 2]
+    assert verdict_of(Cascade(1.0), p, [1, 2, 1], Tree.chain(3), [1.0, 1.0, 0.99]).path == [0, 1]
+
+
+def test_cascade_follows_the_first_child():
+    tree = TREES["two and three"]
+    p = laws_of(*[[1.0, 0.0, 0.0]] * 6)
+    assert verdict_of(Cascade(), p, [0, 1, 2, 1, 0], tree, [0.9] * 5).path == [0, 2]
+    assert verdict_of(Cascade(), p, [0, 1, 2, 1, 0], tree, [0.9, 0.9, 0.1, 0.1, 0.9]).path == [0]
+
+
+def test_a_cascade_needs_confidence():
+    p = laws_of([0.5, 0.5], [0.5, 0.5])
+    with pytest.raises(InputError, match=r"^rule: cascade needs a proposer that knows its confidence, such as .*$"):
+        verdict_of(Cascade(), p, [0], Tree.chain(1))
+    empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
+    assert Cascade().verify(GREEDY, p[:1], [], empty, None).path == []
+
+
+@pytest.mark.parametrize("rule", [Exact(), Threshold(), Typical(), Cascade()])
+@pytest.mark.parametrize("law", [GREEDY, SAMPLING])
+def test_without_a_draft_the_target_speaks(rule, law):
+    empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
+    verdict = rule.verify(law, laws_of([0.0, 0.0, 1.0]), [], empty, torch.Generator().manual_seed(0))
+    assert (verdict.path, verdict.token) == ([], 2)
+    assert verdict.departures == ([(0.0, False)] if rule.lossy else None)
+
+
+# The lossy rules: how far the law of what they emit departs
+
+
+LOSSY = [
+    Threshold(0.0),
+    Threshold(0.15),
+    Threshold(0.4),
+    Typical(),
+    Typical(0.4, 0.6),
+    Cascade(0.0),
+    Cascade(0.55),
+    Cascade(0.75),
+    Cascade(1.0),
+]
+
+
+def check_departures(law: Emitted, p: Tables) -> float:
+    """Every departure is TV(the token's law given those before it in the round, p). Returns the greatest."""
+    counted: dict[Text, Tensor] = defaultdict(lambda: torch.zeros(len(p[()]), dtype=torch.float64))
+    for (tokens, _), mass in law.items():
+        for i, token in enumerate(tokens):
+            counted[tokens[:i]][token] += mass
+    greatest = 0.0
+    for tokens, departures in law:
+        for i, told in enumerate(departures):
+            emitted = counted[tokens[:i]] / counted[tokens[:i]].sum()
+            assert told == pytest.approx(float((emitted - p[tokens[:i]]).abs().sum()) / 2, abs=1e-9)
+            greatest = max(greatest, told)
+    return greatest
+
+
+@pytest.mark.parametrize("rule", LOSSY, ids=str)
+@pytest.mark.parametrize("name", LAWS)
+def test_departures_of_drawn_chains(law_of, rule, name):
+    p, q = LAWS[name]
+    for length in range(4):
+        law = law_of(rule, p, drawn(q, Tree.chain(length)))
+        greatest = check_departures(law, p)
+        if length == 0 or (name == "p = q" and not isinstance(rule, Threshold)):
+            assert greatest < ROUNDING
+
+
+@pytest.mark.parametrize("rule", LOSSY, ids=str)
+@pytest.mark.parametrize("name", LAWS)
+def test_departures_of_deterministic_drafts(law_of, rule, name):
+    p, q = LAWS[name]
+    for tree in TREES.values():
+        law = law_of(rule, p, most_likely(q, tree))
+        check_departures(law, p)
+
+
+def test_the_lossy_rules_do_depart(law_of):
+    p, q = LAWS["p and q differ"]
+    for rule in (Threshold(0.15), Typical(), Cascade(0.4)):
+        assert check_departures(law_of(rule, p, drawn(q, Tree.chain(2))), p) > 0.05
+        assert check_departures(law_of(rule, p, most_likely(q, Tree.chain(2))), p) > 0.05
+
+
+DEPARTURE_PLANTS = {
+    "the law of a draft that always stands": (Threshold, "passes + (1 - passes.sum()) * own", "q"),
+    "the law of accepted tokens alone": (Threshold, "passes + (1 - passes.sum()) * own", "passes / passes.sum()"),
+    "levels of another context": (Threshold, "own > levels[node + 1]", "own > levels[0]"),
+    "q of another context": (Cascade, "proposal.probabilities[children[0]]", "proposal.probabilities[0]"),
+    "departing where the drafter was unsure": (
+        Cascade,
+        "or not children or not confident[children[0]]",
+        "or not children",
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", DEPARTURE_PLANTS)
+def test_a_wrong_departure_is_found(law_of, monkeypatch, plant):
+    cls, old, new = DEPARTURE_PLANTS[plant]
+    monkeypatch.setattr(cls, "verify", planted(cls.verify, old, new))
+    rule = Typical(0.4, 0.6) if cls is Threshold else Cascade(0.55)
+    with pytest.raises((AssertionError, RuntimeError)):
+        for p, q in LAWS.values():
+            check_departures(law_of(rule, p, drawn(q, Tree.chain(2))), p)
+
+
+@pytest.mark.parametrize("rule", [Threshold(0.2), Typical(0.3, 0.6), Cascade(0.5)], ids=str)
+def test_at_temperature_0_a_departure_is_a_token_that_is_not_the_argmax(rule):
+    seen = set()
+    for tree, tokens, logits in random_siblings(1):
+        confidence = logits.softmax(-1).max(-1).values[[parent + 1 for parent in tree.parents]]
+        proposal = Proposal(torch.tensor(tokens, dtype=torch.long), None, tree, confidence)
+        verdict = rule.verify(GREEDY, logits, [], proposal, None)
+        argmax = logits.argmax(-1).tolist()
+        rows = [argmax[node + 1] for node in [ROOT, *verdict.path]]
+        emitted = [*(tokens[node] for node in verdict.path), verdict.token]
+        assert verdict.token == rows[-1]
+        expected = [a != b for a, b in zip(emitted, rows, strict=True)]
+        assert verdict.departures == [(float(wrong), wrong) for wrong in expected]
+        seen |= set(expected)
+    assert seen == {False, True}
+
+
+@pytest.mark.parametrize("rule", [Threshold(), Typical(), Cascade()], ids=str)
+def test_at_temperature_0_near_ties_are_the_exact_rules(rule):
+    logits = torch.tensor([[1e-9, 2e-9, -1.0]] * 2)
+    empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
+    assert rule.verify(GREEDY, logits[:1], [], empty, None).token == Exact().verify(
+        GREEDY, logits[:1], [], empty, None
+    ).token == 1  # fmt: skip
+    verdict = verdict_of(rule, logits, [0], Tree.chain(1), [0.9])
+    assert verdict.path == [0] and verdict.departures[0] == (1.0, True)
+
+
+def test_at_temperature_0_levels_are_held_against_temperature_1():
+    p = laws_of([0.55, 0.45], [0.5, 0.5])
+    assert verdict_of(Threshold(0.4), p, [1], Tree.chain(1)).path == [0]
+    assert verdict_of(Threshold(0.5), p, [1], Tree.chain(1)).path == []
+
+
+def test_levels_are_held_against_the_processed_law():
+    p = laws_of([0.6, 0.3, 0.1], [0.6, 0.3, 0.1])
+    cut = Law.of(1.0, top_k=2)  # 0.3 becomes 1/3, 0.1 becomes 0
+    generator = torch.Generator().manual_seed(0)
+    for token, level, path in [(1, 0.32, [0]), (1, 0.34, []), (2, 0.0, [])]:
+        proposal = Proposal(torch.tensor([token]), None, Tree.chain(1))
+        verdict = Threshold(level).verify(cut, p, [], proposal, generator)
+        assert verdict.path == path
+        assert [d for d, _ in verdict.departures] == pytest.approx([2 / 3, 0.0] if path else [0.0])
+
+
+@pytest.mark.parametrize("rule", [Threshold(0.0), Typical(), Cascade(0.0)], ids=str)
+@pytest.mark.parametrize("name", ["two siblings", "two under the first"])
+def test_siblings_that_were_drawn_are_refused(law_of, rule, name):
+    p, q = LAWS["p and q differ"]
+    message = r"^rule: expected a chain or a deterministic tree under a lossy rule, found siblings that were drawn$"
+    with pytest.raises(InputError, match=message):
+        law_of(rule, p, drawn(q, TREES[name]))
+
+
+# Names and levels
+
+
+def test_rules_have_names():
+    assert {name: type(as_rule(name)) for name in RULES} == {
+        "exact": Exact, "typical": Typical, "threshold": Threshold, "cascade": Cascade,
+    }  # fmt: skip
+    assert [as_rule(name) for name in ("typical", "threshold", "cascade")] == [
+        Typical(0.09, 0.3), Threshold(0.3), Cascade(0.8),
+    ]  # fmt: skip
+    assert [as_rule(name).lossy for name in RULES] == [False, True, True, True]
+    own = Threshold(0.5)
+    assert as_rule(own) is own
+
+
+@pytest.mark.parametrize("name", ["", "Exact", "sloppy"])
+def test_an_unknown_rule_is_refused(name):
+    with pytest.raises(InputError) as error:
+        as_rule(name)
+    assert str(error.value) == f"rule: expected one of exact, typical, threshold, cascade, found {name!r}"
+
+
+@pytest.mark.parametrize("level", [-0.01, 1.0, math.nan, math.inf])
+@pytest.mark.parametrize("rule", [Threshold, Typical])
+def test_levels_of_a_probability_are_bounded(rule, level):
+    with pytest.raises(InputError, match=f"^level: expected at least 0 and less than 1, found {level}$"):
+        rule(level)
+
+
+@pytest.mark.parametrize("level", [-0.01, 1.01, math.nan, math.inf])
+def test_levels_of_a_confidence_are_bounded(level):
+    with pytest.raises(InputError, match=f"^level: expected a value between 0 and 1, found {level}$"):
+        Cascade(level)
+    assert (Cascade(0.0).level, Cascade(1.0).level) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize("delta", [-0.1, math.nan])
+def test_delta_is_not_negative(delta):
+    with pytest.raises(InputError, match=f"^delta: expected at least 0, found {delta}$"):
+        Typical(delta=delta)
+
+
+# Rules that end a draft
+
+
+@pytest.mark.parametrize(
+    ("q", "confidence", "nats"),
+    [([1.0, 0.0, 0.0, 0.0], 1.0, 0.0), ([0.25] * 4, 0.25, math.log(4)), ([0.5, 0.5, 0.0, 0.0], 0.5, math.log(2))],
+)
+def test_drafts_end_where_the_drafter_is_unsure(q, confidence, nats):
+    law = torch.tensor(q, dtype=torch.float64)
+    assert not stop_below_confidence(confidence - 1e-6)(law) and stop_below_confidence(confidence + 1e-6)(law)
+    assert not stop_below_confidence(confidence)(law)  # as confident as asked for
+    assert not stop_above_entropy(nats + 1e-6)(law) and stop_above_entropy(nats - 1e-6)(law)
+    assert not stop_above_entropy(float(torch.special.entr(law).sum()))(law)
+    assert type(stop_below_confidence(0.5)(law)) is bool and type(stop_above_entropy(0.5)(law)) is bool
