@@ -11,6 +11,8 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.proposers.protocol import Proposal, Proposer
+from draftsmith.decode.proposers.retokenized import RetokenizedProposer
+from draftsmith.decode.proposers.run_ahead import RunAheadProposer
 from draftsmith.decode.rules import Cascade, Exact, Threshold, Typical
 from draftsmith.decode.speculative import Round, speculative_decode, speculative_generate
 from draftsmith.decode.tree import Tree
@@ -30,7 +32,9 @@ __all__ = [
     "PromptLookupProposer",
     "Proposal",
     "Proposer",
+    "RetokenizedProposer",
     "Round",
+    "RunAheadProposer",
     "Threshold",
     "Tree",
     "Typical",

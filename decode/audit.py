@@ -10,9 +10,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Law
 
 GREEDY = Law(LogitsProcessorList(), do_sample=False)
-# In units of the dtype's spacing at the largest logit. On the embedded target in bfloat16, forwards of one token, of eight
-# and of the whole text gave margins between the two likeliest tokens that differed by up to 1.9 units (8 places of 12
-# texts); deeper models round more often.
+# In units of the dtype's spacing at the largest logit. On the embedded target in bfloat16, forwards of one token, of
+# eight and of the whole text gave margins between the two likeliest tokens that differed by up to 1.9 units (8 places
+# of 12 texts); deeper models round more often.
 TIE_ULPS = 8
 
 

@@ -37,13 +37,12 @@ def autoregressive_decode(
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_model(model, "target")
-    law = Law(logits_processor, bool(generation_config.do_sample))
 
-    def decode(rows: list[Row]) -> None:
+    def decode(rows: list[Row], law: Law) -> None:
         _decode(model, rows, law, compiled)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    return decode_rows(decode, input_ids, mask, stopping_criteria, generation_config, seed)
+    return decode_rows(decode, logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
 
 
 def _decode(model: PreTrainedModel, rows: list[Row], law: Law, compiled: bool) -> None:

@@ -113,11 +113,12 @@ class CachedModel:
         self._keeps = "logits_to_keep" in _parameters(model)
         self._types = sorted(set(getattr(config, "layer_types", None) or ()))
         self._window: int = getattr(config, "sliding_window", None) or 0
-        self._slots = slots
+        self._slots, self._last = slots, max_length - 1
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
         self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
         self._causal: dict[int, Tensor] = {}
+        self._rotary_limit = _rotary_limit(model)
 
     def prefill(self, tokens: Tensor, keep: int = 1) -> Tensor:
         """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.
@@ -126,6 +127,7 @@ class CachedModel:
             The logits of the last `keep` columns, (B, keep, V).
         """
         length = tokens.shape[1]
+        self._check_rotary(length)
         self._block.start, self._block.width = 0, length
         positions = self._range[None, :length]
         if self._positions is not None:
@@ -154,6 +156,7 @@ class CachedModel:
             (B, keep, V).
         """
         k = tokens.shape[1]
+        self._check_rotary(max(starts) + k)
         if self._active is not None:
             tokens, starts, visible, depths = self._spread(tokens, starts, visible, depths)
         block = self._block
@@ -164,6 +167,9 @@ class CachedModel:
         else:
             block.slots = torch.tensor(starts, device=self._device)[:, None] + self._range[:k]
         positions = block.slots if depths is None else block.slots[:, :1] + depths
+        if self.compiled or block.width > self._last + 1:
+            # Behind a row's own block, where another's is longer: learned positions may end with the length limit.
+            positions = positions.clamp(max=self._last)
         if self._positions is not None:
             self._positions.scatter_(1, block.slots.expand(len(starts), k), positions.expand(len(starts), k))
         mask: Any = None
@@ -204,6 +210,18 @@ class CachedModel:
             layer.keys, layer.values = cast(Tensor, layer.keys)[rows], cast(Tensor, layer.values)[rows]
         if self._positions is not None:
             self._positions = self._positions[rows]
+
+    def _check_rotary(self, length: int) -> None:
+        """Look at the length of the first forward: later ones must not turn what is cached by other angles."""
+        limit, self._rotary_limit = self._rotary_limit, None
+        if limit is None or self._last < limit[1]:
+            return
+        kind, most = limit
+        if kind == "dynamic" or length <= most:
+            raise InputError(
+                f"max_length: expected at most {most} tokens, beyond which {type(self.model).__name__}'s {kind} rotary "
+                f"embedding changes what the cache holds, found {self._last + 1}"
+            )
 
     def _spread(
         self, tokens: Tensor, starts: Sequence[int], visible: Tensor | None, depths: Tensor | None
@@ -260,6 +278,19 @@ class CachedModel:
         return call(input_ids=tokens, past_key_values=self.cache, use_cache=True, **inputs).logits[:, -keep:]
 
 
+def _rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
+    """Return the rope type and the length that its frequencies change at; None where they never do."""
+    config = model.config.get_text_config()
+    own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for parameters in (own, *(value for value in own.values() if isinstance(value, dict))):
+        kind = parameters.get("rope_type")
+        if kind == "longrope":
+            return kind, parameters["original_max_position_embeddings"]
+        if kind == "dynamic":
+            return kind, config.max_position_embeddings
+    return None
+
+
 def check_model(model: PreTrainedModel, role: str) -> None:
     """Refuse, by name, models that speculative decoding cannot roll back or does not apply to.
 
@@ -275,7 +306,7 @@ def check_model(model: PreTrainedModel, role: str) -> None:
             f"{role}: expected a model with a key-value cache, found {name}, whose recurrent state cannot drop "
             "rejected tokens"
         )
-    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if unknown:
         raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
     if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's, whose window it keeps to itself

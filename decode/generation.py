@@ -1,16 +1,30 @@
 """What both decoders share: the way through `generate`, the rows of a batch, and where a text ends."""
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    ExponentialDecayLengthPenalty,
+    ForcedEOSTokenLogitsProcessor,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+    SuppressTokensAtBeginLogitsProcessor,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import Law
 
 
 @dataclass(frozen=True)
@@ -114,11 +128,39 @@ class Row:
         return len(tokens), False
 
 
-Decode = Callable[[list[Row]], None]
+Decode = Callable[[list[Row], Law], None]
+# Where a processor keeps a length that `generate` counted with the padding.
+PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
+    MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
+    SuppressTokensAtBeginLogitsProcessor: "begin_index",
+    ExponentialDecayLengthPenalty: "regulation_start",
+    ForcedEOSTokenLogitsProcessor: "max_length",
+}
+
+
+def without_padding(processors: LogitsProcessorList, padding: int) -> LogitsProcessorList:
+    """Return the processors that `generate` would prepare for rows whose `padding` first tokens were taken away."""
+    own = LogitsProcessorList()
+    counts_new = any(isinstance(processor, MinNewTokensLengthLogitsProcessor) for processor in processors)
+    for processor in processors:
+        name = PADDED_LENGTHS.get(type(processor))
+        if counts_new and isinstance(processor, MinLengthLogitsProcessor):
+            name = "min_length"  # `generate` sets it from `min_new_tokens` and the padded length
+        if name is not None and padding:
+            processor = copy.copy(processor)
+            setattr(processor, name, getattr(processor, name) - padding)
+        elif isinstance(processor, RepetitionPenaltyLogitsProcessor) and isinstance(
+            processor.prompt_ignore_length, Tensor
+        ):
+            processor = copy.copy(processor)
+            processor.prompt_ignore_length = None  # each row's padding, of which there is none left
+        own.append(processor)
+    return own
 
 
 def decode_rows(
     decode: Decode,
+    processors: LogitsProcessorList,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     criteria: StoppingCriteriaList,
@@ -128,7 +170,8 @@ def decode_rows(
 ) -> DecodeOutput | Tensor:
     """Hand the rows of a left-padded batch (B, T) to a decoder, and collect their texts.
 
-    Padding is taken away first: a row's text is what it would be alone.
+    Padding is taken away first: a row's text is what it would be alone. Where a processor counts from the prompt's end,
+    rows of one length are decoded at a time.
     """
     padding = [0] * len(input_ids) if attention_mask is None else (attention_mask == 0).sum(1).tolist()
     rows = []
@@ -139,7 +182,13 @@ def decode_rows(
         text[:length] = input_ids[i, pad:]
         generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed + i)
         rows.append(Row(i, text, length, limits, generator))
-    decode(list(rows))
+    if any(type(processor) in PADDED_LENGTHS for processor in processors):
+        groups = [[row for row, own in zip(rows, padding, strict=True) if own == pad] for pad in sorted(set(padding))]
+    else:
+        groups = [rows]
+    for group in groups:
+        law = Law(without_padding(processors, padding[group[0].index]), bool(config.do_sample))
+        decode(list(group), law)
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     texts = [torch.cat([input_ids[i, : padding[i]], row.context]) for i, row in enumerate(rows)]
     sequences = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=fill)

@@ -1,28 +1,50 @@
-"""Is the output's law the target's? A distribution test for sampled text, for any vocabulary and any prompts.
+"""Is the output the target's? Identity with plain decoding at T=0, and a distribution test for sampled text.
 
 Whatever was written before, a token x that has law p given it, cut at a random point of its own step of the cumulative
 distribution, u = F(x⁻) + U p(x), is uniform on (0, 1) and independent of all that went before (Rosenblatt 1952; for
-discrete laws Smith 1985). So one sequence of numbers tests the laws of all contexts at once, where counting would need
-every context many times. Shape suffixes: N tokens, V vocabulary.
+discrete laws Smith 1985; as a test of forecasts Diebold, Gunther and Tay 1998). So one sequence of numbers tests the
+laws of all contexts at once, at any vocabulary, where counting would need every context many times.
+
+Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import islice, repeat
+from typing import Any, TypeVar
 
 import torch
 from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from draftsmith.decode.autoregressive import autoregressive_generate
+from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law, align_vocabulary, prefixes
+from draftsmith.decode.generation import padded, run_generate
+from draftsmith.decode.proposers.protocol import Proposer, StatelessProposer
+from draftsmith.decode.sampling import Law, align_vocabulary
+from draftsmith.decode.speculative import speculative_generate
 
-Drafter = Callable[[Tensor, int], Tensor]
-"""(text (T,), prompt length) → q of the T − prompt length tokens after it, (N, V): what a drafter would say there."""
+Text = tuple[Tensor, int]
+"""A text's tokens (T,) int64, and how many of them are its prompt, at least one."""
+Laws = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
+"""(texts (B, T), which of their tokens are wanted (B, T) bool, C) → for each C columns from column 1 on, the laws of
+the wanted tokens, (N, V), column after column."""
 
 BINS = 50
 PAIR_BINS = 10
+ENTRIES = 2**25  # of logits held at a time; what is computed from them takes a few times their memory
+PLACES_KEPT = 16
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    """One statistic."""
+
+    statistic: float
+    degrees_of_freedom: int
+    p_value: float
 
 
 @dataclass(frozen=True)
@@ -31,102 +53,346 @@ class LawTest:
 
     num_tokens: int
     p_value: float
-    """The least of `tests` times their number (Bonferroni); 0 where a token had probability zero."""
-    tests: dict[str, float]
-    """The p-value of each statistic."""
+    """The least of the tests' p-values times their number (Bonferroni); 0 where a token had probability zero."""
+    tests: dict[str, ChiSquare]
     num_impossible: int
     """Tokens that the target's law rules out."""
+    impossible: tuple[tuple[int, int], ...]
+    """The first 16 of them: (text, index of the token in it)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain JSON types."""
-        return asdict(self)
+        return asdict(self) | {"impossible": [list(place) for place in self.impossible]}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A text that is not plain decoding's."""
+
+    prompt: int
+    """Which prompt."""
+    position: int
+    """The first token that differs, by its index in the text, prompt included; a text's length where it is only a
+    beginning of the other."""
+    plain: tuple[int, ...]
+    """Plain decoding's text, prompt included."""
+    found: tuple[int, ...]
+    """The other text."""
+
+
+@dataclass(frozen=True)
+class GreedyComparison:
+    """How many texts at T=0 are plain decoding's, token for token."""
+
+    num_prompts: int
+    differences: tuple[Difference, ...]
+    counts: Counts
+
+    @property
+    def num_identical(self) -> int:
+        """Prompts whose texts are the same to the last token."""
+        return self.num_prompts - len(self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures as plain JSON types, without the texts."""
+        return {
+            "num_prompts": self.num_prompts,
+            "num_identical": self.num_identical,
+            "differences": [{"prompt": d.prompt, "position": d.position} for d in self.differences],
+            "counts": self.counts.to_dict(),
+        }
+
+
+def plain_texts(target: PreTrainedModel, prompts: Iterable[Tensor], **generate_kwargs: Any) -> list[Tensor]:
+    """Decode prompts (T,) at T=0 plainly, one at a time, and return the texts, prompts included."""
+    options: dict[str, Any] = {"pad_token_id": 0} | generate_kwargs
+    return [
+        autoregressive_generate(target, prompt[None], do_sample=False, **options).sequences[0] for prompt in prompts
+    ]
+
+
+def compare_greedy(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    prompts: Sequence[Tensor],
+    plain: Sequence[Tensor] | None = None,
+    draft_length: int = 4,
+    batch_size: int = 8,
+    **generate_kwargs: Any,
+) -> GreedyComparison:
+    """Decode prompts at T=0 speculatively, and compare the texts with plain decoding's.
+
+    In float32 all must be identical. In half precision forwards of one token and of several round differently, and
+    near-ties may fall either way.
+
+    Args:
+        target: the model.
+        proposer: what drafts.
+        prompts: token ids, each (T,) int64, T ≥ 1.
+        plain: what `plain_texts` returned for them, to be compared with several proposers; decoded here if None.
+        draft_length: γ.
+        batch_size: prompts decoded together.
+        generate_kwargs: of `speculative_generate` and, save an `observer`, of `plain_texts`.
+    """
+    if plain is None:
+        plain = plain_texts(target, prompts, **{k: v for k, v in generate_kwargs.items() if k != "observer"})
+    found, counts = [], Counts()
+    options: dict[str, Any] = {"do_sample": False, "draft_length": draft_length} | generate_kwargs
+    for batch in _batched(prompts, batch_size):
+        texts, own = _decode(target, proposer, batch, **options)
+        found += [text for text, _ in texts]
+        counts += own
+    differences = []
+    for i, (text, expected) in enumerate(zip(found, plain, strict=True)):
+        if not torch.equal(text, expected):
+            shared = min(len(text), len(expected))
+            unequal = (text[:shared] != expected[:shared]).nonzero()
+            position = int(unequal[0]) if len(unequal) else shared
+            differences.append(Difference(i, position, tuple(expected.tolist()), tuple(text.tolist())))
+    return GreedyComparison(len(prompts), tuple(differences), counts)
+
+
+def sample_texts(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    prompts: Sequence[Tensor],
+    num_tokens: int,
+    draft_length: int = 4,
+    batch_size: int = 8,
+    **generate_kwargs: Any,
+) -> tuple[list[Text], Counts]:
+    """Sample texts until they hold `num_tokens` new tokens, going through the prompts as often as it takes.
+
+    Every text has a seed of its own. What the generation config says holds where `generate_kwargs` do not.
+
+    Args:
+        target: the model.
+        proposer: what drafts.
+        prompts: token ids, each (T,) int64, T ≥ 1; at least one.
+        num_tokens: new tokens, at least; the last batch is finished.
+        draft_length: γ.
+        batch_size: prompts decoded together.
+        generate_kwargs: of `speculative_generate`.
+    """
+    texts: list[Text] = []
+    counts = Counts()
+    options: dict[str, Any] = {"do_sample": True, "draft_length": draft_length} | generate_kwargs
+    while counts.num_emitted_tokens < num_tokens:
+        for batch in _batched(prompts, batch_size):
+            own, more = _decode(target, proposer, batch, seed=len(texts), **options)
+            texts += own
+            counts += more
+            if counts.num_emitted_tokens >= num_tokens:
+                break
+    return texts, counts
+
+
+def prepared_law(target: PreTrainedModel, **generate_kwargs: Any) -> Law:
+    """Return the law that `generate` prepares from these arguments and the target's generation config."""
+
+    def prepared(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: Any,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> Law:
+        return Law(logits_processor, bool(generation_config.do_sample))
+
+    prompt = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    law: Any = run_generate(target, prepared, prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
+    return law
 
 
 @torch.inference_mode()
 def law_test(
     target: PreTrainedModel,
-    texts: Iterable[tuple[Tensor, int]],
+    texts: Iterable[Text],
     law: Law,
-    drafter: Drafter | None = None,
+    drafter: Laws | None = None,
     seed: int = 0,
+    batch_size: int = 16,
 ) -> LawTest:
     """Test whether texts were drawn from the target under a law.
 
     The vocabulary is ordered in each context, by token id, by p, and by q − p where a drafter is given: what leans
     towards the drafter, as most mistakes of speculative sampling do, then shows at one end. Each ordering's numbers are
-    tested for uniformity, and successive ones for independence.
+    tested for uniformity, and successive ones for independence; pairs overlap, which the contingency table's statistic
+    allows for (Billingsley 1961, section 5).
+
+    A token of probability zero fails the test outright. In half precision, where forwards of other shapes round
+    differently, top-k and top-p may rule out a token here that they let pass there: test in float32.
 
     Args:
         target: the model.
-        texts: (tokens (T,) int64, prompt length ≥ 1), nothing behind an end-of-sequence token.
+        texts: each with nothing behind its end-of-sequence token.
         law: the warping that they were sampled under.
-        drafter: tells q, for power alone; see `model_drafter`.
+        drafter: tells q, for power alone; see `model_laws` and `proposer_laws`.
         seed: of the random points.
+        batch_size: texts in one forward; processors are handed as many, as `generate` does.
 
     Raises:
-        InputError: a law at T=0, a text without a prompt, or fewer than 20 tokens for each of the bins.
+        InputError: a law at T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
     """
     if not law.do_sample:
         raise InputError("law: expected sampling, found T=0, where texts are compared token for token")
     generator = torch.Generator().manual_seed(seed)
     names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
-    numbers: dict[str, list[Tensor]] = {name: [] for name in names}
-    impossible = 0
-    for text, prompt_length in texts:
-        if not prompt_length >= 1:
-            raise InputError(f"prompt_length: expected at least 1, found {prompt_length}")
-        tokens = text[prompt_length:]
-        if not len(tokens):
-            continue
-        logits = target(input_ids=text[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
-        p = law.probabilities(logits, prefixes(text[:-1], len(tokens)))
-        impossible += int((p.gather(1, tokens[:, None]) == 0).sum())
-        places = torch.rand(len(tokens), generator=generator, dtype=torch.float64).to(p.device)
-        keys = {"id": torch.arange(p.shape[1], device=p.device).expand_as(p), "p": p}
-        if drafter is not None:
-            keys["q − p"] = drafter(text, prompt_length) - p
-        for name, key in keys.items():
-            numbers[name].append(_transform(p, key, tokens, places).cpu())
-    count = sum(len(part) for part in numbers["id"])
+    uniform = torch.zeros(len(names), BINS, dtype=torch.long)
+    pairs = torch.zeros(len(names), PAIR_BINS**2, dtype=torch.long)
+    count = num_impossible = num_texts = 0
+    impossible: list[tuple[int, int]] = []
+    for batch in _batched(texts, batch_size):
+        ids_BT, wanted_BT = _aligned(batch)
+        size = target.config.get_text_config().vocab_size
+        columns = max(1, ENTRIES // (len(batch) * size))
+        u = torch.zeros(len(names), *wanted_BT.T.shape, dtype=torch.float64)
+        q_blocks = repeat(None) if drafter is None else drafter(ids_BT, wanted_BT, columns)
+        p_blocks = model_laws(target, law)(ids_BT, wanted_BT, columns)
+        for start, p, q in zip(range(1, ids_BT.shape[1], columns), p_blocks, q_blocks, strict=False):
+            block_CB = wanted_BT[:, start : start + columns].T
+            tokens = ids_BT[:, start : start + columns].T[block_CB]
+            if not len(tokens):
+                continue
+            places = torch.rand(len(tokens), generator=generator, dtype=torch.float64).to(p.device)
+            keys = [torch.arange(p.shape[1], device=p.device).expand_as(p), p, *([] if q is None else [q - p])]
+            own = block_CB.cpu()
+            for k, key in enumerate(keys):
+                u[k, start : start + len(own)][own] = _transform(p, key, tokens, places).cpu()
+            ruled_out = (p.gather(1, tokens[:, None])[:, 0] == 0).cpu()
+            num_impossible += int(ruled_out.sum())
+            for column, text in own.nonzero()[ruled_out][: PLACES_KEPT - len(impossible)].tolist():
+                impossible.append((num_texts + text, start + column))
+        wanted = wanted_BT.T.cpu()
+        both = wanted[:-1] & wanted[1:]
+        for k in range(len(names)):
+            uniform[k] += _bins(u[k][wanted], BINS).bincount(minlength=BINS)
+            cells = _bins(u[k, :-1][both], PAIR_BINS) * PAIR_BINS + _bins(u[k, 1:][both], PAIR_BINS)
+            pairs[k] += cells.bincount(minlength=PAIR_BINS**2)
+        count += int(wanted.sum())
+        num_texts += len(batch)
     if count < 20 * PAIR_BINS**2:
         raise InputError(f"texts: expected at least {20 * PAIR_BINS**2} tokens, found {count}")
     tests = {}
-    for name, parts in numbers.items():
-        u = torch.cat(parts)
-        tests[f"uniform by {name}"] = float(chisquare(_bins(u, BINS).bincount(minlength=BINS).numpy()).pvalue)
-        # Within texts: the next text has nothing to do with the end of this one.
-        first, second = (_bins(torch.cat([part[cut] for part in parts]), PAIR_BINS) for cut in (_ALL_BUT_LAST, _REST))
-        table = (first * PAIR_BINS + second).bincount(minlength=PAIR_BINS**2).view(PAIR_BINS, PAIR_BINS)
-        tests[f"independent by {name}"] = float(chi2_contingency(table.numpy()).pvalue)
-    p_value = 0.0 if impossible else min(1.0, len(tests) * min(tests.values()))
-    return LawTest(count, p_value, tests, impossible)
+    for k, name in enumerate(names):
+        tests[f"uniform by {name}"] = _uniformity(uniform[k])
+        tests[f"independent by {name}"] = _independence(pairs[k].view(PAIR_BINS, PAIR_BINS))
+    least = min(test.p_value for test in tests.values())
+    p_value = 0.0 if num_impossible else min(1.0, len(tests) * least)
+    return LawTest(count, p_value, tests, num_impossible, tuple(impossible))
 
 
-def model_drafter(draft: PreTrainedModel, law: Law, vocab_size: int) -> Drafter:
-    """Return what a draft model says, under the law, as wide as the target's vocabulary."""
+def model_laws(model: PreTrainedModel, law: Law, vocab_size: int | None = None) -> Laws:
+    """Return what a model says under a law, in ordinary forwards of the library; as wide as `vocab_size`."""
 
-    def drafter(text: Tensor, prompt_length: int) -> Tensor:
-        logits = draft(input_ids=text[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
-        contexts = prefixes(text[:-1], len(text) - prompt_length)
-        return law.probabilities(align_vocabulary(logits, vocab_size), contexts)
+    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+        length, past = ids_BT.shape[1], None
+        for start in range(1, length, columns):
+            stop = min(start + columns, length)
+            # Texts are padded on the right, and attention is causal: no mask is needed.
+            output = model(
+                input_ids=ids_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1
+            )
+            past = output.past_key_values
+            logits_CBV = output.logits.transpose(0, 1)
+            if vocab_size is not None:
+                logits_CBV = align_vocabulary(logits_CBV, vocab_size)
+            block_CB = wanted_BT[:, start:stop].T
+            if law.context_free:
+                yield law.probabilities(logits_CBV[block_CB], [])
+                continue
+            # All rows of a column have contexts of one length: one call of the processors for all of them.
+            parts = [logits_CBV.new_zeros(0, logits_CBV.shape[-1])]
+            for column, rows in enumerate(block_CB):
+                if bool(rows.any()):
+                    scores = logits_CBV[column, rows]
+                    scores = scores if scores.dtype == torch.float64 else scores.float()
+                    process: Any = law.processors
+                    parts.append(process(ids_BT[rows, : start + column], scores).softmax(-1))
+            yield torch.cat(parts)
 
-    return drafter
+    return laws
 
 
-_ALL_BUT_LAST, _REST = slice(None, -1), slice(1, None)
+def proposer_laws(proposer: StatelessProposer, vocab_size: int) -> Laws:
+    """Return what a deterministic proposer that looks at the text alone would draft next: one-hot, or all zero."""
+
+    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+        for start in range(1, ids_BT.shape[1], columns):
+            places = wanted_BT[:, start : start + columns].T.nonzero().tolist()
+            q = torch.zeros(len(places), vocab_size, device=ids_BT.device)
+            drafts: Any = proposer  # `propose` is what its subclasses add
+            for i, (column, row) in enumerate(places):
+                (draft,) = drafts.propose([ids_BT[row, : start + column]], [1])
+                q[i, draft.tokens[:1]] = 1.0
+            yield q
+
+    return laws
+
+
+Item = TypeVar("Item")
+
+
+def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+    iterator = iter(items)
+    while batch := list(islice(iterator, size)):
+        yield batch
+
+
+def _decode(
+    target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], **options: Any
+) -> tuple[list[Text], Counts]:
+    """Decode prompts together; return their texts, without padding."""
+    width = max(len(prompt) for prompt in prompts)
+    ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
+    mask = (torch.arange(width, device=ids.device) >= width - lengths[:, None]).long()
+    out = speculative_generate(target, proposer, ids, mask, **({"pad_token_id": 0} | options))
+    texts = [
+        (sequence[width - len(prompt) : width + own.num_emitted_tokens], len(prompt))
+        for sequence, prompt, own in zip(out.sequences, prompts, out.row_counts, strict=True)
+    ]
+    return texts, out.counts
+
+
+def _aligned(texts: list[Text]) -> tuple[Tensor, Tensor]:
+    """Pad texts on the right; return them and which of their tokens are under test, both (B, T)."""
+    for _, prompt_length in texts:
+        if prompt_length < 1:
+            raise InputError(f"prompt_length: expected at least 1, found {prompt_length}")
+    ids = padded([text for text, _ in texts], max(len(text) for text, _ in texts))
+    first, end = (
+        torch.tensor(ends, device=ids.device)[:, None]
+        for ends in ([prompt_length for _, prompt_length in texts], [len(text) for text, _ in texts])
+    )
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    return ids, (columns >= first) & (columns < end)
 
 
 def _transform(p: Tensor, key: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """Return F(x⁻) + U p(x) where the vocabulary is ordered by `key`, equal ones by id, (N,)."""
-    order = key.argsort(dim=-1, stable=True)
-    cumulative = p.double().gather(1, order).cumsum(-1)
+    """Return F(x⁻) + U p(x) where the vocabulary is ordered by `key`, equal ones by id, (N,) float64."""
+    x = tokens[:, None]
+    own = key.gather(1, x)
+    before = (key < own) | ((key == own) & (torch.arange(p.shape[1], device=p.device) < x))
+    below = torch.where(before, p, 0.0).sum(-1, dtype=torch.float64)
     # Laws are taken in float32: normalised, the last step ends at 1.
-    cumulative = cumulative / cumulative[:, -1:]
-    place = (order == tokens[:, None]).long().argmax(-1, keepdim=True)
-    upper = cumulative.gather(1, place)[:, 0]
-    lower = torch.where(place[:, 0] > 0, cumulative.gather(1, (place - 1).clamp(min=0))[:, 0], 0.0)
-    return lower + places * (upper - lower)
+    return (below + places * p.gather(1, x)[:, 0].double()) / p.sum(-1, dtype=torch.float64)
 
 
 def _bins(u: Tensor, count: int) -> Tensor:
     return (u * count).long().clamp(max=count - 1)
+
+
+def _uniformity(counts: Tensor) -> ChiSquare:
+    found = chisquare(counts.numpy())
+    return ChiSquare(float(found.statistic), len(counts) - 1, float(found.pvalue))
+
+
+def _independence(table: Tensor) -> ChiSquare:
+    # An empty margin says nothing of independence; that it is empty, the test of uniformity has seen.
+    table = table[table.sum(1) > 0][:, table.sum(0) > 0]
+    if min(table.shape) < 2:
+        return ChiSquare(0.0, 0, 1.0)
+    found = chi2_contingency(table.numpy(), correction=False)
+    return ChiSquare(float(found.statistic), int(found.dof), float(found.pvalue))

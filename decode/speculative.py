@@ -118,17 +118,18 @@ def speculative_decode(
     from the global generator).
     """
     check_model(model, "target")
-    law = Law(logits_processor, bool(generation_config.do_sample))
     chosen = as_rule(rule)
     if isinstance(draft_length, int) and draft_length < 1:
         raise InputError(f"draft_length: expected at least 1, found {draft_length}")
     length = Plan() if draft_length is None else draft_length
 
-    def decode(rows: list[Row]) -> None:
+    def decode(rows: list[Row], law: Law) -> None:
         _decode(model, proposer, rows, length, law, chosen, compiled, observer)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    return decode_rows(decode, input_ids, mask, stopping_criteria, generation_config, seed, lossy=chosen.lossy)
+    return decode_rows(
+        decode, logits_processor, input_ids, mask, stopping_criteria, generation_config, seed, lossy=chosen.lossy
+    )
 
 
 def _decode(

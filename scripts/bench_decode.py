@@ -6,7 +6,6 @@ rotates. Plain decoding has the same options as what it is compared with: dtype,
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,20 +15,24 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import rate_ratio, ratio
+from draftsmith.scripts.benchmarks import (
+    ASSETS,
+    Result,
+    benchmark_prompts,
+    forward_costs,
+    interleaved,
+    interval,
+    over,
+    summary,
+    timed,
+)
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.corpus import code_prompts, stdlib_modules
-from draftsmith.train.models import default_device, load_model, load_tokenizer
-from draftsmith.train.prompts import encode_prompt, read_prompts
+from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.provenance import environment, write_json
-
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 
 @dataclass
@@ -69,10 +72,6 @@ class BenchConfig:
                 raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
 
 
-Result = tuple[float, int, Counts | None]
-"""Seconds, tokens and counts of one decoded prompt."""
-
-
 def bench(config: BenchConfig, console: Console) -> dict[str, Any]:
     """Run the benchmark, print its tables and return the figures."""
     if config.threads:
@@ -87,30 +86,16 @@ def bench(config: BenchConfig, console: Console) -> dict[str, Any]:
         ("assistant_confidence_threshold", 0.0),
     ):
         setattr(draft.generation_config, name, value)
-    prompts = (
-        [
-            torch.tensor(
-                [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens)], device=default_device()
-            )
-            for prompt in read_prompts(config.prompts, limit=config.limit)
-        ]
-        if config.prompts
-        else [
-            torch.tensor(
-                [tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :]], device=default_device()
-            )
-            for record in code_prompts([m for m in stdlib_modules() if m.heldout], config.limit, seed=1)
-        ]
-    )
+    prompts = benchmark_prompts(config.prompts, config.limit, config.max_prompt_tokens, tokenizer)
     methods = _methods(config, target, draft)
-    results = _interleaved(methods, prompts)
+    results = interleaved(methods, prompts)
     figures: dict[str, Any] = {"environment": environment(target.device, config.dtype), "config": vars(config)}
-    figures["methods"] = {name: _summary(seen, results["plain"]) for name, seen in results.items()}
+    figures["methods"] = {name: summary(seen, results["plain"]) for name, seen in results.items()}
     if "assisted generation" in results:
         for name, seen in results.items():
-            figures["methods"][name]["over_assisted_generation"] = _over(seen, results["assisted generation"])
+            figures["methods"][name]["over_assisted_generation"] = over(seen, results["assisted generation"])
     if "plain, compiled" in results:
-        figures["methods"]["speculative, compiled"]["over_plain_compiled"] = _over(
+        figures["methods"]["speculative, compiled"]["over_plain_compiled"] = over(
             results["speculative, compiled"], results["plain, compiled"]
         )
     outside = {
@@ -155,49 +140,6 @@ def _methods(
     return methods
 
 
-def _interleaved(methods: dict[str, Callable[[Tensor], Any]], prompts: list[Tensor]) -> dict[str, list[Result]]:
-    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
-        decode(prompts[0])
-    names = list(methods)
-    results: dict[str, list[Result]] = {name: [] for name in methods}
-    for i, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds, output = _timed(lambda name=name, ids=ids: methods[name](ids))  # type: ignore[misc]
-            sequences = output if isinstance(output, Tensor) else output.sequences
-            counts = None if isinstance(output, Tensor) else output.counts
-            results[name].append((seconds, sequences.numel() - ids.numel(), counts))
-    return results
-
-
-def _timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    _synchronize()
-    start = time.perf_counter()
-    output = call()
-    _synchronize()
-    return time.perf_counter() - start, output
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _over(seen: list[Result], other: list[Result]) -> dict[str, Any]:
-    return rate_ratio(
-        [n for _, n, _ in seen], [s for s, _, _ in seen], [n for _, n, _ in other], [s for s, _, _ in other]
-    )
-
-
-def _summary(seen: list[Result], plain: list[Result]) -> dict[str, Any]:
-    counts = [c for _, _, c in seen if c is not None]
-    total = sum(counts, Counts())
-    return {
-        "tokens_per_second": ratio([n for _, n, _ in seen], [s for s, _, _ in seen]),
-        "over_plain": _over(seen, plain),
-        "mean_acceptance_length": total.mean_acceptance_length(),
-    }
-
-
 @contextlib.contextmanager
 def _clocked(models: Sequence[PreTrainedModel]) -> Iterator[list[float]]:
     """Collect the seconds of each call of the models' eager forwards."""
@@ -205,7 +147,7 @@ def _clocked(models: Sequence[PreTrainedModel]) -> Iterator[list[float]]:
 
     def clocked(forward: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            elapsed, output = _timed(lambda: forward(*args, **kwargs))
+            elapsed, output = timed(lambda: forward(*args, **kwargs))
             seconds.append(elapsed)
             return output
 
@@ -225,7 +167,7 @@ def _outside(decode: Callable[[Tensor], Any], models: Sequence[PreTrainedModel],
     shares = []
     for ids in prompts:
         with _clocked(models) as seconds:
-            total, _ = _timed(lambda ids=ids: decode(ids))  # type: ignore[misc]
+            total, _ = timed(lambda ids=ids: decode(ids))  # type: ignore[misc]
         shares.append(1 - sum(seconds) / total)
     return sorted(shares)[len(shares) // 2]
 
@@ -239,9 +181,10 @@ def _limit(
         if f"plain{suffix}" not in results:
             continue
         tau = sum((c for _, _, c in results[f"speculative{suffix}"] if c), Counts()).mean_acceptance_length() or 0.0
-        t1, block, step = _forward_costs(config, target, draft, compiled=bool(suffix))
+        length = config.max_prompt_tokens + config.max_new_tokens // 2
+        t1, block, step = forward_costs(target, draft, config.draft_length, length, compiled=bool(suffix))
         limit = tau * t1 / (config.draft_length * step + block)
-        speedup = _over(results[f"speculative{suffix}"], results[f"plain{suffix}"])
+        speedup = over(results[f"speculative{suffix}"], results[f"plain{suffix}"])
         limits[f"speculative{suffix}"] = {
             "target_milliseconds": {"1": 1e3 * t1, str(config.draft_length + 1): 1e3 * block},
             "draft_step_milliseconds": 1e3 * step,
@@ -250,29 +193,6 @@ def _limit(
             "share_of_limit": speedup["value"] / limit,
         }
     return limits
-
-
-@torch.inference_mode()
-def _forward_costs(
-    config: BenchConfig, target: PreTrainedModel, draft: PreTrainedModel, compiled: bool
-) -> tuple[float, float, float]:
-    """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, taken in turns."""
-    length = config.max_prompt_tokens + config.max_new_tokens // 2
-    block = config.draft_length + 1
-    room = config.max_prompt_tokens + config.max_new_tokens
-    calls: list[tuple[CachedModel, Tensor]] = []
-    for model, k in ((target, 1), (target, block), (draft, 1)):
-        cached = CachedModel(model, 1, room, block=block, compiled=compiled)
-        cached.prefill(torch.ones(1, length, dtype=torch.long, device=model.device))
-        calls.append((cached, torch.ones(1, k, dtype=torch.long, device=model.device)))
-    seconds: list[list[float]] = [[] for _ in calls]
-    for repeat in range(45):
-        for own, (cached, tokens) in zip(seconds, calls, strict=True):
-            elapsed, _ = _timed(lambda cached=cached, tokens=tokens: cached.feed(tokens, [length])[0, 0, 0].item())  # type: ignore[misc]
-            if repeat >= 5:
-                own.append(elapsed)
-    t1, tk, d = (sorted(own)[len(own) // 2] for own in seconds)
-    return t1, tk, d
 
 
 def _batches(
@@ -297,8 +217,8 @@ def _batches(
     for name, decode in (("plain", plain), ("speculative", speculative)):
         ratios, together_seconds = [], []
         for repeat in range(4):
-            together, output = _timed(lambda decode=decode: decode(batch, mask))  # type: ignore[misc]
-            alone = [_timed(lambda decode=decode, ids=ids: decode(ids)) for ids in rows]  # type: ignore[misc]
+            together, output = timed(lambda decode=decode: decode(batch, mask))  # type: ignore[misc]
+            alone = [timed(lambda decode=decode, ids=ids: decode(ids)) for ids in rows]  # type: ignore[misc]
             if repeat:  # the first warms up
                 ratios.append(sum(s for s, _ in alone) / together)
                 together_seconds.append(together)
@@ -323,14 +243,14 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         table.add_row(
             name,
             f"{method['tokens_per_second']['value']:.0f}",
-            _interval(method["over_plain"]),
-            _interval(method.get("over_assisted_generation")),
+            interval(method["over_plain"]),
+            interval(method.get("over_assisted_generation")),
             f"{method['mean_acceptance_length']:.2f}" if method["mean_acceptance_length"] else "",
         )
     console.print(table)
     if "over_plain_compiled" in figures["methods"].get("speculative, compiled", {}):
-        over = figures["methods"]["speculative, compiled"]["over_plain_compiled"]
-        console.print(f"compiled speculative over compiled plain: {_interval(over)}", highlight=False)
+        ratio = figures["methods"]["speculative, compiled"]["over_plain_compiled"]
+        console.print(f"compiled speculative over compiled plain: {interval(ratio)}", highlight=False)
     for name, share in figures["outside_forwards"].items():
         console.print(f"outside the forwards, {name}: {share:.1%}", highlight=False)
     for name, limit in figures["limit"].items():
@@ -348,13 +268,6 @@ def _print(figures: dict[str, Any], console: Console) -> None:
                 f"{own['over_one_row_at_a_time']['value']:.2f}× one at a time; {own['rows_identical']} rows identical",
                 highlight=False,
             )
-
-
-def _interval(estimate: dict[str, Any] | None) -> str:
-    if estimate is None or estimate["value"] is None:
-        return ""
-    bounds = estimate.get("ci95")
-    return f"{estimate['value']:.2f}×" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,6 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode import (
-    Counts,
     DraftModelProposer,
     DynamicTree,
     InputError,
@@ -27,11 +26,16 @@ from draftsmith.decode import (
     PromptLookupProposer,
     Proposer,
     Tree,
-    autoregressive_generate,
-    speculative_generate,
 )
-from draftsmith.decode.lossless import law_test, model_drafter
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.lossless import (
+    compare_greedy,
+    law_test,
+    model_laws,
+    plain_texts,
+    prepared_law,
+    proposer_laws,
+    sample_texts,
+)
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.corpus import code_prompts, stdlib_modules
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
@@ -71,9 +75,15 @@ class LosslessConfig:
     """Tokens to test the law on, for each drafter; at least 2000, or 0 for none. Prompts are gone through as often as
     it takes, each time with other seeds."""
     temperature: float = 1.0
-    """Of the sampled texts."""
+    """Of the sampled texts, as all settings down to `no_repeat_ngram_size` are."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
-    """Of the sampled texts."""
+    """Keep the most likely tokens that together have this probability."""
+    repetition_penalty: float = 1.0
+    """Divide (or where negative multiply) the logits of tokens that occurred; 1 for none."""
+    no_repeat_ngram_size: int = 0
+    """Let no n-gram of this size occur twice; 0 for none."""
     dtype: str = "float32"
     """Weights and arithmetic of both models. In half precision near-ties may break differently at T=0."""
     false_alarm: float = 1e-4
@@ -96,10 +106,19 @@ class LosslessConfig:
             raise InputError(f"sampled_tokens: expected 0 or at least 2000, found {self.sampled_tokens}")
         if self.sampled_tokens and not self.temperature > 0:
             raise InputError(f"temperature: expected more than 0 for sampled texts, found {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
+        for name in ("top_k", "no_repeat_ngram_size"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name}: expected at least 0, found {getattr(self, name)}")
+        if not self.repetition_penalty > 0:
+            raise InputError(f"repetition_penalty: expected more than 0, found {self.repetition_penalty}")
+        if not 0 < self.false_alarm < 1:
+            raise InputError(f"false_alarm: expected a value between 0 and 1, found {self.false_alarm}")
 
 
 def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any]]:
-    """Run the checks, print a line for each drafter, and return whether all hold, and the figures."""
+    """Run the checks, print a line for each as it ends, and return whether all hold, and the figures."""
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target")
@@ -107,12 +126,17 @@ def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any
     target = load_model(config.target, field="target", dtype=config.dtype)
     draft = load_model(config.draft, field="draft", dtype=config.dtype)
     prompts = [torch.tensor(ids, device=target.device) for ids in _prompts(config, tokenizer)]
+    if not prompts:
+        raise InputError(f"prompts: expected at least one in {config.prompts}, found none")
     figures: dict[str, Any] = {"environment": environment(target.device, config.dtype), "config": vars(config)}
     figures |= {"prompts": len(prompts), "drafters": {}}
     table = Table(title=f"{len(prompts)} prompts, γ = {config.draft_length}, {config.dtype}")
     for column in ("drafter", "T=0: identical", "τ", f"T={config.temperature:g}: tokens", "τ", "p-value"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
-    plain = _plain(config, target, prompts) if config.greedy else []
+    plain = []
+    if config.greedy:
+        bar = tqdm(prompts, desc="plain decoding", disable=None)
+        plain = plain_texts(target, bar, max_new_tokens=config.max_new_tokens)
     ok = True
     for name in config.proposers:
         entry: dict[str, Any] = {}
@@ -121,10 +145,15 @@ def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any
             entry["greedy"] = greedy = _greedy(config, target, _proposer(name, draft), prompts, plain, name)
             ok &= not greedy["differing"]
             row[1:3] = [f"{greedy['identical']} of {len(prompts)}", f"{greedy['mean_acceptance_length']:.2f}"]
+            console.print(f"{name}, T=0: {row[1]} identical, τ = {row[2]}, {greedy['seconds']:.0f} s", highlight=False)
         if config.sampled_tokens:
             entry["sampled"] = law = _sampled(config, target, draft, _proposer(name, draft), prompts, name)
             ok &= law["p_value"] > config.false_alarm
             row[3:] = [str(law["num_tokens"]), f"{law['mean_acceptance_length']:.2f}", f"{law['p_value']:.2g}"]
+            console.print(
+                f"{name}, sampled: {row[3]} tokens, τ = {row[4]}, p-value {row[5]}, {law['seconds']:.0f} s",
+                highlight=False,
+            )
         table.add_row(*row)
         figures["drafters"][name] = entry
         if config.output:
@@ -151,56 +180,31 @@ def _proposer(name: str, draft: PreTrainedModel) -> Proposer:
     return DraftModelProposer(draft, tree={"draft": None, "tree": TREE, "dynamic": DynamicTree()}[name])
 
 
-def _plain(config: LosslessConfig, target: PreTrainedModel, prompts: list[Tensor]) -> list[list[int]]:
-    texts = []
-    for prompt in tqdm(prompts, desc="plain decoding", disable=None):
-        out = autoregressive_generate(
-            target, prompt[None], max_new_tokens=config.max_new_tokens, do_sample=False, pad_token_id=0
-        )
-        texts.append(out.sequences[0, len(prompt) :].tolist())
-    return texts
-
-
-def _batches(config: LosslessConfig, prompts: list[Tensor]) -> Iterator[tuple[list[int], Tensor, Tensor]]:
-    """Yield places, left-padded prompts and masks."""
-    for start in range(0, len(prompts), config.batch_size):
-        places = list(range(start, min(start + config.batch_size, len(prompts))))
-        width = max(len(prompts[i]) for i in places)
-        ids = torch.stack([torch.nn.functional.pad(prompts[i], (width - len(prompts[i]), 0)) for i in places])
-        mask = torch.stack([torch.arange(width, device=ids.device) >= width - len(prompts[i]) for i in places]).long()
-        yield places, ids, mask
-
-
 def _greedy(
     config: LosslessConfig,
     target: PreTrainedModel,
     proposer: Proposer,
     prompts: list[Tensor],
-    plain: list[list[int]],
+    plain: list[Tensor],
     name: str,
 ) -> dict[str, Any]:
-    differing, counts, begun = [], Counts(), time.perf_counter()
-    batches = list(_batches(config, prompts))
-    for places, ids, mask in tqdm(batches, desc=f"{name}, T=0", disable=None):
-        out = speculative_generate(
+    begun = time.perf_counter()
+    with tqdm(total=len(prompts), desc=f"{name}, T=0", disable=None) as bar:
+        found = compare_greedy(
             target,
             proposer,
-            ids,
-            mask,
+            prompts,
+            plain,
             draft_length=config.draft_length,
+            batch_size=config.batch_size,
             max_new_tokens=config.max_new_tokens,
-            do_sample=False,
-            pad_token_id=0,
+            observer=lambda round: bar.update(int(round.done)),
         )
-        counts += out.counts
-        for i, text, own in zip(places, out.sequences[:, ids.shape[1] :].tolist(), out.row_counts, strict=True):
-            if text[: own.num_emitted_tokens] != plain[i]:
-                differing.append(i)
     return {
-        "identical": len(prompts) - len(differing),
-        "differing": differing,
-        "mean_acceptance_length": counts.mean_acceptance_length(),
-        "counts": counts.to_dict(),
+        "identical": found.num_identical,
+        "differing": found.to_dict()["differences"],
+        "mean_acceptance_length": found.counts.mean_acceptance_length(),
+        "counts": found.counts.to_dict(),
         "seconds": time.perf_counter() - begun,
     }
 
@@ -213,40 +217,39 @@ def _sampled(
     prompts: list[Tensor],
     name: str,
 ) -> dict[str, Any]:
-    law = Law.of(config.temperature, top_p=config.top_p)
-    texts: list[tuple[Tensor, int]] = []
-    counts, seed, begun = Counts(), 0, time.perf_counter()
+    # All of them: what is left out would be the generation config's.
+    sampling = {
+        "do_sample": True,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "repetition_penalty": config.repetition_penalty,
+        "no_repeat_ngram_size": config.no_repeat_ngram_size,
+    }
+    begun = time.perf_counter()
     with tqdm(total=config.sampled_tokens, desc=f"{name}, sampled", disable=None) as bar:
-        while counts.num_emitted_tokens < config.sampled_tokens:
-            for _, ids, mask in _batches(config, prompts):
-                out = speculative_generate(
-                    target,
-                    proposer,
-                    ids,
-                    mask,
-                    draft_length=config.draft_length,
-                    max_new_tokens=config.max_new_tokens,
-                    do_sample=True,
-                    temperature=config.temperature,
-                    top_k=0,
-                    top_p=config.top_p,
-                    pad_token_id=0,
-                    seed=seed,
-                )
-                seed += len(ids)
-                for sequence, padding, own in zip(out.sequences, mask, out.row_counts, strict=True):
-                    length = int(padding.sum())
-                    end = ids.shape[1] + own.num_emitted_tokens
-                    texts.append((sequence[ids.shape[1] - length : end], length))
-                counts += out.counts
-                bar.update(out.counts.num_emitted_tokens)
-                if counts.num_emitted_tokens >= config.sampled_tokens:
-                    break
-    drafter = model_drafter(draft, law, target.config.get_text_config().vocab_size)
-    result = law_test(target, texts, law, drafter)
+        texts, counts = sample_texts(
+            target,
+            proposer,
+            prompts,
+            config.sampled_tokens,
+            draft_length=config.draft_length,
+            batch_size=config.batch_size,
+            max_new_tokens=config.max_new_tokens,
+            observer=lambda round: bar.update(len(round.tokens)),
+            **sampling,
+        )
+    law = prepared_law(target, **sampling)
+    vocab_size = target.config.get_text_config().vocab_size
+    if isinstance(proposer, PromptLookupProposer):
+        drafter = proposer_laws(proposer, vocab_size)
+    else:
+        drafter = model_laws(draft, law, vocab_size)
+    result = law_test(target, texts, law, drafter, batch_size=config.batch_size)
     return {
         **result.to_dict(),
         "mean_acceptance_length": counts.mean_acceptance_length(),
+        "counts": counts.to_dict(),
         "seconds": time.perf_counter() - begun,
     }
 

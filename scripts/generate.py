@@ -17,7 +17,13 @@ from rich.text import Text
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import (
+    Counts,
+    DraftModelProposer,
+    RetokenizedProposer,
+    autoregressive_generate,
+    speculative_generate,
+)
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.proposers.draft_model import DynamicTree
@@ -29,7 +35,6 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.models import (
     DTYPES,
     check_head,
-    check_same_tokenizer,
     default_device,
     load_model,
     load_tokenizer,
@@ -55,7 +60,8 @@ class GenerateConfig:
     prompt: str
     """The text to go on from; `-` reads it from standard input, without its last newline."""
     draft: str | None = None
-    """The draft model, for the proposer `draft`."""
+    """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
+    its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
     proposer: str = "draft"
     """What drafts: draft, prompt_lookup, lookahead, blind, early_exit, or none for plain decoding."""
     exit_layers: int | None = None
@@ -397,9 +403,13 @@ def _proposer(
     if config.proposer == "draft" and config.draft is not None:
         remote = config.trust_remote_code
         own = load_tokenizer(config.draft, field="draft", trust_remote_code=remote)
-        check_same_tokenizer(tokenizer, own, config.target, config.draft)
         draft = load_model(config.draft, field="draft", dtype=config.dtype, trust_remote_code=remote)
-        check_head(draft, tokenizer, "draft")
+        check_head(draft, own, "draft")
+        if tokenizer.get_vocab() != own.get_vocab():
+            proposer = RetokenizedProposer(draft, own, tokenizer, tree)
+            if proposer.renumbers:  # elsewhere it has another length in the draft's tokens, and minds it itself
+                _check_positions(config, draft, length, "draft")
+            return proposer
         _check_positions(config, draft, length, "draft")
         return DraftModelProposer(draft, tree)
     if config.proposer == "prompt_lookup":

@@ -97,9 +97,9 @@ class DraftModelProposer:
             return self._chains(contexts, draft_lengths, logits)
         if isinstance(self.tree, Tree):
             tree, _ = self._tree.pruned(depth)
-            drafts = self._static_trees(contexts, tree, logits)
+            drafts = self._static_trees(contexts, draft_lengths, tree, logits)
         else:
-            drafts = self._dynamic_trees(contexts, depth, logits)
+            drafts = self._dynamic_trees(contexts, draft_lengths, logits)
         return [self._pruned(row, draft, k) for row, (draft, k) in enumerate(zip(drafts, draft_lengths, strict=True))]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
@@ -204,8 +204,10 @@ class DraftModelProposer:
     def _wants_confidence(self) -> bool:
         return not self._task.draw_siblings  # a lossy rule may ask for it
 
-    def _static_trees(self, contexts: Sequence[Tensor], tree: Tree, logits: Tensor) -> list[Proposal]:
-        """Draft every row the same shape, a depth at a time."""
+    def _static_trees(
+        self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], tree: Tree, logits: Tensor
+    ) -> list[Proposal]:
+        """Draft every row the same shape, a depth at a time; nothing is drawn deeper than a row's draft length."""
         law, rows, size = self._task.law, len(contexts), len(tree)
         drawn = law.do_sample and self._task.draw_siblings
         tokens = contexts[0].new_zeros(rows, size)
@@ -217,6 +219,8 @@ class DraftModelProposer:
             for f, parent in enumerate(parents):
                 children = list(tree.children[parent + 1])
                 for row in range(rows):
+                    if depth > draft_lengths[row]:
+                        continue
                     text = (
                         contexts[row]
                         if law.context_free
@@ -256,9 +260,11 @@ class DraftModelProposer:
         starts = [length + behind for length in self._lengths]
         return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))
 
-    def _dynamic_trees(self, contexts: Sequence[Tensor], depth: int, logits: Tensor) -> list[Proposal]:
+    def _dynamic_trees(
+        self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
+    ) -> list[Proposal]:
         """Grow each row's tree by cumulative probability; all rows feed as many nodes at each depth."""
-        grower, law, rows = self.tree, self._task.law, len(contexts)
+        grower, law, rows, depth = self.tree, self._task.law, len(contexts), max(draft_lengths)
         assert isinstance(grower, DynamicTree)
         width = grower.width
         parents: list[list[int]] = [[] for _ in range(rows)]
@@ -302,8 +308,11 @@ class DraftModelProposer:
             after = self._feed_nodes(block, behind, visible, level)
         drafts, self._fed = [], []
         for row in range(rows):
-            # A child is never more probable than its parent, so that the most probable nodes are a tree.
-            kept = _most_probable(weights[row], 0, grower.nodes)
+            # A child is never more probable than its parent, so that the most probable nodes are a tree. They are
+            # chosen among those that the row's own draft length allows: `width` at depth 1, width² at each further one.
+            k = draft_lengths[row]
+            allowed = weights[row][: width + (k - 1) * width**2] if k else []
+            kept = _most_probable(allowed, 0, grower.nodes)
             new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
             shape = Tree(tuple(new[parents[row][node]] for node in kept))
             confidence = torch.tensor([ranks[row][node] for node in kept], device=logits.device).exp()

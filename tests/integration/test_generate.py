@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from unit.test_retokenized import permuted
 
 from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.proposers.draft_model import DynamicTree
@@ -36,6 +37,7 @@ from draftsmith.scripts.generate import (
 from draftsmith.train import cli
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
+from draftsmith.train.tokenizer import train_bpe
 
 PROMPT = "def f(x):\n    return"
 NEW = 40
@@ -326,6 +328,40 @@ def test_the_prompt_comes_from_standard_input(pair, capsys, monkeypatch):
     assert ran(capsys, flags(pair, prompt="-"))[0] == expected
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
     assert "prompt: expected UTF-8 on standard input" in ran(capsys, flags(pair, prompt="-"), 2)[1]
+
+
+def retokenized(root: Path, name: str, tokenizer: PreTrainedTokenizerFast, new: list[int] | None = None) -> Path:
+    """Save a draft under another tokenizer; one of the same tokens, but for their ids, is as good as the pair's own."""
+    model = tiny_llama(1, len(tokenizer))
+    if new is not None:
+        order = torch.tensor(new).argsort()
+        own = load_model(root / "draft").state_dict()
+        model.load_state_dict({k: w[order] if len(w) == len(new) else w for k, w in own.items()})
+    save_model(model, tokenizer, root / name)
+    return root / name
+
+
+@pytest.mark.parametrize("options", [{}, {"width": 2}, {"temperature": 1}])
+def test_a_draft_with_other_ids_does_what_the_draft_does(pair, capsys, tokenizer, options):
+    expected = ran(capsys, flags(pair, **options))
+    draft = retokenized(pair, "permuted", *permuted(tokenizer))
+    out, err = ran(capsys, flags(pair, draft=draft, **options))
+    assert out == expected[0]
+    counts = [re.sub(r"\d+ tokens/s", "", text) for text in (err, expected[1])]
+    assert counts[0] == counts[1] and "drafted accepted" in err
+
+
+def test_a_draft_with_another_tokenizer_writes_the_targets_text_at_temperature_0(pair, capsys):
+    draft = retokenized(pair, "another", train_bpe(TEXTS, 280))
+    out, err = ran(capsys, flags(pair, draft=draft, compare=True))
+    assert out == decoded(pair)[0] + "\n"
+    assert re.search(r"\d+ of [1-9]\d* drafted accepted", err) and err.endswith("the texts are identical\n")
+    for options, named in (
+        ({"temperature": 1}, "draft tokenizer: expected the target's tokens and merges under sampling"),
+        ({"width": 2}, "tree: expected a chain from a draft whose text has to be re-encoded, found a tree"),
+    ):
+        out, err = ran(capsys, flags(pair, draft=draft, **options), 2)
+        assert out == "" and err.startswith(f"error: {named}") and err.count("\n") == 1
 
 
 PROPOSERS = {

@@ -1,15 +1,43 @@
-"""The distribution test itself: uniform under the null, and what it says of texts that were drawn from another law."""
+"""The checks of losslessness themselves: right under the null, and what they say of texts that came about otherwise."""
 
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from transformers import (
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
-from draftsmith.decode import InputError, autoregressive_generate
-from draftsmith.decode.lossless import _transform, law_test, model_drafter
+from draftsmith.decode import (
+    DraftModelProposer,
+    InputError,
+    PromptLookupProposer,
+    autoregressive_generate,
+    lossless,
+    speculative,
+)
+from draftsmith.decode.lossless import (
+    _transform,
+    compare_greedy,
+    law_test,
+    model_laws,
+    plain_texts,
+    prepared_law,
+    proposer_laws,
+    sample_texts,
+)
 from draftsmith.decode.sampling import Law
 
 VOCAB = 13
 LAW = Law.of(1.0)
+PENALTIES = Law(
+    LogitsProcessorList(
+        [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.8)]
+    ),
+    do_sample=True,
+)
 
 
 @pytest.fixture(scope="module")
@@ -22,6 +50,12 @@ def texts_of(model, rows=40, new=60, seed=0, **options):
     prompts = torch.randint(VOCAB, (rows, 3), generator=torch.Generator().manual_seed(1))
     out = autoregressive_generate(model, prompts, max_new_tokens=new, do_sample=True, top_k=0, seed=seed, **options)
     return [(text, 3) for text in out.sequences]
+
+
+def ragged():
+    """Prompts and texts of several lengths, one of them without a new token."""
+    generator = torch.Generator().manual_seed(4)
+    return [(torch.randint(VOCAB, (n,), generator=generator), k) for n, k in ((9, 2), (5, 5), (12, 1), (7, 4))]
 
 
 def test_the_transform_of_every_token_covers_the_unit_interval_once():
@@ -40,12 +74,63 @@ def test_the_transform_of_every_token_covers_the_unit_interval_once():
         assert [s[0] for s in steps[1:]] == pytest.approx([s[1] for s in steps[:-1]])
 
 
+@pytest.mark.parametrize("law", [LAW, Law.of(0.7, top_p=0.9), PENALTIES])
+@pytest.mark.parametrize("columns", [1, 4, 100])
+def test_laws_of_padded_texts_in_blocks_are_those_of_each_text_alone(models, law, columns):
+    texts = ragged()
+    ids, wanted = lossless._aligned(texts)
+    assert wanted.sum(1).tolist() == [7, 0, 11, 3]
+    with torch.inference_mode():
+        found = torch.cat(list(model_laws(models[0], law, VOCAB + 2)(ids, wanted, columns)))
+    place = 0
+    for position in range(1, ids.shape[1]):  # column after column
+        for text, prompt_length in texts:
+            if prompt_length <= position < len(text):
+                context = text[:position]
+                p = law.probabilities(models[0](context[None]).logits[0, -1:], [context])[0]
+                torch.testing.assert_close(found[place, :VOCAB], p, atol=1e-5, rtol=0)
+                assert not found[place, VOCAB:].any()
+                place += 1
+    assert place == len(found) == 21
+
+
+def test_what_lookup_would_draft_is_one_hot():
+    text = torch.tensor([1, 2, 3, 1, 2, 3])
+    ids, wanted = lossless._aligned([(text, 2), (text[:5], 4)])
+    (q,) = proposer_laws(PromptLookupProposer(), 5)(ids, wanted, 100)
+    # Columns 2 to 5: nothing to look up in 1 2 or 1 2 3, then what followed.
+    assert [row.nonzero().flatten().tolist() for row in q] == [[], [], [2], [2], [3]]
+
+
+def test_memory_is_bounded_and_blocks_change_nothing(models, monkeypatch):
+    texts = texts_of(models[0])
+    whole = law_test(models[0], texts, LAW, model_laws(models[1], LAW), batch_size=40)
+    forwards = []
+    model_forward = type(models[0]).forward
+
+    def watched(self, *args, **kwargs):
+        output = model_forward(self, *args, **kwargs)
+        forwards.append(output.logits.numel())
+        return output
+
+    monkeypatch.setattr(lossless, "ENTRIES", 40 * VOCAB * 10)
+    monkeypatch.setattr(type(models[0]), "forward", watched)
+    blocks = law_test(models[0], texts, LAW, model_laws(models[1], LAW), batch_size=40)
+    assert max(forwards) <= 40 * VOCAB * 10 and len(forwards) == 2 * 7
+    assert blocks.num_tokens == whole.num_tokens == 2400
+    for name, test in whole.tests.items():  # the random points are other ones, and no more than they
+        assert blocks.tests[name].degrees_of_freedom == test.degrees_of_freedom
+        assert min(blocks.tests[name].p_value, test.p_value) > 1e-4
+
+
 def test_p_values_are_uniform_over_right_samples(models):
-    """Over 20 seeds the least of 20 uniform numbers is below 1e-3 with probability 2 %, their median near a half."""
-    target, _ = models
-    texts = [texts_of(target, seed=1000 * seed) for seed in range(6)]
-    found = [law_test(target, t, LAW, seed=seed).tests["uniform by p"] for seed, t in enumerate(texts)]
-    assert min(found) > 1e-3 and max(found) > 0.1
+    """Of 24 uniform numbers the least is below 1e-3 with probability 2 %, and their mean off by 0.2 with 0.1 %."""
+    found = []
+    for seed in range(6):
+        tests = law_test(models[0], texts_of(models[0], seed=1000 * seed), LAW, seed=seed).tests
+        found += [test.p_value for test in tests.values()]
+    assert len(found) == 24 and min(found) > 1e-3
+    assert abs(sum(found) / len(found) - 0.5) < 0.2
 
 
 def test_another_law_and_another_model_are_seen(models):
@@ -53,23 +138,39 @@ def test_another_law_and_another_model_are_seen(models):
     texts = texts_of(target, rows=80)
     assert law_test(target, texts, LAW).p_value > 1e-3
     assert law_test(target, texts, Law.of(0.8)).p_value < 1e-6
-    with_drafter = law_test(target, texts_of(other, rows=80), LAW, model_drafter(other, LAW, VOCAB))
+    with_drafter = law_test(target, texts_of(other, rows=80), LAW, model_laws(other, LAW, VOCAB))
     assert with_drafter.p_value < 1e-10
-    assert with_drafter.tests["uniform by q − p"] < 1e-10
+    assert with_drafter.tests["uniform by q − p"].p_value < 1e-10
 
 
-def test_a_token_that_the_law_rules_out_decides(models):
-    target, _ = models
-    result = law_test(target, texts_of(target), Law.of(1.0, top_k=2))
-    assert result.num_impossible > 0 and result.p_value == 0
-    assert result.to_dict()["num_tokens"] == 2400
+def test_processors_that_look_back_are_part_of_the_law(models):
+    options = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "temperature": 0.8}
+    texts = texts_of(models[0], **options)
+    assert law_test(models[0], texts, PENALTIES).p_value > 1e-3
+    assert law_test(models[0], texts, Law.of(0.8)).p_value < 1e-6
+    prepared = prepared_law(models[0], do_sample=True, top_k=0, **options)
+    assert prepared.do_sample
+    assert [type(p) for p in prepared.processors] == [type(p) for p in PENALTIES.processors]
+    assert law_test(models[0], texts, prepared).p_value == law_test(models[0], texts, PENALTIES).p_value
+
+
+def test_a_token_that_the_law_rules_out_decides_and_its_place_is_told(models):
+    texts = texts_of(models[0])
+    result = law_test(models[0], texts, Law.of(1.0, top_k=2))
+    assert result.num_impossible > 16 == len(result.impossible) and result.p_value == 0
+    for text, position in result.impossible:
+        tokens = texts[text][0]
+        likely = models[0](tokens[None, :position]).logits[0, -1].topk(2).indices.tolist()
+        assert position >= 3 and int(tokens[position]) not in likely
+    figures = result.to_dict()
+    assert figures["num_tokens"] == 2400 and figures["impossible"][0] == list(result.impossible[0])
+    assert set(figures["tests"]["uniform by p"]) == {"statistic", "degrees_of_freedom", "p_value"}
 
 
 def test_tokens_that_hang_together_are_seen(models):
     """Each token alone has its law, but every other one is drawn with the random number of the one before it."""
     target, _ = models
     generator = torch.Generator().manual_seed(0)
-    texts = []
     with torch.inference_mode():
         rows = torch.randint(VOCAB, (40, 3), generator=generator)
         for i in range(60):
@@ -80,10 +181,71 @@ def test_tokens_that_hang_together_are_seen(models):
             order = p.argsort(-1, descending=True)
             place = torch.searchsorted(p.gather(1, order).cumsum(-1), u).clamp(max=VOCAB - 1)
             rows = torch.cat([rows, order.gather(1, place)], dim=1)
-        texts = [(row, 3) for row in rows]
-    result = law_test(target, texts, LAW)
-    assert result.tests["uniform by p"] > 1e-4
-    assert result.tests["independent by p"] < 1e-10
+    result = law_test(target, [(row, 3) for row in rows], LAW)
+    assert result.tests["uniform by p"].p_value > 1e-4
+    assert result.tests["independent by p"].p_value < 1e-10
+
+
+def test_texts_far_from_the_law_leave_bins_empty_and_fail(models):
+    """The most likely token again and again: most of the numbers' range is never reached."""
+    prompts = torch.randint(VOCAB, (40, 3), generator=torch.Generator().manual_seed(1))
+    out = autoregressive_generate(models[0], prompts, max_new_tokens=60, do_sample=False)
+    result = law_test(models[0], [(text, 3) for text in out.sequences], Law.of(0.3))
+    assert result.p_value < 1e-10
+
+
+def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
+    target, draft = models
+    prompts = [text[:k] for text, k in ragged()]
+    plain = plain_texts(target, prompts, max_new_tokens=12)
+    assert [len(text) for text in plain] == [14, 17, 13, 16]
+    for proposer in (DraftModelProposer(draft), PromptLookupProposer()):
+        found = compare_greedy(target, proposer, prompts, plain, batch_size=3, max_new_tokens=12)
+        assert found.num_identical == found.num_prompts == 4 and found.differences == ()
+        assert found.counts.num_emitted_tokens == 48
+
+    real = speculative._verify
+
+    def shifted(target, rows, drafts, *args):
+        logits = real(target, rows, drafts, *args)
+        for i, row in enumerate(rows):
+            # From its fourth new token on, the row of the longest prompt goes astray.
+            if len(row.context) >= 8 and row.limits.max_length == 17:
+                logits[i, 0] = -logits[i, 0]
+        return logits
+
+    monkeypatch.setattr(speculative, "_verify", shifted)
+    found = compare_greedy(target, PromptLookupProposer(3, 3), prompts, batch_size=3, max_new_tokens=12)
+    assert found.num_identical == 3
+    (difference,) = found.differences
+    assert difference.prompt == 1 and difference.position >= 8
+    assert difference.plain == tuple(plain[1].tolist()) and difference.found[:5] == difference.plain[:5]
+    shared = difference.position
+    assert difference.found[:shared] == difference.plain[:shared]
+    assert difference.found[shared] != difference.plain[shared]
+    assert found.to_dict()["differences"] == [{"prompt": 1, "position": shared}]
+
+
+def test_a_text_that_ends_early_differs_where_it_ends(models):
+    prompts = [text[:k] for text, k in ragged()]
+    longer = plain_texts(models[0], prompts, max_new_tokens=8)
+    found = compare_greedy(models[0], PromptLookupProposer(), prompts, longer, max_new_tokens=6)
+    assert [(d.prompt, d.position) for d in found.differences] == [(i, len(p) + 6) for i, p in enumerate(prompts)]
+
+
+def test_sampled_texts_hold_emitted_tokens_alone(models):
+    prompts = [text[:k] for text, k in ragged()]
+    texts, counts = sample_texts(
+        models[0], DraftModelProposer(models[1]), prompts, 150, batch_size=3, max_new_tokens=20, top_k=0, eos_token_id=4
+    )
+    assert sum(len(text) - k for text, k in texts) == counts.num_emitted_tokens >= 150
+    assert len(texts) > 8
+    for i, (text, k) in enumerate(texts):
+        new = text[k:].tolist()
+        assert torch.equal(text[:k], prompts[i % 4])
+        assert 4 not in new[:-1] and (new[-1] == 4 or len(new) == 20)
+    again = [tuple(text.tolist()) for text, _ in texts]
+    assert len(set(again)) > 0.9 * len(again)  # other seeds each time round
 
 
 def test_bad_input_is_named(models):
@@ -92,5 +254,7 @@ def test_bad_input_is_named(models):
         law_test(target, [], Law.of(0.0))
     with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 60"):
         law_test(target, texts_of(target, rows=1), LAW)
+    with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 0"):
+        law_test(target, [], LAW)
     with pytest.raises(InputError, match="prompt_length: expected at least 1, found 0"):
         law_test(target, [(torch.tensor([1, 2]), 0)], LAW)

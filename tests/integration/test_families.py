@@ -1,0 +1,487 @@
+"""Model families × draft shapes × rules × batch sizes: each against the library's own `generate` or a fresh forward."""
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from draftsmith.decode import (
+    Cascade,
+    DecodeOutput,
+    DraftModelProposer,
+    DynamicTree,
+    InputError,
+    Threshold,
+    Tree,
+    Typical,
+    autoregressive_generate,
+    cache,
+    speculative_generate,
+)
+from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.generation import padded
+from draftsmith.decode.rules import Rule
+
+VOCAB, HIDDEN, WINDOW, NEW = 64, 32, 8, 12
+LENGTHS = (3, 11, 6)  # prompts within the window and past it; with NEW tokens all are far past it
+
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 2 * HIDDEN}
+GEMMA = {
+    **GROUPED,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, GROUPED),
+    "qwen2": (Qwen2Config, GROUPED),
+    "qwen2-window": (
+        Qwen2Config,
+        {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3Config, {**GROUPED, "head_dim": 8}),
+    "mistral": (MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
+    "gemma2": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0}),
+    "gemma3": (Gemma3TextConfig, GEMMA),
+    "gpt2": (GPT2Config, {}),
+    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
+    "gpt-oss": (
+        GptOssConfig,
+        {**GEMMA, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "opt": (OPTConfig, {"ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN}),
+    "phi": (PhiConfig, GROUPED),
+    "phi3": (Phi3Config, {**GROUPED, "sliding_window": WINDOW}),
+    "falcon": (FalconConfig, {"alibi": False}),
+}
+WINDOWED = [name for name, (_, options) in FAMILIES.items() if "sliding_window" in options]
+LEARNED_POSITIONS = ["gpt2", "opt"]
+SHAPES = {
+    "chain": None,
+    "tree": Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]),
+    "dynamic": DynamicTree(3, 7),
+}
+RULES: dict[str, Rule] = {"threshold": Threshold(0.05), "typical": Typical(), "cascade": Cascade(0.2)}
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+PENALISED = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
+
+# What the others have not: layers of both kinds beside a dict of masks, attention sinks and experts, shared keys.
+VARIANTS = ("qwen2-window", "gpt-oss", "falcon")
+every_family = pytest.mark.parametrize("name", FAMILIES)
+main_families = pytest.mark.parametrize("name", [name for name in FAMILIES if name not in VARIANTS])
+every_rule = pytest.mark.parametrize("rule", RULES)
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def build(name: str, **options: Any) -> PreTrainedModel:
+    """A random model that looks at its context and whose texts are not one token again and again."""
+    config, own = FAMILIES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
+    model.generation_config.pad_token_id = 0
+    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+    if head.weight is embeddings.weight:
+        # Or the residual stream would carry each token to the head that knows it best, and say it again.
+        embeddings.weight.mul_(0.05)
+    outer = [m for n, m in model.named_modules() if not any(map(str.isdigit, n)) and n]
+    (final_norm,) = (m for m in outer if getattr(m, "weight", None) is not None and m.weight.ndim == 1)
+    # Logits of standard deviation 3; added, for Gemma's gain is 1 + weight.
+    final_norm.weight.add_(3 / float(head.weight.std() * HIDDEN**0.5) - 1)
+    return model
+
+
+def noisy(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with noise on all its matrices."""
+    draft = copy.deepcopy(model)
+    torch.manual_seed(1)
+    for parameter in draft.parameters():
+        if parameter.ndim > 1:
+            parameter.add_(torch.randn_like(parameter) * 0.05 * parameter.std())
+    return draft
+
+
+@lru_cache
+def pair(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target and a draft that agrees with it often."""
+    target = build(name)
+    return target, noisy(target)
+
+
+def prompts(*lengths: int) -> list[Tensor]:
+    return [
+        torch.randint(1, VOCAB, (n,), generator=torch.Generator().manual_seed(row)) for row, n in enumerate(lengths)
+    ]
+
+
+def left_padded(texts: list[Tensor]) -> dict[str, Tensor]:
+    width = max(map(len, texts))
+    ids = torch.stack([torch.nn.functional.pad(text, (width - len(text), 0)) for text in texts])
+    mask = torch.stack([torch.arange(width) >= width - len(text) for text in texts]).long()
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@lru_cache
+def plain(name: str, penalised: bool = False) -> list[Tensor]:
+    """What the library writes, each row alone."""
+    target, _ = pair(name)
+    options = PENALISED if penalised else GREEDY
+    return [target.generate(**left_padded([text]), **options)[0] for text in prompts(*LENGTHS)]
+
+
+def speculate(name: str, shape: str, rows: list[int], **options: Any) -> tuple[list[Tensor], DecodeOutput]:
+    """Decode some rows of the batch, each with the seed that it has there; their texts without the padding."""
+    target, draft = pair(name)
+    batch = left_padded([prompts(*LENGTHS)[row] for row in rows])
+    proposer = DraftModelProposer(draft, SHAPES[shape])
+    out = speculative_generate(target, proposer, **batch, seed=5 + rows[0], **{"draft_length": 3, **options})
+    padding = (batch["attention_mask"] == 0).sum(1).tolist()
+    return [text[pad:] for text, pad in zip(out.sequences, padding, strict=True)], out
+
+
+def assert_row_is_as_alone(
+    row: int, texts: list[Tensor], out: DecodeOutput, name: str, shape: str, **options: Any
+) -> None:
+    (alone,), own = speculate(name, shape, [row], **options)
+    assert torch.equal(texts[row], alone)
+    assert out.row_counts[row] == own.counts
+    assert len(alone) == LENGTHS[row] + NEW and own.counts.num_emitted_tokens == NEW
+
+
+@every_family
+def test_the_pairs_are_worth_testing(name):
+    """Neither flat nor degenerate laws, no ties, texts of many tokens, windows that matter, drafts that err."""
+    target, _ = pair(name)
+    agreement, entropies, found = [], [], set()
+    for prompt, text in zip(prompts(*LENGTHS), plain(name), strict=True):
+        logits, drafted = (model(text[None, :-1]).logits[0, len(prompt) - 1 :] for model in pair(name))
+        top = logits.topk(2).values
+        assert (top[:, 0] - top[:, 1]).min() > 1e-4  # ten times what float32 rounds such logits by
+        entropies += torch.special.entr(logits.softmax(-1)).sum(-1).tolist()
+        agreement += (logits.argmax(-1) == drafted.argmax(-1)).tolist()
+        found |= set(text[len(prompt) :].tolist())
+    assert 0.3 < sum(agreement) / len(agreement) < 0.95
+    assert 0.5 < sum(entropies) / len(entropies) < 3  # nats; log 64 = 4.2
+    assert len(found) >= 8
+    if name in WINDOWED:
+        far_sighted = build(name, sliding_window=64)
+        text = plain(name)[1][None]
+        assert torch.allclose(far_sighted(text).logits[:, :WINDOW], target(text).logits[:, :WINDOW], atol=1e-4)
+        assert (far_sighted(text).logits - target(text).logits)[:, 2 * WINDOW :].abs().max() > 0.5
+
+
+@every_shape
+@pytest.mark.parametrize("penalised", [False, True], ids=["greedy", "penalised"])
+@every_family
+def test_exact_texts_at_t0_are_the_librarys(name, penalised, shape):
+    options = PENALISED if penalised else GREEDY
+    texts, out = speculate(name, shape, [0, 1, 2], **options)
+    for text, expected in zip(texts, plain(name, penalised), strict=True):
+        assert torch.equal(text, expected)
+    assert_row_is_as_alone(0, texts, out, name, shape, **options)
+    assert 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
+    assert out.departure is None
+
+
+@every_shape
+@main_families
+def test_exact_draws_of_a_row_are_those_it_has_alone(name, shape):
+    texts, out = speculate(name, shape, [0, 1, 2], **SAMPLED)
+    for row in (0, 2):
+        assert_row_is_as_alone(row, texts, out, name, shape, **SAMPLED)
+    assert 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
+    assert out.departure is None
+
+
+@every_shape
+@every_rule
+@main_families
+def test_lossy_rules_at_t0_say_which_tokens_are_not_the_argmax(name, rule, shape):
+    texts, out = speculate(name, shape, [0, 1, 2], rule=RULES[rule], **GREEDY)
+    wrong = 0  # tokens that one fresh forward of the whole text would not have said
+    for text, n in zip(texts, LENGTHS, strict=True):
+        assert len(text) == n + NEW
+        wrong += int((pair(name)[0](text[None, :-1]).logits[0, n - 1 :].argmax(-1) != text[n:]).sum())
+    assert out.counts.num_accepted_tokens > 0
+    assert out.departure.num_tokens == out.counts.num_emitted_tokens == 3 * NEW
+    assert out.departure.disagreements == out.departure.total_variation == wrong
+    assert wrong > 0
+
+
+# Each rule and each shape; a row's draws are another matter than the rule.
+@pytest.mark.parametrize(("rule", "shape"), [("threshold", "dynamic"), ("typical", "tree"), ("cascade", "chain")])
+@main_families
+def test_lossy_rules_under_sampling_say_how_far_they_depart(name, rule, shape):
+    texts, out = speculate(name, shape, [0, 1, 2], rule=RULES[rule], **SAMPLED)
+    assert_row_is_as_alone(1, texts, out, name, shape, rule=RULES[rule], **SAMPLED)
+    assert out.counts.num_accepted_tokens > 0
+    assert out.departure.num_tokens == out.counts.num_emitted_tokens == 3 * NEW
+    assert 0 < out.departure.mean_total_variation() < 1
+
+
+@pytest.mark.parametrize(("rows", "options"), [([1], SAMPLED), ([0, 1, 2], GREEDY)], ids=["sampled", "greedy"])
+@main_families
+def test_a_threshold_of_zero_accepts_whole_chains(name, rows, options):
+    _, out = speculate(name, "chain", rows, rule=Threshold(0.0), **options)
+    assert out.counts.num_accepted_tokens == out.counts.num_draft_tokens == NEW * 3 // 4 * len(rows)
+    assert out.departure.total_variation > 0
+
+
+def fresh(model: PreTrainedModel, texts: list[Tensor]) -> Tensor:
+    """The logits after each text, by one forward without a cache, (N, V); padding on the right is never seen."""
+    logits = model(padded(texts, max(map(len, texts))), use_cache=False).logits
+    return logits[range(len(texts)), [len(text) - 1 for text in texts]]
+
+
+def assert_same(logits: Tensor, model: PreTrainedModel, texts: list[list[Tensor]]) -> None:
+    """Compare (B, K, V) with a fresh forward of B × K texts."""
+    expected = fresh(model, [text for row in texts for text in row]).view_as(logits)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("lengths", [(11,), (6, 6), (3, 6, 11)], ids=["one", "even", "ragged"])
+@every_family
+def test_cached_forwards_are_fresh_ones(name, lengths):
+    """Chains and trees, fed at once or a level at a time, of which parts stand; rows advance evenly or not."""
+    model, _ = pair(name)
+    generator = torch.Generator().manual_seed(0)
+    texts, ragged = prompts(*lengths), len(set(lengths)) > 1
+    cached = CachedModel(model, len(texts), max_length=64, block=8)
+    logits = cached.prefill(padded([text[:-1] for text in texts], max(lengths) - 1), keep=2)
+    longest = [text for text in texts if len(text) == max(lengths)]
+    assert_same(logits[[len(text) == max(lengths) for text in texts]], model, [[t[:-2], t[:-1]] for t in longest])
+    trees = [Tree.chain(3), SHAPES["tree"], Tree.from_choices([(0,), (0, 0), (0, 1), (0, 1, 0), (0, 2), (0, 1, 1)])]
+    for round in range(9):
+        starts = [len(text) - 1 for text in texts]
+        shapes = [trees[(round + row * ragged) % 3] for row in range(len(texts))]
+        size = max(map(len, shapes))
+        drafted = torch.randint(1, VOCAB, (len(texts), size), generator=generator)
+        blocks = torch.cat([torch.stack([text[-1:] for text in texts]), drafted], 1)
+        paths = [[tree.path(min(node, len(tree) - 1)) for node in range(-1, size)] for tree in shapes]
+        expected = [[torch.cat([t, d[p]]) for p in path] for t, d, path in zip(texts, drafted, paths, strict=True)]
+        if all(tree.is_chain for tree in shapes):
+            logits = cached.feed(blocks, starts)
+        else:
+            visible = torch.eye(1 + size, dtype=torch.bool).repeat(len(texts), 1, 1)
+            depths = torch.zeros(len(texts), 1 + size, dtype=torch.long)
+            for row, tree in enumerate(shapes):
+                visible[row, : 1 + len(tree), : 1 + len(tree)] = tree.visible
+                depths[row, 1 : 1 + len(tree)] = torch.tensor(tree.depths)
+            if not ragged:
+                visible, depths = visible[0], depths[0]  # one for all rows
+            cut = 1 + round % 3  # in two parts, the later one seeing some of the earlier
+            first = cached.feed(blocks[:, :cut], starts, visible=visible[..., :cut, :cut], depths=depths[..., :cut])
+            second = cached.feed(
+                blocks[:, cut:],
+                [start + cut for start in starts],
+                visible=visible[..., cut:, :],
+                depths=depths[..., cut:] - cut,
+            )
+            logits = torch.cat([first, second], 1)
+        for row, tree in enumerate(shapes):  # a row's entries behind its own tree mean nothing
+            assert_same(logits[row : row + 1, : 1 + len(tree)], model, [expected[row][: 1 + len(tree)]])
+        for row, tree in enumerate(shapes):
+            # A leaf, an inner node or none at all, and a token that was not fed.
+            path = tree.path((len(tree) - 1, 2, -1, 1)[(round + row * ragged) % 4])
+            cached.keep_path(row, starts[row], [node + 1 for node in path])
+            correction = torch.randint(1, VOCAB, (1,), generator=generator)
+            texts[row] = torch.cat([texts[row], drafted[row, path], correction])
+        if round == 5 and len(texts) > 1:
+            cached.select([0, len(texts) - 1] if ragged else [1])
+            texts = [texts[0], texts[-1]] if ragged else texts[1:]
+    assert min(map(len, texts)) > 2 * WINDOW
+    assert_same(
+        cached.feed(torch.stack([t[-1:] for t in texts]), [len(t) - 1 for t in texts]), model, [[t] for t in texts]
+    )
+
+
+@every_shape
+@pytest.mark.parametrize("name", LEARNED_POSITIONS)
+def test_texts_may_use_every_learned_position(name, shape):
+    """No position is left behind the end of the longest rows for what the others' longer drafts would put there."""
+    texts = prompts(3, 11, 11, 11)
+    target = build(name, max_position_embeddings=11 + NEW)
+    draft = noisy(target)
+    for options in (GREEDY, SAMPLED):
+        proposer = DraftModelProposer(draft, SHAPES[shape])
+        out = speculative_generate(target, proposer, **left_padded(texts), draft_length=6, **options)
+        assert out.counts.num_emitted_tokens == NEW * len(texts)
+        if options is GREEDY:
+            for text, row in zip(texts, out.sequences, strict=True):
+                assert torch.equal(row[11 - len(text) :], target.generate(**left_padded([text]), **GREEDY)[0])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.8},
+        {"min_new_tokens": 3, "eos_token_id": list(range(1, 40))},
+        {"begin_suppress_tokens": list(range(1, 40))},
+        {"exponential_decay_length_penalty": (2, 1.5), "eos_token_id": 7},
+        {"forced_eos_token_id": 7},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_processors_take_no_notice_of_padding(options):
+    """They count from the prompt's end, or over its tokens; `generate` prepares them for padded prompts."""
+    target, draft = pair("llama")
+    options = {**GREEDY, **options}
+    texts = prompts(*LENGTHS)
+    expected = [target.generate(**left_padded([text]), **options)[0] for text in texts]
+    alone = {"input_ids": torch.nn.functional.pad(texts[0], (5, 0))[None], "attention_mask": torch.ones(1, 8).long()}
+    alone["attention_mask"][0, :5] = 0
+    for batch in (left_padded(texts), alone):
+        for out in (
+            speculative_generate(target, DraftModelProposer(draft), **batch, **options),
+            autoregressive_generate(target, **batch, **options),
+        ):
+            padding = (batch["attention_mask"] == 0).sum(1).tolist()
+            for row, (pad, counts) in enumerate(zip(padding, out.row_counts, strict=True)):
+                written = out.sequences[row, pad:][: LENGTHS[row] + counts.num_emitted_tokens]
+                assert torch.equal(written, expected[row])
+
+
+@pytest.mark.parametrize("name", ["llama-dynamic", "phi3-longrope"])
+def test_rotary_angles_that_change_with_the_length_are_refused_where_they_would(name):
+    """Keys in the cache were turned by the angles of a shorter text."""
+    family, kind = name.split("-")
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limit = "max_position_embeddings" if kind == "dynamic" else "original_max_position_embeddings"
+    model = build(family, rope_parameters=rope, **{limit: 20})
+    proposer, (short, long) = DraftModelProposer(model), prompts(6, 24)
+    for text, new in ((short, 14), (long, 10)):
+        batch = left_padded([text])
+        if new == 14 or kind == "longrope":
+            out = speculative_generate(model, proposer, **batch, max_new_tokens=new, do_sample=False)
+            assert torch.equal(out.sequences, model.generate(**batch, max_new_tokens=new, do_sample=False))
+            continue
+        with pytest.raises(InputError, match="max_length: expected at most 20 tokens"):
+            speculative_generate(model, proposer, **batch, max_new_tokens=new, do_sample=False)
+    with pytest.raises(InputError, match=f"max_length: expected at most 20 tokens, .* {kind} .* found 21"):
+        speculative_generate(model, proposer, **left_padded([short]), max_new_tokens=15, do_sample=False)
+
+
+def test_fixed_shapes_keep_their_windows(monkeypatch):
+    """Compiled by a backend that runs the captured graphs as they are; a tree, with two kinds of layers."""
+    name, options = "gemma3", {**GREEDY, "draft_length": 2}
+    compiled = {model: torch.compile(model.forward, backend="eager", dynamic=False) for model in pair(name)}
+    monkeypatch.setattr(cache, "_compiled", lambda model: compiled[model])
+    torch._dynamo.reset()
+    texts, out = speculate(name, "tree", [0, 1, 2], compiled=True, **options)
+    for text, expected in zip(texts, plain(name), strict=True):
+        assert torch.equal(text, expected)
+    assert out.row_counts == speculate(name, "tree", [0, 1, 2], **options)[1].row_counts
+
+
+SMALL = {"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 8}
+STATEFUL = "expected a model with a key-value cache, found {}, whose recurrent state cannot drop rejected tokens"
+REFUSED: dict[type[PreTrainedConfig], tuple[dict[str, Any], str]] = {
+    MambaConfig: ({"vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1, "state_size": 4}, STATEFUL),
+    JambaConfig: ({**SMALL, "num_key_value_heads": 1, "attn_layer_period": 2, "attn_layer_offset": 1}, STATEFUL),
+    RecurrentGemmaConfig: ({**SMALL, "lru_width": 8, "num_key_value_heads": 1}, STATEFUL),
+    Qwen3NextConfig: (
+        {**SMALL, "num_key_value_heads": 1, "num_experts": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 1},
+        STATEFUL,
+    ),
+    Lfm2Config: (
+        {**SMALL, "num_key_value_heads": 1, "layer_types": ["conv", "full_attention"]},
+        "expected full or sliding attention layers, found conv in {}",
+    ),
+    Llama4TextConfig: (
+        {**SMALL, "num_key_value_heads": 1, "head_dim": 4, "intermediate_size_mlp": 8, "num_local_experts": 2},
+        "expected full or sliding attention layers, found chunked_attention in {}",
+    ),
+    GPTNeoConfig: (
+        {
+            "vocab_size": 20, "hidden_size": 8, "num_layers": 2, "num_heads": 2,
+            "attention_types": [[["global", "local"], 1]], "bos_token_id": None, "eos_token_id": None,
+        },
+        "expected full or sliding attention layers, found local ones in {}",
+    ),
+    FalconConfig: ({**SMALL, "alibi": True}, "expected positions by position_ids, found alibi in {}"),
+    BloomConfig: (
+        {"vocab_size": 20, "hidden_size": 8, "n_layer": 1, "n_head": 2},
+        "expected a model that takes position_ids, found {}, which does not",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", REFUSED, ids=lambda config: config.model_type)
+def test_families_that_cannot_be_rolled_back_are_refused_by_name(config):
+    options, message = REFUSED[config]
+    model = AutoModelForCausalLM.from_config(config(**options))
+    message = message.format(type(model).__name__)
+    with pytest.raises(InputError) as error:
+        DraftModelProposer(model)
+    assert str(error.value) == f"draft model: {message}"
+    target, _ = pair("llama")
+    with pytest.raises(InputError) as error:
+        speculative_generate(model, DraftModelProposer(target), **left_padded(prompts(3)), **GREEDY)
+    assert str(error.value) == f"target: {message}"
+
+
+def test_encoder_decoders_are_refused_by_name():
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+    with pytest.raises(InputError) as error:
+        check_model(t5, "target")
+    assert (
+        str(error.value)
+        == "target: expected a decoder-only model, found the encoder-decoder T5ForConditionalGeneration"
+    )
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "flash_attention_3", "flex_attention"])
+def test_kernels_that_take_no_masks_are_refused_by_name(kernel):
+    model = build("llama")
+    model.config._attn_implementation = kernel  # as it stands after loading, where the kernel is installed
+    with pytest.raises(InputError) as error:
+        check_model(model, "draft model")
+    assert (
+        str(error.value)
+        == f"draft model: expected attn_implementation eager or sdpa, found {kernel}, which takes no masks"
+    )

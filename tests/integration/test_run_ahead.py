@@ -1,0 +1,415 @@
+"""A draft that runs ahead: the same text as without, whichever thread is faster, and nothing left running."""
+
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from scipy.stats import chi2
+from transformers import (
+    GenerationMixin,
+    LogitsProcessorList,
+    NoBadWordsLogitsProcessor,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
+
+from draftsmith.decode import (
+    DraftModelProposer,
+    InputError,
+    Proposal,
+    Tree,
+    autoregressive_generate,
+    speculative_generate,
+)
+from draftsmith.decode.proposers import run_ahead
+from draftsmith.decode.proposers.draft_model import stop_below_confidence
+from draftsmith.decode.proposers.run_ahead import RunAheadProposer
+
+FALSE_ALARM = 1e-4
+VOCAB = 4
+TEXTS = 16
+NEW = 250
+
+
+def prompt(seed: int, length: int = 7, vocab_size: int = 97) -> torch.Tensor:
+    return torch.randint(1, vocab_size, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def ahead_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "draft-ahead"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs_on():
+    """What runs ahead at the end of a text ends by itself."""
+    yield
+    for thread in ahead_threads():
+        thread.join(timeout=30)
+    assert not ahead_threads()
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 3, 4])
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.3])
+def test_greedy_output_is_plain_decoding_and_counts_are_those_of_a_draft_that_waits(target, noise, draft_length):
+    draft = perturbed(target, noise)
+    proposer, rounds = RunAheadProposer(draft), 0
+    for seed in range(2):
+        options = {"max_new_tokens": 24, "do_sample": False}
+        plain = autoregressive_generate(target, prompt(seed), **options)
+        out = speculative_generate(target, proposer, prompt(seed), draft_length=draft_length, **options)
+        waiting = speculative_generate(
+            target, DraftModelProposer(draft), prompt(seed), draft_length=draft_length, **options
+        )
+        assert torch.equal(out.sequences, plain.sequences)
+        assert out.counts == waiting.counts
+        rounds += out.counts.num_drafts
+    assert 0 < proposer.num_ahead <= rounds
+    if noise == 0:  # all but the first round of each text, and a last one that only the target speaks in
+        assert proposer.num_used == proposer.num_ahead
+    elif noise == 0.01 and draft_length < 3:
+        assert 0 < proposer.num_used < proposer.num_ahead  # taken over and called off
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_what_is_taken_over_was_drafted_in_the_other_thread(target, monkeypatch, do_sample):
+    draft = perturbed(target, 0.0)
+    # A target that is nearly certain: under sampling the guess is nearly always right.
+    options = {"max_new_tokens": 31, "do_sample": do_sample, "draft_length": 2}
+    if do_sample:
+        options["temperature"] = 0.05
+    seen, forward = [], draft.forward
+
+    def spied(*args, **kwargs):
+        seen.append((threading.current_thread() is threading.main_thread(), kwargs["input_ids"].shape[1]))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(draft, "forward", spied)
+    proposer = RunAheadProposer(draft)
+    out = speculative_generate(target, proposer, prompt(0), **options)
+    assert out.counts.num_accepted_tokens == out.counts.num_draft_tokens
+    if not do_sample:
+        # Ten rounds of three tokens, and one of a single token. In the first the caller's thread reads the prompt and
+        # drafts; nine times the other thread drafts the guess and two tokens behind it.
+        assert [tokens for main, tokens in seen if main] == [7, 1]
+        assert [tokens for main, tokens in seen if not main] == [1] * 3 * 9
+    assert proposer.num_used >= 8
+
+
+def slowed(monkeypatch, model, seconds):
+    forward = model.forward
+
+    def slow(*args, **kwargs):
+        time.sleep(seconds)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(model, "forward", slow)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_texts_do_not_depend_on_which_thread_is_faster(do_sample):
+    target = tiny_llama(3, 13, layers=1, scale=10.0)
+    draft = perturbed(target, 0.1)
+    options = {"max_new_tokens": 24, "do_sample": do_sample, "draft_length": 2, "seed": 4}
+
+    def decoded():
+        proposer = RunAheadProposer(draft)
+        out = speculative_generate(target, proposer, prompt(1, vocab_size=13), **options)
+        return out.sequences.tolist(), out.counts, proposer.num_ahead, proposer.num_used
+
+    first = decoded()
+    assert 0 < first[3] < first[2]
+    torch.manual_seed(9)
+    for slow in (target, draft):
+        with pytest.MonkeyPatch.context() as patch:
+            slowed(patch, slow, 0.004)
+            assert decoded() == first
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        assert decoded() == first
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_seeds_give_different_texts(target, draft):
+    def sample(seed: int) -> torch.Tensor:
+        return speculative_generate(
+            target, RunAheadProposer(draft), prompt(0), max_new_tokens=16, do_sample=True, seed=seed
+        ).sequences
+
+    assert torch.equal(sample(3), sample(3))
+    assert not torch.equal(sample(3), sample(4))
+
+
+class MarkovConfig(PretrainedConfig):
+    num_hidden_layers = 1
+
+
+class Markov(PreTrainedModel, GenerationMixin):
+    """A language model whose law is the row of a table (V, V) that the last token names: quick, and known exactly."""
+
+    config_class = MarkovConfig
+
+    def __init__(self, table: torch.Tensor):
+        super().__init__(MarkovConfig(vocab_size=len(table), pad_token_id=0, attn_implementation="eager"))
+        self.logits = torch.nn.Parameter(table.log(), requires_grad=False)
+
+    def forward(self, input_ids, position_ids=None, attention_mask=None, past_key_values=None, use_cache=None):
+        return CausalLMOutput(logits=self.logits[input_ids])
+
+
+@pytest.fixture(scope="module")
+def chains():
+    """A target and a draft that mostly agree: about a third of the rounds take over what ran ahead."""
+    # Each row is the row before, moved by a place, so that the texts hold all tokens equally often.
+    laws = torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.5, 0.2, 0.2, 0.1]])
+    return tuple(Markov(torch.stack([law.roll(row + 1) for row in range(VOCAB)])) for law in laws)
+
+
+def law_p_value(proposer, target: Markov, draft_length: int) -> tuple[float, float]:
+    """Compare the transitions in sampled texts with the target's table, by chi-square (Billingsley 1961).
+
+    The law of a token given what is before it is the target's whether its round took over what ran ahead or not: so
+    the first tokens of either kind of rounds are counted apart, and apart from all others.
+
+    Returns the p-value, and the share of rounds that took over what ran ahead.
+    """
+    p, seen, rounds = target.logits.exp().double(), torch.zeros(3, VOCAB, VOCAB), 0
+    last, used = 0, proposer.num_used
+
+    def observe(round):
+        nonlocal last, used, rounds
+        for i, token in enumerate(round.tokens):
+            seen[2 if i else int(proposer.num_used > used), last, token] += 1
+            last = token
+        used, rounds = proposer.num_used, rounds + 1
+
+    for seed in range(TEXTS):
+        last = seed % VOCAB
+        speculative_generate(
+            target, proposer, torch.tensor([[last]]), draft_length=draft_length, max_new_tokens=NEW, do_sample=True,
+            top_k=0, seed=seed, observer=observe,
+        )  # fmt: skip
+    expected = seen.sum(-1, keepdim=True) * p
+    assert expected.min() > 5
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    return float(chi2.sf(float(statistic), seen.shape[0] * VOCAB * (VOCAB - 1))), proposer.num_used / rounds
+
+
+@pytest.mark.parametrize("draft_length", [1, 3])
+def test_sampled_texts_have_the_targets_law(chains, draft_length):
+    """A right decoder fails with probability 1e-4 over the choice of seeds."""
+    target, draft = chains
+    p_value, used = law_p_value(RunAheadProposer(draft), target, draft_length)
+    assert used > 0.1
+    assert p_value > FALSE_ALARM
+
+
+class Rewound(RunAheadProposer):
+    """Planted: the numbers of what was called off are used again, though it is known of them that they missed."""
+
+    def start(self, task):
+        self._states = {}
+        return super().start(task)
+
+    def _draft_token(self, text):
+        self._states[len(text)] = self._generators[0].get_state()
+        return super()._draft_token(text)
+
+    def _take_over(self, text, length):
+        ahead = self._ahead
+        if ahead is not None:
+            ahead.join()  # before it is called off, so that the plant does not depend on the clock
+        draft = super()._take_over(text, length)
+        if ahead is not None and draft is None:
+            self._generators[0].set_state(self._states[len(ahead.text)])
+        return draft
+
+
+class LawsOfAnotherContext(RunAheadProposer):
+    """Planted: what is taken over comes with the laws of the places before."""
+
+    def _take_over(self, text, length):
+        ahead = self._ahead
+        draft = super()._take_over(text, length)
+        if draft is None or draft.probabilities is None:
+            return draft
+        laws = [part.probabilities for part in ahead._parts[: len(draft.tokens)]]
+        return replace(draft, probabilities=torch.cat(laws))
+
+
+class Stale(RunAheadProposer):
+    """Planted: after full acceptance what ran ahead is taken over as if it had been drawn behind the bonus token."""
+
+    def _take_over(self, text, length):
+        ahead = self._ahead
+        if ahead is not None and self._stands == len(ahead.text):
+            ahead.join()
+        draft = super()._take_over(text, length)
+        if draft is None and ahead is not None and self._stands == len(ahead.text) and length:
+            tokens = torch.cat([part.tokens for part in ahead._parts[1 : 1 + length]])
+            law = self._task.law.probabilities(self.draft_model.logits[torch.cat([text[-1:], tokens[:-1]])], [])
+            draft = Proposal(tokens, law, Tree.chain(len(tokens)))
+        return draft
+
+
+@pytest.mark.parametrize("plant", [Rewound, LawsOfAnotherContext, Stale])
+def test_the_test_has_power(chains, plant):
+    target, draft = chains
+    p_value, _ = law_p_value(plant(draft), target, draft_length=1)
+    assert p_value < 1e-6
+
+
+def test_the_text_ends_where_it_would(target, draft):
+    full = autoregressive_generate(target, prompt(3), max_new_tokens=20, do_sample=False).sequences
+    proposer = RunAheadProposer(draft)  # one for all texts: what ran ahead of one must not enter the next
+    for end in range(1, 12):
+        eos = int(full[0, 6 + end])
+        options = {"draft_length": 3, "max_new_tokens": 20, "do_sample": False, "eos_token_id": eos}
+        out = speculative_generate(target, proposer, prompt(3), **options)
+        first = full[0, 7:].tolist().index(eos)
+        assert torch.equal(out.sequences, full[:, : 7 + first + 1])
+        assert out.counts == speculative_generate(target, DraftModelProposer(draft), prompt(3), **options).counts
+    for new in (1, 2, 3, 4, 5, 8):
+        for do_sample in (False, True):
+            out = speculative_generate(
+                target, proposer, prompt(3), draft_length=3, max_new_tokens=new, do_sample=do_sample
+            )
+            assert out.counts.num_emitted_tokens == new
+            assert do_sample or torch.equal(out.sequences, full[:, : 7 + new])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5},
+        {"no_repeat_ngram_size": 2, "bad_words_ids": [[5], [6]]},
+        {"draft_length": None},
+    ],
+)
+def test_processors_and_planned_lengths_change_nothing(target, draft, options):
+    for seed in range(2):
+        kwargs = {"max_new_tokens": 40, "do_sample": False, **options}
+        proposer = RunAheadProposer(draft)
+        out = speculative_generate(target, proposer, prompt(seed), **kwargs)
+        kwargs.pop("draft_length", None)
+        assert torch.equal(out.sequences, autoregressive_generate(target, prompt(seed), **kwargs).sequences)
+        assert proposer.num_ahead > 0
+
+
+@pytest.mark.parametrize("level", [0.02, 0.045, 1.1])
+def test_drafts_that_stop_early_are_those_of_a_draft_that_waits(target, level):
+    """At level 1.1 nothing is ever drafted."""
+    draft = perturbed(target, 0.005)
+    stop = stop_below_confidence(level)
+    options = {"max_new_tokens": 40, "do_sample": False, "draft_length": 3}
+    proposer = RunAheadProposer(draft, stop=stop)
+    out = speculative_generate(target, proposer, prompt(1), **options)
+    waiting = speculative_generate(target, DraftModelProposer(draft, stop=stop), prompt(1), **options)
+    assert torch.equal(out.sequences, waiting.sequences)
+    assert out.counts == waiting.counts
+    assert (proposer.num_ahead > 0) == (level < 1)
+
+
+def test_a_streamer_has_every_token(target, draft):
+    class Streamer:
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    streamer = Streamer()
+    out = speculative_generate(
+        target, RunAheadProposer(draft), prompt(0), max_new_tokens=20, do_sample=False, streamer=streamer
+    )
+    assert streamer.tokens == out.sequences[0].tolist()
+    assert streamer.ended
+
+
+def test_errors_of_the_other_thread_are_raised(target, monkeypatch):
+    draft = perturbed(target, 0.0)
+    forward = draft.forward
+
+    def failing(*args, **kwargs):
+        if threading.current_thread() is not threading.main_thread():
+            raise ArithmeticError("out of numbers")
+        return forward(*args, **kwargs)
+
+    proposer = RunAheadProposer(draft)
+    options = {"max_new_tokens": 20, "do_sample": False}
+    with monkeypatch.context() as patch:
+        patch.setattr(draft, "forward", failing)
+        with pytest.raises(ArithmeticError, match="out of numbers"):
+            speculative_generate(target, proposer, prompt(0), **options)
+    assert not ahead_threads()
+    plain = autoregressive_generate(target, prompt(0), **options)  # the proposer is as good as new
+    assert torch.equal(speculative_generate(target, proposer, prompt(0), **options).sequences, plain.sequences)
+
+
+def test_an_error_of_the_target_leaves_nothing_running(target, draft, monkeypatch):
+    def failing(*args, **kwargs):
+        raise ArithmeticError("out of numbers")
+
+    proposer = RunAheadProposer(draft)
+    monkeypatch.setattr(target, "forward", failing)
+    with pytest.raises(ArithmeticError):
+        speculative_generate(target, proposer, prompt(0), draft_length=64, max_new_tokens=200, do_sample=False)
+    proposer.close()
+    assert not ahead_threads()
+
+
+def test_the_callers_thread_count_stays(target, draft):
+    def seen_by_a_new_thread() -> int:
+        counts: list[int] = []
+        thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        return counts[0]
+
+    before = torch.get_num_threads(), seen_by_a_new_thread()
+    proposer = RunAheadProposer(draft, threads=before[0] + 2)
+    speculative_generate(target, proposer, prompt(0), max_new_tokens=20, do_sample=False)
+    proposer.close()
+    assert (torch.get_num_threads(), seen_by_a_new_thread()) == before
+
+
+def test_bad_arguments_are_refused_in_one_line(target, draft):
+    with pytest.raises(InputError, match="threads: expected at least 1, found 0"):
+        RunAheadProposer(draft, threads=0)
+    with pytest.raises(InputError, match="batch: expected one row where the draft runs ahead, found 3"):
+        speculative_generate(target, RunAheadProposer(draft), prompt(0).repeat(3, 1), max_new_tokens=4)
+    with pytest.raises(InputError, match="compiled: expected eager forwards"):
+        speculative_generate(target, RunAheadProposer(draft), prompt(0), max_new_tokens=4, compiled=True)
+
+
+def test_processors_follow_the_draft_to_its_device():
+    here = NoBadWordsLogitsProcessor([[5]])
+    here.length_1_bias, here.token = torch.zeros(3), 7
+    (there,) = run_ahead._on_device(LogitsProcessorList([here]), torch.device("meta"))
+    assert (there.length_1_bias.device.type, here.length_1_bias.device.type, there.token) == ("meta", "cpu", 7)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="two devices need a GPU beside the CPU")
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), ("cpu", "cuda"), ("cuda", "cuda")])
+def test_models_on_two_devices(devices):
+    target = tiny_llama(0).to(devices[0])
+    draft = perturbed(tiny_llama(0), 0.01).to(devices[1])
+    ids, proposer = prompt(0).to(devices[0]), RunAheadProposer(draft)
+    for options in ({}, {"repetition_penalty": 1.3, "min_new_tokens": 5, "eos_token_id": 3}):
+        options |= {"max_new_tokens": 30, "do_sample": False}
+        plain = autoregressive_generate(target, ids, **options)
+        out = speculative_generate(target, proposer, ids, draft_length=2, **options)
+        assert torch.equal(out.sequences, plain.sequences)
+        options |= {"do_sample": True, "draft_length": 2, "seed": 1}
+        first = speculative_generate(target, proposer, ids, **options)
+        assert torch.equal(first.sequences, speculative_generate(target, proposer, ids, **options).sequences)
+    assert proposer.num_used > 0
