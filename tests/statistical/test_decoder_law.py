@@ -27,7 +27,7 @@ from draftsmith.decode.sampling import Law, draw
 FALSE_ALARM = 1e-4
 VOCAB = 13
 NEW = 40
-TOKENS = int(os.environ.get("LAW_TOKENS", 20_000))
+TOKENS = int(os.environ.get("LAW_TOKENS", 10_000))
 
 
 class FrequencyPenalty(LogitsProcessor):
