@@ -77,7 +77,6 @@ class ReplayedText:
         return float(expected_rounds(a, torch.tensor([a.shape[1]], device=a.device), draft_length))
 
 
-@torch.inference_mode()
 def replay_text(
     target: PreTrainedModel, draft: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law
 ) -> ReplayedText:
@@ -93,11 +92,33 @@ def replay_text(
     Returns:
         Per-token acceptance of the T − `prompt_length` tokens of the text.
     """
+    p = text_law(target, sequence, prompt_length, law)
+    return replay_law(p, draft, sequence, prompt_length, law)
+
+
+@torch.inference_mode()
+def text_law(
+    model: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law, vocab_size: int | None = None
+) -> Tensor:
+    """Return a model's distributions of the text's tokens, each on the true prefix, (T − `prompt_length`, V).
+
+    Args:
+        model: a target or a draft model.
+        sequence: prompt and text, (T,) int64.
+        prompt_length: tokens of the prompt, at least 1 and less than T.
+        law: the warping.
+        vocab_size: cut or fill the logits to this width.
+    """
+    logits = model(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
+    if vocab_size is not None:
+        logits = align_vocabulary(logits, vocab_size)
+    return law.probabilities(logits, prefixes(sequence[:-1], len(logits)))
+
+
+def replay_law(p: Tensor, draft: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law) -> ReplayedText:
+    """Replay one text against the target's `text_law`, (T − `prompt_length`, V): as `replay_text`, for many drafts."""
     tokens = sequence[prompt_length:]
-    p_logits = target(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
-    q_logits = draft(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
-    q_logits = align_vocabulary(q_logits, p_logits.shape[-1])
-    p, q = (law.probabilities(logits, prefixes(sequence[:-1], len(tokens))) for logits in (p_logits, q_logits))
+    q = text_law(draft, sequence, prompt_length, law, p.shape[-1])
     if not law.do_sample:
         # In half precision a parallel forward can break a near-tie the other way: the text itself says what p chose.
         p = torch.nn.functional.one_hot(tokens, p.shape[-1]).to(p.dtype)

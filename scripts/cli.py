@@ -8,7 +8,9 @@ from draftsmith.train.cli import run
 
 COMMANDS = {
     "quickstart": "the whole road on the embedded target, in minutes on a laptop CPU",
+    "doctor": "will this pair work? a line a check, and which tokens of your samples count in the loss",
     "prepare": "prompts → completions written by the target",
+    "cache": "the target's laws on its completions, to distil with no target in memory",
     "generate": "one prompt in the terminal: every token in the colour of how it came about",
     "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
 }

@@ -1,9 +1,13 @@
-"""`draftsmith prepare --config configs/prepare/tiny.yaml`: prompts in, completions written by the target out."""
+"""`draftsmith prepare --config configs/prepare/tiny.yaml`: prompts in, completions written by the target out.
+
+The target runs here, or on a server (`--endpoint`); or its answers are in the records already (`--answers given`).
+"""
 
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from draftsmith.train.cli import parse_config, run
@@ -20,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code, 0.
 
     Raises:
-        InputError: bad flags, prompts, target or output directory; or a full disk.
+        InputError: bad flags, prompts, target, server or output directory; or a full disk.
     """
     _print(prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare")))
     return 0
@@ -34,12 +38,24 @@ def _print(summary: CompletionsSummary) -> None:
         "repeated 4-grams": "none to count" if share is None else f"{share:.1%}",
         "speed": "nothing to write" if speed is None else f"{speed:.0f} tokens/s over {summary.seconds:.0f} s",
     }
+    if summary.uncertain:
+        rows["tokenized again"] = f"{summary.uncertain} completions may differ from what the target wrote"
+    if summary.padded:
+        rows["padding ids"] = f"{summary.padded} completions cut before an id that is no token"
+    if summary.untrainable:
+        rows["nothing to learn"] = f"{len(summary.untrainable)} samples: {_names(summary.untrainable)}"
+    if summary.left_out:
+        rows["left out"] = f"{len(summary.left_out)} too long for the target's positions: {_names(summary.left_out)}"
     table = Table.grid(padding=(0, 2))
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console = Console()
     console.print(table)
     console.print(f"completions: {summary.output}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _names(ids: list[str]) -> str:
+    return ", ".join(ids[:5]) + (", …" if len(ids) > 5 else "")
 
 
 if __name__ == "__main__":

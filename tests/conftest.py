@@ -76,6 +76,14 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return train_bpe(TEXTS, 300)
 
 
+@pytest.fixture(scope="session")
+def road(tmp_path_factory, tokenizer):
+    """A pair, and completions of 3 and of up to 12 tokens that the target wrote: 20 to train on, 5 held out."""
+    from roads import make_road
+
+    return make_road(tmp_path_factory.mktemp("road"), tokenizer)
+
+
 @pytest.fixture
 def pair_dirs(tmp_path, tokenizer):
     """A target and a draft as Hugging Face directories that share a tokenizer."""

@@ -11,15 +11,18 @@ from transformers import EvalPrediction
 
 from draftsmith.decode.replay import acceptance_probabilities, expected_rounds, overlap
 from draftsmith.decode.sampling import Law
+from draftsmith.train.teacher import CachedLaw
 
 COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 
 
-def replay_features(p_logits: Tensor, q_logits: Tensor, labels: Tensor, law: Law) -> Tensor:
+def replay_features(p: Tensor | CachedLaw, q_logits: Tensor, labels: Tensor, law: Law) -> Tensor:
     """Return what a position has to say of acceptance.
 
     Args:
-        p_logits: the target's logits of the next token, (N, V).
+        p: the target's logits of the next token, (N, V), or its cached laws under the same warping. With these the
+            second feature is an upper bound, exceeded by at most min(p_tail, q_tail), and the third a lower bound,
+            which takes 0 for tokens of the tail, each less probable than the k-th; the others are exact.
         q_logits: the draft's, (N, V).
         labels: the next tokens, (N,), written by the target under the law.
         law: the deployment's warping, a context-free one.
@@ -28,14 +31,21 @@ def replay_features(p_logits: Tensor, q_logits: Tensor, labels: Tensor, law: Law
         (N, 4) float32: min(1, q(x)/p(x)); Σ_v min(p, q); p(argmax q), which a verifier of greedy drafts accepts; and
         whether the argmaxes are equal.
     """
-    p, q = (law.probabilities(logits, []) for logits in (p_logits, q_logits))
-    guess = q_logits.argmax(-1)
+    q, guess = law.probabilities(q_logits, []), q_logits.argmax(-1, keepdim=True)
+    if isinstance(p, CachedLaw):
+        known, ids, x = p.bucketed().exp(), p.ids.long(), labels[:, None]
+        q_tail = q.scatter(1, ids, 0.0).sum(-1, keepdim=True)
+        a = (q.gather(1, x)[:, 0] / p.log_p_of_text.exp().clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
+        bucketed = overlap(known, torch.cat([q.gather(1, ids), q_tail], dim=1))
+        greedy, agree = (known[:, :-1] * (ids == guess)).sum(-1), ids[:, :1] == guess
+        return torch.stack([a, bucketed, greedy, agree[:, 0].to(q.dtype)], dim=1)
+    laws = law.probabilities(p, [])
     return torch.stack(
         [
-            acceptance_probabilities(p, q, labels),
-            overlap(p, q),
-            p.gather(1, guess[:, None])[:, 0],
-            (p_logits.argmax(-1) == guess).to(p.dtype),
+            acceptance_probabilities(laws, q, labels),
+            overlap(laws, q),
+            laws.gather(1, guess)[:, 0],
+            (p.argmax(-1) == guess[:, 0]).to(laws.dtype),
         ],
         dim=1,
     )

@@ -1,9 +1,13 @@
 """Batches of target completions."""
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from datasets import Dataset, concatenate_datasets
 from transformers import PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.utils import logging
 
 from draftsmith.train.completions import load_completions, split_empty
@@ -13,10 +17,10 @@ logger = logging.get_logger(__name__)
 
 
 def training_examples(paths: list[str], max_length: int | None = None) -> Dataset:
-    """Read completions that `draftsmith prepare` wrote, as `input_ids` and `labels`.
+    """Read completions that `draftsmith prepare` wrote, as `id`, `input_ids` and `labels`.
 
     Labels are the tokens themselves where the loss mask is 1, and −100 on the prompt. Samples without a single loss
-    token are left out, counted and named.
+    token are left out, counted and named. `index` numbers the rows of what is returned.
 
     Args:
         paths: completion directories.
@@ -31,7 +35,7 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
 
     def label(sample: dict[str, Any]) -> dict[str, Any]:
         ids, mask = sample["input_ids"], sample["loss_mask"]
-        return {"input_ids": ids, "labels": [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]}
+        return {"labels": [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]}
 
     parts = []
     for path in paths:
@@ -44,25 +48,76 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
                 f"{path}: {len(empty)} of {len(empty) + len(dataset)} samples have no token to learn from and are "
                 f"left out: {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}"
             )
-        parts.append(dataset.map(label, remove_columns=dataset.column_names))
-    return concatenate_datasets(parts)
+        parts.append(dataset.map(label).select_columns(["id", "input_ids", "labels"]))
+    return numbered(concatenate_datasets(parts))
+
+
+def numbered(dataset: Dataset) -> Dataset:
+    """Add the column `index`, a row's number. Batches carry it: a tensor survives what names would not.
+
+    accelerate slices, concatenates and gathers tensors over processes, and fails on strings there.
+    """
+    return dataset.add_column("index", np.arange(len(dataset)))  # type: ignore[call-arg]
+
+
+def sample_ids(dataset: Dataset, index: Sequence[int]) -> list[str]:
+    """Return the ids of the samples in some rows of a data set, of `training_examples` or packed."""
+    rows = dataset.select(index)
+    if "ids" in rows.column_names:
+        return [name for names in rows["ids"] for name in names]
+    return list(rows["id"])
+
+
+class GroupedByLength(LengthGroupedSampler):
+    """Rows of similar length one behind the other, in an order that the seed and the epoch alone decide.
+
+    The library's own sampler draws from the global generator. So a run that is resumed in a later epoch goes on in
+    another order, and processes whose generators have come apart (dropout) see some rows twice and others never.
+    """
+
+    def __init__(self, dataset: Dataset, batch_size: int, seed: int):
+        super().__init__(batch_size, lengths=[len(ids) for ids in dataset["input_ids"]])
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch is read next."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
 
 
 class CompletionCollator:
-    """Pads samples on the right and masks the padding.
+    """Pads samples, or packed rows of samples, on the right.
 
-    Returns batches of `input_ids`, `attention_mask` and `labels`, each (B, T) int64; −100 labels carry no loss.
+    Returns batches of `input_ids` and `labels`, each (B, T) int64; −100 labels carry no loss, padding has no others.
+    Beside them samples have an `attention_mask`, (B, T), that hides the padding. Packed rows have `position_ids` in its
+    place, (B, T): with a mask, positions would not be looked at to tell samples apart. Each padding token is a text of
+    its own there, at position 0. `index` is (B,) int64, the rows' numbers in their data set, where they have one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self.tokenizer = tokenizer
 
-    def __call__(self, samples: list[dict[str, list[int]]]) -> dict[str, Any]:
-        """Collate samples of `input_ids` and `labels`."""
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate samples of `input_ids` and `labels`, and of `position_ids` if they are packed."""
         batch = self.tokenizer.pad(
             {"input_ids": [s["input_ids"] for s in samples]}, padding_side="right", return_tensors="pt"
         )
-        labels = batch["input_ids"].new_full(batch["input_ids"].shape, IGNORED)
-        for row, sample in zip(labels, samples, strict=True):
-            row[: len(sample["labels"])] = row.new_tensor(sample["labels"])
-        return {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"], "labels": labels}
+        input_ids = batch["input_ids"]
+
+        def padded(name: str, value: int) -> torch.Tensor:
+            out = input_ids.new_full(input_ids.shape, value)
+            for row, sample in zip(out, samples, strict=True):
+                row[: len(sample[name])] = row.new_tensor(sample[name])
+            return out
+
+        out = {"input_ids": input_ids, "labels": padded("labels", IGNORED)}
+        if "position_ids" in samples[0]:
+            out["position_ids"] = padded("position_ids", 0)
+        else:
+            out["attention_mask"] = batch["attention_mask"]
+        if "index" in samples[0]:
+            out["index"] = torch.tensor([sample["index"] for sample in samples])
+        return out

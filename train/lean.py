@@ -13,9 +13,11 @@ from torch import Tensor
 
 from draftsmith.train.divergences import check_divergence, per_token
 from draftsmith.train.heads import Head
+from draftsmith.train.teacher import LiveLaw, TeacherLaw
 
-Features = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(p_logits (N, V), q_logits (N, V), labels (N,)) → (N, K), position by position."""
+Features = Callable[[Any, Tensor, Tensor], Tensor]
+"""(p, q_logits (N, V), labels (N,)) → (N, K), position by position: p is logits (N, V) or a `CachedLaw`, as its source
+is a `LiveLaw` or a `CachedLaw`."""
 
 # Logits of a chunk, which matrix products are taken over: fewer of them would wait for the head's weight to be read.
 CHUNK_ENTRIES = 2**24
@@ -64,7 +66,8 @@ def lean_divergence(
         return per_token(p_logits, q_logits, name, temperature, beta, alpha, own)[:, None]
 
     some_labels = weights.new_zeros(len(weights), dtype=torch.long) if labels is None else labels
-    return lean_sum(features, weights[:, None], some_labels, q_hidden, q_head, p_hidden, p_head, chunk_size)[0]
+    law = LiveLaw(p_hidden, p_head)
+    return lean_sum(features, weights[:, None], some_labels, q_hidden, q_head, law, chunk_size)[0]
 
 
 def lean_sum(
@@ -73,29 +76,25 @@ def lean_sum(
     labels: Tensor,
     q_hidden: Tensor,
     q_head: Head,
-    p_hidden: Tensor | None,
-    p_head: Head,
+    law: TeacherLaw | None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Σ weights · features over positions, and the features themselves, chunk by chunk.
 
     Args:
-        features: of logits, position by position; differentiable in q's.
+        features: of laws, position by position; differentiable in q's logits.
         weights: (N, K), constants.
         labels: (N,).
         q_hidden: (N, H).
         q_head: gradients flow to `q_hidden` and to this head.
-        p_hidden: (N, H'); no gradients. None where the features do not look at p; they are given q's logits then.
-        p_head: no gradients.
+        law: p of the N positions; no gradients. None where the features do not look at it; they are given q's logits.
         chunk_size: positions a chunk.
 
     Returns:
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
     """
     size = chunk_size or max(1, CHUNK_ENTRIES // len(q_head.weight))
-    return _LeanSum.apply(
-        features, weights, labels, q_hidden, q_head.weight, q_head.bias, q_head, p_hidden, p_head, size
-    )
+    return _LeanSum.apply(features, weights, labels, q_hidden, q_head.weight, q_head.bias, q_head, law, size)
 
 
 @torch.no_grad()
@@ -104,34 +103,29 @@ def lean_features(
     labels: Tensor,
     q_hidden: Tensor,
     q_head: Head,
-    p_hidden: Tensor | None,
-    p_head: Head,
+    law: TeacherLaw | None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Return the features of all positions, (N, K), without gradients."""
     size = chunk_size or max(1, CHUNK_ENTRIES // len(q_head.weight))
     kept = []
-    for at in _chunks(len(q_hidden), size):
-        p_raw, q_raw, own = _project(p_head, p_hidden, at), q_head.project(q_hidden[at]), labels[at]
-        for part in _parts(q_raw):
-            p_logits = q_raw[part] if p_raw is None else p_head.finish(p_raw[part])
-            kept.append(features(p_logits, q_head.finish(q_raw[part]), own[part]))
+    for at in chunks(len(q_hidden), size):
+        p_of = None if law is None else law.chunk(at)
+        q_raw, own = q_head.project(q_hidden[at]), labels[at]
+        for part in parts(q_raw):
+            p = p_of(part) if p_of else q_raw[part]
+            kept.append(features(p, q_head.finish(q_raw[part]), own[part]))
     return torch.cat(kept)
 
 
-def _project(head: Head, hidden: Tensor | None, at: slice) -> Tensor | None:
-    if hidden is None:
-        return None
-    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):  # p has the target's own precision
-        return head.project(hidden[at])
-
-
-def _chunks(count: int, size: int) -> list[slice]:
+def chunks(count: int, size: int) -> list[slice]:
+    """Return the slices of so many positions each; one, which is empty, of none."""
     return [slice(start, start + size) for start in range(0, max(count, 1), size)]
 
 
-def _parts(logits: Tensor) -> list[slice]:
-    return _chunks(len(logits), max(1, PART_ENTRIES // logits.shape[1]))
+def parts(logits: Tensor) -> list[slice]:
+    """Return the slices of a chunk's logits, (N, V), that a loss is taken over."""
+    return chunks(len(logits), max(1, PART_ENTRIES // logits.shape[1]))
 
 
 class _LeanSum(torch.autograd.Function):
@@ -145,8 +139,7 @@ class _LeanSum(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         head: Head,
-        p_hidden: Tensor | None,
-        p_head: Head,
+        law: TeacherLaw | None,
         size: int,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
@@ -159,23 +152,23 @@ class _LeanSum(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         total, kept = weights.new_zeros(()), []
-        for at in _chunks(len(hidden), size):
-            p_raw = _project(p_head, p_hidden, at)
+        for at in chunks(len(hidden), size):
+            p_of = None if law is None else law.chunk(at)
             with torch.autocast(device, enabled=False):
                 h = h_all[at]
                 g = torch.nn.functional.linear(h, w, b)  # the logits, until the loss has been through them
-                for part in _parts(g):
+                for part in parts(g):
                     with torch.enable_grad():
                         raw = g[part].requires_grad_(True)
                         logits = head.finish(raw)
-                        p_logits = raw.detach() if p_raw is None else p_head.finish(p_raw[part])
-                        values = features(p_logits, logits, labels[at][part])
+                        p = p_of(part) if p_of else raw.detach()
+                        values = features(p, logits, labels[at][part])
                         loss = (values * weights[at][part]).sum()
                     total += loss.detach()
                     kept.append(values.detach())
                     if any(ctx.needs_input_grad):
                         g[part] = torch.autograd.grad(loss, raw)[0]
-                    del raw, logits, p_logits, values, loss
+                    del raw, logits, p, values, loss
                 if grad_hidden is not None:
                     grad_hidden[at] = g @ w
                 if grad_weight is not None:
@@ -198,4 +191,4 @@ class _LeanSum(torch.autograd.Function):
         # In place: a copy of the head's gradient would be the largest tensor of all.
         found = [None if g is None else g.mul_(outer) for g in ctx.gradients]
         ctx.gradients = None
-        return (None, None, None, *found, None, None, None, None)
+        return (None, None, None, *found, None, None, None)

@@ -1,10 +1,15 @@
 """Loading models and tokenizers safely, and checking that a drafter and a target speak the same tokens."""
 
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.integrations import deepspeed
 
 from draftsmith.decode.errors import InputError
 
@@ -14,6 +19,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def default_device() -> torch.device:
     """Return the first CUDA device where there is one, the CPU otherwise."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@contextmanager
+def whole_weights() -> Iterator[None]:
+    """Build and load models whole where DeepSpeed ZeRO-3 would give each process a share of the weights.
+
+    Shares have no values outside of an engine: a frozen target has none, and a draft is cut up when it gets its own.
+    """
+    reference = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = reference
 
 
 def load_model(
@@ -27,6 +46,7 @@ def load_model(
     """Load a causal LM for inference: eval mode, no gradients, on `device` (the default device if None).
 
     Pickled weights are read with `weights_only=True`, code from the model's repository only with `trust_remote_code`.
+    Under ZeRO-3 each process gets a whole copy.
 
     Args:
         path: a local directory or a hub id.
@@ -36,17 +56,31 @@ def load_model(
         device: where to put it.
 
     Raises:
-        InputError: no model there, or not a causal LM, or an unknown dtype.
+        InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     _require_config(path, field)
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code, weights_only=True
-        )
-    except (OSError, ValueError) as error:
+        with whole_weights():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=DTYPES[dtype],
+                trust_remote_code=trust_remote_code,
+                weights_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise InputError(f"{field}: expected a causal LM in {path}, found: {_first_line(error)}") from error
+    model, info = loaded
+    if info["missing_keys"]:
+        # The library fills them with random numbers and warns.
+        missing = sorted(info["missing_keys"])
+        raise InputError(
+            f"{field}: expected all weights of a {type(model).__name__} in {path}, found none of {missing[0]}"
+            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + (", a checkpoint with adapters" if any("lora_" in key for key in info["unexpected_keys"]) else "")
+        )
     return model.to(device or default_device()).eval().requires_grad_(False)
 
 
@@ -61,7 +95,7 @@ def load_tokenizer(
     _require_config(path, field)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise InputError(f"{field}: expected a tokenizer in {path}, found: {_first_line(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
@@ -71,6 +105,31 @@ def load_tokenizer(
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def identity(path: str, weights: bool = True, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Tell a model from another without reading all of its weights: one that is trained on keeps its names and sizes.
+
+    Args:
+        path: a local directory or a hub id, of which the commit is returned.
+        weights: look at the weights, which need not be there otherwise.
+        trust_remote_code: run configuration code that the repository ships.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        return {"commit": AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)._commit_hash}
+    found: dict[str, Any] = {}
+    for name in ("config.json", "generation_config.json"):
+        if (directory / name).is_file():
+            found[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+    for file in sorted([*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]) if weights else []:
+        size, digest = file.stat().st_size, hashlib.sha256()
+        with file.open("rb") as content:
+            for sample in range(64):
+                content.seek(size * sample // 64)
+                digest.update(content.read(1 << 16))
+        found[file.name] = {"bytes": size, "sampled_sha256": digest.hexdigest()}
+    return found
 
 
 def check_same_tokenizer(

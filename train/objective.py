@@ -15,6 +15,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from draftsmith.decode.errors import InputError
 from draftsmith.train.divergences import DIVERGENCES, check_divergence, mixture_weight
 from draftsmith.train.divergences import NAMES as DIVERGENCE_NAMES
+from draftsmith.train.teacher import LOWEST, CachedLaw
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
@@ -93,11 +94,14 @@ class Objective:
         terms["forward_kl"] = terms.get("forward_kl", 0.0) + 1 - progress
         return replace(self, terms=terms)
 
-    def features(self, p_logits: Tensor, q_logits: Tensor, labels: Tensor) -> Tensor:
+    def features(self, p: Tensor | CachedLaw, q_logits: Tensor, labels: Tensor) -> Tensor:
         """Return what `shortfall` sums: the weighted divergences, and for block terms log a and the overlap.
 
+        A cached law bounds them: divergences from below, the overlap from above; log a is exact.
+
         Args:
-            p_logits: the target's, (N, V); not looked at unless the objective `needs_target`.
+            p: the target's logits, (N, V), or its cached laws, under this objective's temperature, top-k and top-p; not
+                looked at unless the objective `needs_target`.
             q_logits: the draft's, (N, V); gradients flow to them.
             labels: the text's tokens, (N,).
 
@@ -110,23 +114,30 @@ class Objective:
             total = total + self.terms["cross_entropy"] * ce
         if not self.needs_target:
             return total[:, None]
-        p_scores, q_scores = (logits.float() / self.temperature for logits in (p_logits, q_logits))
-        log_p = self._warped(p_scores).log_softmax(-1)
+        # (N, V), or (N, k + 1) for both p and q: the divergences do not care. q is warped before it is bucketed.
+        if isinstance(p, CachedLaw):
+            log_p, bucket = p.bucketed(), p.bucket
+        else:
+            log_p, bucket = self._warped(p.float() / self.temperature).log_softmax(-1), _unchanged
+        q_scores = q_logits.float() / self.temperature
         names = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
-        log_q = q_scores.log_softmax(-1) if names or not self.warps else None
+        if names or not self.warps:
+            whole = q_scores.log_softmax(-1)
+            log_q = bucket(whole)
         for name in names:
-            assert log_q is not None
             weight = mixture_weight(name, self.beta, self.alpha)
             total = total + self.terms[name] * DIVERGENCES[name](log_p, log_q, weight)
         if not any(name in self.terms for name in BOUNDED):
             return total[:, None]
-        if self.warps or log_q is None:
-            log_q = self._warped(q_scores).log_softmax(-1)
+        if self.warps:
+            whole = self._warped(q_scores).log_softmax(-1)
+            log_q = bucket(whole)
         if "tvd" in self.terms:
             total = total + self.terms["tvd"] * DIVERGENCES["tvd"](log_p, log_q, 0.0)
         if not self.couples:
             return total[:, None]
-        log_p_x, log_q_x = (log.gather(1, labels[:, None])[:, 0] for log in (log_p, log_q))
+        log_q_x = _at(whole, labels)
+        log_p_x = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedLaw) else _at(log_p, labels)
         overlap = torch.minimum(log_p, log_q).exp().sum(-1)
         return torch.stack([total, (log_q_x - log_p_x).clamp(max=0.0), overlap], dim=1)
 
@@ -148,17 +159,23 @@ class Objective:
 
     @cached_property
     def _warpers(self) -> LogitsProcessorList:
-        # Finite, so that a probability of zero times its logarithm is zero.
-        lowest = torch.finfo(torch.float32).min
         warpers = LogitsProcessorList()
         if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k, filter_value=lowest))
+            warpers.append(TopKLogitsWarper(self.top_k, filter_value=LOWEST))
         if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p, filter_value=lowest))
+            warpers.append(TopPLogitsWarper(self.top_p, filter_value=LOWEST))
         return warpers
 
     def _warped(self, scores: Tensor) -> Tensor:
         return self._warpers(None, scores)  # type: ignore[arg-type]
+
+
+def _unchanged(log_q: Tensor) -> Tensor:
+    return log_q
+
+
+def _at(log_p: Tensor, tokens: Tensor) -> Tensor:
+    return log_p.gather(1, tokens[:, None])[:, 0]
 
 
 def expected_accepted(

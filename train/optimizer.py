@@ -23,10 +23,14 @@ class MuonAdamW(torch.optim.Optimizer):
         chosen = {id(p) for p in matrices}
         rest = [p for p in parameters if id(p) not in chosen]
         super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
-        self._halves = {
-            "muon": torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
-            "adamw": torch.optim.AdamW(rest, lr=lr, weight_decay=0.0, betas=(0.9, 0.95)),
-        }
+        # With adapters there may be no others than matrices, and an optimizer of nothing is an error.
+        self._halves: dict[str, torch.optim.Optimizer] = {}
+        if matrices:
+            self._halves["muon"] = torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        if rest:
+            self._halves["adamw"] = torch.optim.AdamW(rest, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
         self._share_groups()
 
     def _share_groups(self) -> None:

@@ -10,6 +10,9 @@ A record is recognised by its field; where it has several, the first of these co
 
 A conversation is kept up to its last user turn, because the answer is the target's to write. `id` (or `question_id`)
 and `category` are optional.
+
+Where the answers are there to be learned from, `read_conversations` keeps a conversation whole, and `read_samples`
+takes both kinds.
 """
 
 import json
@@ -27,6 +30,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
+ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
 ROLES = {
     "system": "system",
     "user": "user",
@@ -42,7 +46,10 @@ Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the target is asked: exactly one of a plain text and a conversation that ends with a user turn."""
+    """What the target is asked: exactly one of a plain text and a conversation that ends with a user turn.
+
+    Of `read_conversations` it is a whole conversation, which ends with the assistant's answer.
+    """
 
     id: str
     text: str | None
@@ -66,6 +73,36 @@ def read_prompts(source: str, *, split: str = "train", limit: int | None = None)
     Raises:
         InputError: names the file and the line (or row) of the first record that cannot be used.
     """
+    return _read(source, split, limit, _parse)
+
+
+def read_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
+    """Read whole conversations, answers included, from the sources of `read_prompts`.
+
+    A record has `messages`, `conversations`, or a `prompt` with its `completion` or `response`: two strings are a turn
+    of the user's and one of the assistant's, two lists of messages are joined.
+
+    Returns:
+        Conversations that hold a user turn and end with an assistant turn, in `messages`; ids as in `read_prompts`.
+
+    Raises:
+        InputError: names the file and the line (or row) of the first record that is no such conversation.
+    """
+    return _read(source, split, limit, _parse_conversation)
+
+
+def read_samples(source: str, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
+    """Read what ends with an answer as `read_conversations` does, and the rest as `read_prompts` does.
+
+    Raises:
+        InputError: names the file and the line (or row) of the first record that is neither.
+    """
+    return _read(source, split, limit, _parse_sample)
+
+
+def _read(
+    source: str, split: str, limit: int | None, parse: Callable[[dict[str, Any], str, str], Prompt]
+) -> list[Prompt]:
     if limit is not None and limit < 1:
         raise InputError(f"limit: expected at least 1, found {limit}")
     located = list(islice(_records(source, split), limit))
@@ -85,7 +122,7 @@ def read_prompts(source: str, *, split: str = "train", limit: int | None = None)
             while name in taken:  # some records were given an id, and one of them is this number
                 name += "_"
             taken[name] = where
-        prompts.append(_parse(record, where, name))
+        prompts.append(parse(record, where, name))
     return prompts
 
 
@@ -258,13 +295,7 @@ def _given_id(record: Any, where: str) -> str | None:
 
 
 def _parse(record: dict[str, Any], where: str, name: str) -> Prompt:
-    category = record.get("category")
-    if category is not None and not isinstance(category, str):
-        raise InputError(f"{where}: category: expected a string, found {_kind(category)}")
-    field = next((field for field in FIELDS if record.get(field) is not None), None)
-    if field is None:
-        found = ", ".join(map(repr, record)) or "an empty object"
-        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+    category, field = _category(record, where), _field(record, where)
     value = record[field]
     if field == "prompt" and isinstance(value, str):
         return Prompt(name, _text(value, where, field), None, category)
@@ -275,11 +306,72 @@ def _parse(record: dict[str, Any], where: str, name: str) -> Prompt:
         if not value:
             raise InputError(f"{where}: turns: expected at least one turn, found none")
         return Prompt(name, None, [{"role": "user", "content": _text(value[0], where, "turns[0]")}], category)
+    messages = _messages(value, where, field)
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if not messages:
+        raise InputError(f"{where}: {field}: expected a user turn, found none")
+    return Prompt(name, None, messages, category)
+
+
+def _parse_conversation(record: dict[str, Any], where: str, name: str) -> Prompt:
+    category, field = _category(record, where), _field(record, where)
+    value, answers = record[field], _answers(record) if field == "prompt" else None
+    if isinstance(value, str) and field == "prompt":
+        if answers is None:
+            raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
+        answer = _text(record[answers], where, answers)
+        messages = [{"role": "user", "content": _text(value, where, field)}, {"role": "assistant", "content": answer}]
+        return Prompt(name, None, messages, category)
+    if not isinstance(value, list) or field == "turns":
+        expected = "messages with an assistant turn at their end"
+        found = "the user's turns alone" if field == "turns" else _kind(value)
+        raise InputError(f"{where}: {field}: expected {expected}, found {found}")
+    messages = _messages(value, where, field)
+    if answers is not None:
+        if not isinstance(record[answers], list):
+            raise InputError(f"{where}: {answers}: expected a list of messages, found {_kind(record[answers])}")
+        messages += _messages(record[answers], where, answers)
+    if not messages or messages[-1]["role"] != "assistant":
+        found = f"a {messages[-1]['role']} turn" if messages else "none"
+        raise InputError(f"{where}: {field}: expected an assistant turn at the end, found {found}")
+    if all(message["role"] != "user" for message in messages):
+        raise InputError(f"{where}: {field}: expected a user turn, found none")
+    return Prompt(name, None, messages, category)
+
+
+def _parse_sample(record: dict[str, Any], where: str, name: str) -> Prompt:
+    field = _field(record, where)
+    value = record[field]
+    answered = field == "prompt" and _answers(record) is not None
+    if isinstance(value, list) and value and field != "turns":
+        messages = _messages(value, where, field)
+        # What only a user's turn can make of it is said by the reader of prompts.
+        answered |= messages[-1]["role"] == "assistant" and any(message["role"] == "user" for message in messages)
+    return (_parse_conversation if answered else _parse)(record, where, name)
+
+
+def _category(record: dict[str, Any], where: str) -> str | None:
+    category = record.get("category")
+    if category is not None and not isinstance(category, str):
+        raise InputError(f"{where}: category: expected a string, found {_kind(category)}")
+    return category
+
+
+def _field(record: dict[str, Any], where: str) -> str:
+    field = next((field for field in FIELDS if record.get(field) is not None), None)
+    if field is None:
+        found = ", ".join(map(repr, record)) or "an empty object"
+        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+    return field
+
+
+def _answers(record: dict[str, Any]) -> str | None:
+    return next((field for field in ANSWERS if record.get(field) is not None), None)
+
+
+def _messages(value: list[Any], where: str, field: str) -> list[dict[str, str]]:
     keys = SHAREGPT_KEYS if field == "conversations" else MESSAGE_KEYS
-    return Prompt(name, None, _until_last_user_turn(value, keys, where, field), category)
-
-
-def _until_last_user_turn(value: list[Any], keys: dict[str, str], where: str, field: str) -> list[dict[str, str]]:
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict):
@@ -292,10 +384,6 @@ def _until_last_user_turn(value: list[Any], keys: dict[str, str], where: str, fi
         required = ROLES[role] == "user"
         content = _text(content, where, f"{field}[{i}].{keys['content']}", may_be_empty=not required)
         messages.append({"role": ROLES[role], "content": content})
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages:
-        raise InputError(f"{where}: {field}: expected a user turn, found none")
     return messages
 
 

@@ -1,10 +1,16 @@
 """What a training run leaves on disk, and how it is found again."""
 
+import errno
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
+
+from draftsmith.decode.errors import InputError
 
 
 def last_checkpoint(output_dir: str | None) -> str | None:
@@ -30,3 +36,32 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, direc
         shutil.rmtree(old)
     else:
         aside.rename(directory)
+
+
+def move_files(aside: Path, directory: Path) -> None:
+    """Replace a directory's files by those of another on the same disk, each at once, and remove the other."""
+    for path in aside.iterdir():
+        os.replace(path, directory / path.name)
+    aside.rmdir()
+
+
+@contextmanager
+def told_of_full_disk(directory: Path) -> Iterator[None]:
+    """Turn what libraries raise when the disk is full into one line that says what is still there.
+
+    Raises:
+        InputError: names the last whole checkpoint.
+    """
+    try:
+        yield
+    except Exception as error:
+        # safetensors and torch.save wrap the system's error in exceptions of their own, with its text or without it.
+        full = isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+        text = str(error)
+        if not (full or "No space left" in text or "File too large" in text or "PytorchStreamWriter failed" in text):
+            raise
+        kept = last_checkpoint(str(directory))
+        raise InputError(
+            f"training.output_dir: no space left for a checkpoint in {directory}; the last whole one is "
+            f"{Path(kept).name if kept else 'none'}; free some space and run the same command again"
+        ) from error

@@ -19,8 +19,10 @@ COLUMNS = pa.schema(
         ("category", pa.string()),  # null where the prompt has none
         ("prompt_length", pa.int32()),
         ("input_ids", pa.list_(pa.int32())),  # prompt and completion, no padding
-        ("loss_mask", pa.list_(pa.int8())),  # 0 on the prompt, 1 on the completion, its end-of-sequence token included
-        ("finish_reason", pa.string()),  # "stop": it ended with an end-of-sequence token; "length": it was cut
+        # 0 on the prompt, 1 on the completion, its end-of-sequence token included; of a given conversation, 1 on every
+        # turn of the assistant's, and the prompt ends where the first begins
+        ("loss_mask", pa.list_(pa.int8())),
+        ("finish_reason", pa.string()),  # "stop": it ended with an end-of-sequence token; "length": it was cut; "given"
     ]
 )
 
@@ -46,7 +48,7 @@ def write_shard(path: Path, shard: pa.Table) -> None:
     """
     buffer = pa.BufferOutputStream()
     pq.write_table(shard, buffer, compression="zstd", write_page_checksum=True)
-    _write_aside(path, buffer.getvalue().to_pybytes())
+    write_aside(path, buffer.getvalue().to_pybytes())
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -71,7 +73,8 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a new directory, or require that the one there was begun from the same settings and inputs.
 
-    `settings` must agree field by field; `prompts` and `target` by everything but their `path`, since files may move.
+    `settings` must agree field by field; `prompts` and `target` by everything but their `path`, and `source` by
+    everything but its `endpoint`, since files and servers may move.
     Other `versions` are warned of: libraries may sample otherwise, and a long run should survive an upgrade.
 
     Raises:
@@ -82,9 +85,14 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     if before is None:
         if any(directory.glob("shard-*.parquet")):
             raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
-        _write_aside(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        write_aside(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
         return
     way_out = f"; {directory} was begun otherwise, give another --output"
+    earlier = before.get("source", {"answers": "target"})  # manifests had none while there was one source
+    for name, flag in (("answers", "answers"), ("model", "endpoint_model")):
+        then, now = earlier.get(name), manifest["source"].get(name)
+        if then != now:
+            raise InputError(f"{flag}: expected {then!r}, found {now!r}{way_out}")
     for name, value in manifest["settings"].items():
         if before["settings"].get(name) != value:
             raise InputError(f"{name}: expected {before['settings'].get(name)!r}, found {value!r}{way_out}")
@@ -100,7 +108,8 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])
 
 
-def _write_aside(path: Path, data: bytes) -> None:
+def write_aside(path: Path, data: bytes) -> None:
+    """Write a file aside, then rename it; nothing is left behind where the disk is full."""
     aside = path.with_name(f".{path.name}.partial")
     try:
         with aside.open("wb") as file:

@@ -6,17 +6,21 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
+from draftsmith.scripts.doctor import DoctorConfig
 from draftsmith.scripts.generate import GenerateConfig
 from draftsmith.scripts.measure import MeasureConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.completions import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig
+from draftsmith.train.teacher_cache import CacheConfig
 
 ROOT = Path(__file__).parents[2] / "configs"
 FOLDERS = {
     "train": PretrainConfig,
     "distill": DistillConfig,
     "prepare": PrepareConfig,
+    "cache": CacheConfig,
+    "doctor": DoctorConfig,
     "generate": GenerateConfig,
     "measure": MeasureConfig,
 }

@@ -1,0 +1,428 @@
+"""Where a draft comes from: a given model, some of the target's own layers, or random weights; LoRA on any of them.
+
+Carving keeps weights, so that a short training has less to repair: from the embedded target of 12 layers, 4 evenly
+spaced ones begin with an acceptance rate of 0.48 on Python sources, the first 4 with 0.43, random weights with 0.10.
+"""
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size, whole_weights
+from draftsmith.train.runs import move_files
+from draftsmith.train.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
+
+# What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+ADAPTER = "default"
+
+
+@dataclass
+class LoraOptions:
+    """Low-rank adapters in place of full training (Hu et al. 2021, section 4.1): W + (alpha ÷ r)·B·A, W frozen."""
+
+    r: int = 16
+    """The rank."""
+    alpha: float = 32.0
+    """The scale, divided by the rank."""
+    dropout: float = 0.0
+    """Dropout on the adapters' inputs."""
+    target_modules: list[str] | None = None
+    """The ends of the modules' names, such as q_proj; all linear maps of the decoder if not given. Neither the
+    embeddings nor the head, whose weight the loss takes in pieces."""
+
+    def __post_init__(self) -> None:
+        if self.r < 1:
+            raise InputError(f"init.lora.r: expected at least 1, found {self.r}")
+        if self.alpha <= 0:
+            raise InputError(f"init.lora.alpha: expected more than 0, found {self.alpha}")
+        if not 0 <= self.dropout < 1:
+            raise InputError(f"init.lora.dropout: expected at least 0 and less than 1, found {self.dropout}")
+        if self.target_modules is not None and not self.target_modules:
+            raise InputError("init.lora.target_modules: expected at least one name, found none")
+
+
+@dataclass
+class DraftInit:
+    """How a draft begins, where it is not a given model; and what is done to either."""
+
+    layers: int | list[int] | None = None
+    """Carve the draft from the target: the indices of the decoder layers to keep, ascending from 0, or how many, evenly
+    spaced from the first to the last: layer round(i·(L − 1) ÷ (n − 1)) of L for i = 0…n − 1; one alone is the first."""
+    hidden_size: int | None = None
+    """Residual channels of a carved draft: those with the largest norm of what attention and MLPs write into them. The
+    costliest cut of all: a quarter fewer cost the embedded target's 6 layers more than 4 of the layers do. Embeddings
+    that a family scales by the hidden size (Gemma) are scaled by the new one."""
+    attention_heads: int | None = None
+    """Query heads of a carved draft, in whole groups that share a key-value head, so that their ratio stays: in each
+    layer those with the largest norm of their columns of the output projection. Heads keep their width; vLLM takes
+    it to be hidden_size ÷ heads in Qwen 2, so cut both alike there."""
+    intermediate_size: int | None = None
+    """MLP channels of a carved draft: in each layer those with the largest norm of their columns of the down
+    projection (cf. Minitron, Muralidharan et al. 2024, section 2.2, which ranks by activations)."""
+    config: dict[str, Any] | None = None
+    """Random weights: what differs from the target's config, such as {num_hidden_layers: 2, hidden_size: 512}; what is
+    not named stays the target's, the width of heads (head_dim) included. Tokenizer and family are the target's."""
+    share: str = "none"
+    """"embeddings": a carved or random draft has the target's embeddings and head, which are not trained and are saved
+    with it all the same; "none": it trains its own, copied (carved) or random."""
+    seed: int = 0
+    """The seed of random weights, adapters included."""
+    pad_vocabulary: bool = True
+    """Give the draft's head as many rows as the target's, as vLLM and `generate(assistant_model=…)` demand; rows that
+    are no token get low logits."""
+    lora: LoraOptions | None = None
+    """Train low-rank adapters alone; they are merged into the saved draft."""
+
+    def __post_init__(self) -> None:
+        if self.layers is not None and self.config is not None:
+            raise InputError("init: expected one of layers and config, found both")
+        for name in ("hidden_size", "attention_heads", "intermediate_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"init.{name}: expected at least 1, found {value}")
+            if value is not None and self.layers is None:
+                raise InputError(f"init.layers: expected the layers to carve beside init.{name}, found none")
+        if self.share not in ("none", "embeddings"):
+            raise InputError(f"init.share: expected none or embeddings, found {self.share!r}")
+        if self.share == "embeddings" and self.layers is None and self.config is None:
+            raise InputError("init.share: expected init.layers or init.config beside it, found neither")
+        if self.share == "embeddings" and self.hidden_size is not None:
+            raise InputError("init.share: expected none for embeddings that init.hidden_size narrows, found embeddings")
+
+    def check_source(self, draft: str | None) -> None:
+        """Require one beginning.
+
+        Raises:
+            InputError: none, or a given model beside another.
+        """
+        if (draft is not None) == (self.layers is not None or self.config is not None):
+            found = "more than one" if draft is not None else "none"
+            raise InputError(f"draft: expected one of a draft model, init.layers and init.config, found {found}")
+
+
+def make_draft(
+    draft: str | None,
+    init: DraftInit,
+    target: PreTrainedModel | str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    target_path: str | Path = "target",
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the draft that training starts from, and the tokenizer to save with it.
+
+    Args:
+        draft: a model directory or hub id; None for one made from the target.
+        init: what to make.
+        target: the target, whole (not sharded), which is left as it is and shares no memory with the draft; or where to
+            find it: its weights are then read in float32, and only where the draft gets some of them.
+        tokenizer: the target's.
+        target_path: where it came from, for messages.
+        trust_remote_code: run code that a given draft's repository ships.
+
+    Returns:
+        A draft on the CPU in float32, in eval mode, whose trainable parameters alone have `requires_grad`; and its
+        tokenizer: the draft's own where both map all tokens alike, the target's otherwise.
+
+    Raises:
+        InputError: no or two beginnings, another tokenizer, or a shape that the target cannot be cut to.
+    """
+    init.check_source(draft)
+    own = tokenizer
+    with whole_weights(), torch.random.fork_rng(devices=[]):
+        if not isinstance(target, PreTrainedModel):
+            target_path = target
+            copies = init.layers is not None or init.share == "embeddings"
+            target = _loaded(target, copies, trust_remote_code)
+        torch.manual_seed(init.seed)
+        if draft is not None:
+            own = load_tokenizer(draft, field="draft", trust_remote_code=trust_remote_code)
+            check_compatible_tokenizer(tokenizer, own, target_path, draft)
+            own = own if own.get_vocab() == tokenizer.get_vocab() else tokenizer
+            model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
+        else:
+            model = _carved(target, init) if init.layers is not None else _random(target, init.config or {})
+            model.generation_config = copy.deepcopy(target.generation_config)
+        model.eval().requires_grad_(True)
+        if init.share == "embeddings":
+            _share_embeddings(model, target)
+        fit_vocabulary(model, tokenizer, target.config.get_text_config().vocab_size if init.pad_vocabulary else None)
+        check_head(model, tokenizer, "draft")
+        if init.lora is not None:
+            _add_lora(model, init.lora)
+    return model, own
+
+
+def _loaded(path: str | Path, weights: bool, trust_remote_code: bool) -> PreTrainedModel:
+    """Return a target, or its shape alone."""
+    if weights:
+        return load_model(path, field="target", trust_remote_code=trust_remote_code, device="cpu")
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+
+def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
+    """Return the layers to keep of `depth`, by the rule of `DraftInit.layers`.
+
+    Raises:
+        InputError: fewer than one or more than there are; indices that do not ascend or that the target lacks.
+    """
+    if isinstance(layers, int):
+        if not 1 <= layers <= depth:
+            raise InputError(f"init.layers: expected between 1 and the target's {depth}, found {layers}")
+        return [round(i * (depth - 1) / max(layers - 1, 1)) for i in range(layers)]
+    kept = list(layers)
+    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= depth:
+        raise InputError(f"init.layers: expected ascending indices between 0 and {depth - 1}, found {kept}")
+    return kept
+
+
+def _carved(target: PreTrainedModel, init: DraftInit) -> PreTrainedModel:
+    """Return a new model of some of the target's layers, narrowed: built from its config, then filled."""
+    _check_plain(target)
+    kept = layer_indices(init.layers or 0, target.config.num_hidden_layers)
+    view = early_exit(target, kept)
+    config = view.config
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False) and kept != list(range(len(kept))):
+        raise InputError(f"init.layers: expected the first {len(kept)}, as the target scales by depth, found {kept}")
+    if getattr(config, "max_window_layers", None) is not None:  # Qwen 2: those from this one on have windows
+        config.max_window_layers = sum(index < config.max_window_layers for index in kept)
+    if init.hidden_size or init.attention_heads or init.intermediate_size:
+        _narrow(view, init)
+    draft = _built(target, config.to_dict(), "init")
+    try:
+        draft.load_state_dict(view.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise InputError(f"init: expected weights that fit the carved config, found: {reason}") from error
+    return draft
+
+
+@torch.no_grad()
+def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
+    """Cut channels and heads out of a model in place, its tensors replaced and not written to.
+
+    A criterion sees one output projection at a time (attention's o, the MLP's down), W (out, in): the norms of its
+    columns say what a head or an MLP channel contributes, those of its rows what a residual channel receives.
+    """
+    config = view.config
+    decoder: Any = view.get_decoder()
+    lists = (module for module in decoder.modules() if isinstance(module, nn.ModuleList))
+    layers: Any = next(modules for modules in lists if len(modules) == config.num_hidden_layers)
+    for layer in layers:
+        parts = [getattr(layer, "self_attn", None)] * len(ATTENTION) + [getattr(layer, "mlp", None)] * len(MLP)
+        found = [getattr(part, name, None) for part, name in zip(parts, ATTENTION + MLP, strict=True)]
+        if not all(isinstance(module, nn.Linear) for module in found):
+            raise InputError(
+                f"init: expected a target with {', '.join(ATTENTION + MLP)} to narrow, found {type(layer).__name__}; "
+                "init.layers alone works"
+            )
+    heads: int = config.num_attention_heads
+    groups: int = getattr(config, "num_key_value_heads", None) or heads
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // heads
+    shared = heads // groups
+    sizes = {"hidden_size": config.hidden_size, "attention_heads": heads, "intermediate_size": config.intermediate_size}
+    for name, most in sizes.items():
+        sizes[name] = getattr(init, name) or most
+        if sizes[name] > most:
+            raise InputError(f"init.{name}: expected at most the target's {most}, found {sizes[name]}")
+    if sizes["attention_heads"] % shared:
+        raise InputError(
+            f"init.attention_heads: expected a multiple of {shared}, the query heads of a key-value head, "
+            f"found {init.attention_heads}"
+        )
+
+    writers = [module.weight for layer in layers for module in (layer.self_attn.o_proj, layer.mlp.down_proj)]
+    channels = _largest(torch.stack([_energy(weight, 1) for weight in writers]).sum(0), sizes["hidden_size"])
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        of_groups = _energy(attention.o_proj.weight, 0).view(groups, -1).sum(1)
+        chosen = _largest(of_groups, sizes["attention_heads"] // shared)
+        keys = torch.arange(groups * width).view(groups, -1)[chosen].flatten()
+        queries = torch.arange(heads * width).view(groups, -1)[chosen].flatten()
+        inner = _largest(_energy(mlp.down_proj.weight, 0), sizes["intermediate_size"])
+        for linear, out, into in (
+            (attention.q_proj, queries, channels),
+            (attention.k_proj, keys, channels),
+            (attention.v_proj, keys, channels),
+            (attention.o_proj, channels, queries),
+            (mlp.gate_proj, inner, channels),
+            (mlp.up_proj, inner, channels),
+            (mlp.down_proj, channels, inner),
+        ):
+            linear.weight = nn.Parameter(linear.weight[out][:, into])
+            if linear.bias is not None:
+                linear.bias = nn.Parameter(linear.bias[out])
+        _cut_norms(layer.children(), channels)
+    _cut_norms(decoder.children(), channels)
+    for end in {view.get_input_embeddings(), view.get_output_embeddings()}:
+        end.weight = nn.Parameter(end.weight[:, channels])  # type: ignore[union-attr]
+    config.head_dim, config.num_key_value_heads = width, sizes["attention_heads"] // shared
+    for name, size in sizes.items():
+        setattr(config, {"attention_heads": "num_attention_heads"}.get(name, name), size)
+
+
+def _energy(weight: Tensor, dim: int) -> Tensor:
+    """Return the squared norms of an output projection's columns (dim 0), (in,), or rows (dim 1), (out,)."""
+    return weight.float().square().sum(dim)
+
+
+def _largest(scores: Tensor, count: int) -> Tensor:
+    """Return the places of the largest of (N,) scores, ascending."""
+    return scores.topk(count).indices.sort().values
+
+
+def _cut_norms(modules: Iterable[Any], channels: Tensor) -> None:
+    """Cut the norms among a layer's or decoder's own children; those of heads lie deeper and keep their width."""
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        if weight is not None and weight.ndim == 1:
+            module.weight = nn.Parameter(weight[channels])
+
+
+def _random(target: PreTrainedModel, overrides: dict[str, Any]) -> PreTrainedModel:
+    """Return a model of the target's family with random weights."""
+    _check_plain(target)
+    config = target.config
+    values = config.to_dict()
+    changes = {config.attribute_map.get(name, name): value for name, value in overrides.items()}
+    unknown = sorted(set(changes) - set(values) | changes.keys() & {"model_type", "architectures", "dtype"})
+    if unknown:
+        raise InputError(f"init.config: expected fields of {type(config).__name__}, found {unknown[0]!r}")
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    depth = values[name]
+    if changes.get(name, depth) != depth:
+        # Lists with an entry for each layer, such as layer_types: the config makes them anew, in its family's pattern.
+        values = {
+            key: value
+            for key, value in values.items()
+            if not ("layer" in key and isinstance(value, list) and len(value) == depth)
+        }
+    return _built(target, values | changes, "init.config")
+
+
+def _built(target: PreTrainedModel, values: dict[str, Any], field: str) -> PreTrainedModel:
+    """Return a model of the target's class with random weights in float32.
+
+    From the config as a reload reads it, so that the draft in memory and the saved one are the same.
+    """
+    try:
+        config = type(target.config).from_dict({**values, "dtype": "float32"})
+        config._attn_implementation = target.config._attn_implementation
+        return type(target)(config).float()
+    except (StrictDataclassError, ValueError, TypeError, RuntimeError, ZeroDivisionError) as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise InputError(f"{field}: expected a valid {type(target.config).__name__}, found: {reason}") from error
+
+
+def _check_plain(target: PreTrainedModel) -> None:
+    if target.config.get_text_config() is not target.config:
+        raise InputError(f"target: expected a text model to make a draft from, found {type(target).__name__}")
+    odd = next((p.dtype for p in target.parameters() if not p.is_floating_point()), None)
+    if odd is not None:
+        raise InputError(f"target: expected floating-point weights to make a draft from, found {odd}")
+
+
+@torch.no_grad()
+def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Give a draft the target's embeddings and head, frozen.
+
+    As copies: target and draft may differ in dtype and device, and are saved apart.
+    """
+    for own, source in (
+        (draft.get_input_embeddings(), target.get_input_embeddings()),
+        (draft.get_output_embeddings(), target.get_output_embeddings()),
+    ):
+        try:
+            own.load_state_dict(source.state_dict())  # type: ignore[union-attr]
+        except RuntimeError as error:
+            reason = str(error).splitlines()[1].strip()
+            raise InputError(f"init.share: expected embeddings of the target's shape, found: {reason}") from error
+        own.requires_grad_(False)  # type: ignore[union-attr]
+
+
+def _add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
+    """Put adapters on a model's linear maps in place: it stays a PreTrainedModel, whose own weights are frozen."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise InputError("init.lora: expected peft to be installed (pip install peft), found none") from error
+
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    closed = {name for name, module in model.named_modules() if module in ends}
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)} - closed
+    chosen = linear if options.target_modules is None else set()
+    for wanted in options.target_modules or ():
+        found = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
+        if found & closed:
+            raise InputError(
+                f"init.lora.target_modules: expected neither embeddings nor head, found {wanted!r}: the loss takes the "
+                "head's weight in pieces"
+            )
+        if not found:
+            names = sorted({name.rpartition(".")[2] for name in linear})
+            raise InputError(f"init.lora.target_modules: expected names among {', '.join(names)}, found {wanted!r}")
+        chosen |= found
+    config = LoraConfig(
+        r=options.r,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]
+        lora_dropout=options.dropout,
+        target_modules=sorted(chosen),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
+    )
+    inject_adapter_in_model(config, model, ADAPTER)
+
+
+@torch.no_grad()
+def merged_state(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return a draft's weights with its adapters merged: W + (alpha ÷ r)·B·A under W's own name.
+
+    Args:
+        model: a draft of `make_draft`, with adapters or without; it is left as it is.
+        state: its state dict where the model in memory is sharded; the model's own if None.
+
+    Returns:
+        What `save_pretrained(state_dict=…)` writes as an ordinary model.
+    """
+    state = dict(model.state_dict() if state is None else state)
+    for key in [key for key in state if key.endswith(f".lora_A.{ADAPTER}.weight")]:
+        name = key.removesuffix(f".lora_A.{ADAPTER}.weight")
+        module: Any = model.get_submodule(name)
+        down, up = state.pop(key), state.pop(f"{name}.lora_B.{ADAPTER}.weight")
+        delta = module.scaling[ADAPTER] * (up.float() @ down.float())
+        weight = state.pop(f"{name}.base_layer.weight")
+        state[f"{name}.weight"] = (weight + (delta.T if module.fan_in_fan_out else delta)).to(weight.dtype)
+        if f"{name}.base_layer.bias" in state:
+            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
+    return state
+
+
+def finish_draft(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> None:
+    """Silence the padding of a saved draft's head, which training has left behind (`silence_padding`).
+
+    On disk, so that it is one and the same for drafts that were sharded. By one process; a head without padding is not
+    read.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    tokens = tokenizer_size(tokenizer)
+    if config.get_text_config().vocab_size <= tokens:
+        return
+    dtype = str(config.dtype).removeprefix("torch.")
+    model = load_model(directory, field="draft", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
+    silence_padding(model, tokens)
+    aside = directory / ".draft.partial"
+    model.save_pretrained(aside)
+    move_files(aside, directory)

@@ -1,0 +1,48 @@
+"""`draftsmith cache --config configs/cache/tiny.yaml`: the target's laws on completions, to distil without it."""
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.teacher_cache import CacheConfig, CacheSummary, make_cache
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write a teacher cache and print what was written.
+
+    Args:
+        argv: the flags; those of the process by default.
+
+    Returns:
+        The exit code, 0.
+
+    Raises:
+        InputError: bad flags, completions, target or output directory; too little space, or a full disk.
+    """
+    _print(make_cache(parse_config(CacheConfig, argv, prog="draftsmith cache")))
+    return 0
+
+
+def _print(summary: CacheSummary) -> None:
+    size, positions = summary.bytes_per_token, summary.positions_written
+    rows = {
+        "samples": f"{summary.samples} ({summary.written} written now, {summary.kept} kept)",
+        "tokens": f"{summary.positions}",
+        "size": f"{summary.size / 1e6:.1f} MB" + ("" if size is None else f", {size:.1f} bytes a token"),
+        "speed": f"{positions / summary.seconds:.0f} tokens/s over {summary.seconds:.0f} s"
+        if positions
+        else "nothing to write",
+    }
+    table = Table.grid(padding=(0, 2))
+    for name, value in rows.items():
+        table.add_row(name, value)
+    console = Console()
+    console.print(table)
+    console.print(f"teacher cache: {summary.output}", soft_wrap=True, highlight=False, markup=False)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

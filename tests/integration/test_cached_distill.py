@@ -1,0 +1,181 @@
+"""Distillation from a teacher cache: what it is without the target, and that it needs none."""
+
+import shutil
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader
+from accelerate.state import AcceleratorState
+from roads import configured, furthest, history, weights
+from torch.utils.data import DataLoader
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill import __main__ as command
+from draftsmith.train import teacher_cache
+from draftsmith.train.cli import run
+from draftsmith.train.data import training_examples
+from draftsmith.train.teacher_cache import CacheConfig, make_cache
+
+
+def completions(road):
+    return [str(road / name) for name in ("short", "long", "heldout")]
+
+
+TRAINING = {"max_steps": 8, "eval_on_start": True, "per_device_eval_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def cached(road, tmp_path_factory):
+    """Caches of all and of 8 tokens; and the target as it is without its weights."""
+    root = tmp_path_factory.mktemp("cached")
+    for name, k in (("whole", 300), ("top", 8)):
+        make_cache(CacheConfig(str(road / "target"), completions(road), str(root / name), k=k, temperature=0.8))
+    shutil.copytree(road / "target", root / "target")
+    (root / "target" / "model.safetensors").unlink()
+    return root
+
+
+def distilled(road, output, cached=None, name="whole", **options):
+    options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(road / "heldout")]} | options
+    options["training"] = TRAINING | options.get("training", {})
+    if cached is not None:
+        options |= {"target": str(cached / "target"), "teacher_cache": [str(cached / name)]}
+    return command.distill(configured(road, output, **options))
+
+
+METRICS = ("alpha", "greedy_alpha", "agreement", "mean_acceptance_length", "loss")
+
+
+@pytest.mark.parametrize(
+    ("divergence", "precision"),
+    [
+        ("forward_kl", torch.float16),
+        ("jsd", torch.float32),
+        ({"expected_length": 1.0, "reverse_kl": 0.1, "cross_entropy": 0.1}, torch.float32),
+    ],
+    ids=str,
+)
+def test_with_all_tokens_it_is_what_it_is_with_the_target(road, cached, tmp_path, monkeypatch, divergence, precision):
+    """Completions of 3 and of 12 tokens, some of them cut. The 11 bits of log p on disk are all that differs."""
+    tolerance = 1e-2
+    if precision == torch.float32:
+        tolerance = 1e-5
+        columns = teacher_cache.COLUMNS
+        wide = columns.set(columns.get_field_index("log_p"), pa.field("log_p", pa.list_(pa.float32())))
+        monkeypatch.setattr(teacher_cache, "COLUMNS", wide)
+        monkeypatch.setitem(teacher_cache.NUMBERS, "log_p", precision)
+        make_cache(CacheConfig(str(road / "target"), completions(road), str(tmp_path / "wide"), 300, temperature=0.8))
+    options = {"divergence": divergence, "max_length": 16, "curriculum": 0.5}
+    live = distilled(road, tmp_path / "live", **options)
+    name = tmp_path / "wide" if precision == torch.float32 else "whole"
+    from_cache = distilled(road, tmp_path / "cached", cached, name, **options)
+    losses = history(live, "loss")
+    assert len(losses) == 8 and len(set(losses)) == 8
+    assert history(from_cache, "loss") == pytest.approx(losses, rel=tolerance)
+    assert history(from_cache, "grad_norm") == pytest.approx(history(live, "grad_norm"), rel=10 * tolerance)
+    for metric in METRICS:
+        assert history(from_cache, f"eval_{metric}") == pytest.approx(history(live, f"eval_{metric}"), rel=tolerance)
+    if precision == torch.float32:  # Adam makes whole steps of gradients that are nothing but rounding
+        assert furthest(weights(tmp_path / "cached"), weights(tmp_path / "live")) < 2e-5
+
+
+def test_replay_is_exact_but_for_its_bounds(road, cached, tmp_path):
+    """Before the first step: τ and agreement need no tail, α is bounded from above, p(argmax q) from below."""
+    options = {"training": {"max_steps": 1}}
+    live = distilled(road, tmp_path / "live", **options)
+    from_cache = distilled(road, tmp_path / "cached", cached, "top", **options)
+    full, found = ({name: history(trainer, f"eval_{name}")[0] for name in METRICS} for trainer in (live, from_cache))
+    assert found["mean_acceptance_length"] == pytest.approx(full["mean_acceptance_length"], rel=1e-5)
+    assert found["agreement"] == full["agreement"]
+    assert found["alpha"] > full["alpha"]
+    assert found["greedy_alpha"] < full["greedy_alpha"]
+    assert found["loss"] < full["loss"]
+
+
+@pytest.mark.parametrize("divergence", ["reverse_kl", "skew_reverse_kl", "tvd", "reached_tvd"])
+def test_every_divergence_is_learned_from_the_top(road, cached, tmp_path, divergence):
+    training = {"max_steps": 20, "logging_steps": 20}
+    heldout = {"heldout": [str(road / "short"), str(road / "long")]}
+    trainer = distilled(road, tmp_path / "out", cached, "top", divergence=divergence, training=training, **heldout)
+    before, after = history(trainer, "eval_loss")
+    assert after < 0.9 * before
+
+
+def test_packed_rows_are_trained_on_from_a_cache_too(road, cached, tmp_path):
+    options = {"packing": True, "max_length": 60, "training": {"per_device_train_batch_size": 2, "max_steps": 4}}
+    live = distilled(road, tmp_path / "live", **options)
+    from_cache = distilled(road, tmp_path / "cached", cached, **options)
+    assert "position_ids" in from_cache.train_dataset.column_names
+    assert len(from_cache.train_dataset) < 20
+    assert history(from_cache, "loss") == pytest.approx(history(live, "loss"), rel=1e-2)
+
+
+def test_the_split_of_a_batch_changes_nothing(road, cached, tmp_path):
+    whole = distilled(road, tmp_path / "whole", cached, "top")
+    training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
+    split = distilled(road, tmp_path / "split", cached, "top", training=training)
+    assert history(split, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
+    assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "split")) < 1e-5
+
+
+def test_processes_collate_their_own_samples(road, cached, tmp_path):
+    """accelerate's shards of a loader hand out what one loader does: each batch with its own positions' laws."""
+    trainer = distilled(road, tmp_path / "out", cached, "top", training={"max_steps": 1})
+    examples = training_examples([str(road / "short"), str(road / "long")])
+
+    def batches(rank: int | None) -> list[dict]:
+        loader = DataLoader(examples, batch_size=2, collate_fn=trainer.data_collator)
+        if rank is None:
+            return list(loader)
+        return list(prepare_data_loader(loader, num_processes=2, process_index=rank, put_on_device=False))
+
+    whole, parts = batches(None), [batches(rank) for rank in (0, 1)]
+    assert len(whole) == 10 and [len(part) for part in parts] == [5, 5]
+    for at, batch in enumerate(whole):
+        other = parts[at % 2][at // 2]
+        assert torch.equal(batch["input_ids"], other["input_ids"])
+        assert len(batch["teacher"]["ids"]) == int((batch["labels"][:, 1:] != -100).sum())
+        assert all(torch.equal(column, other["teacher"][name]) for name, column in batch["teacher"].items())
+
+
+def test_under_deepspeed_the_laws_keep_their_bits(road, cached, tmp_path, monkeypatch):
+    """The Trainer casts floats of a batch to the engine's dtype there; seen by what it does to a batch."""
+    trainer = distilled(road, tmp_path / "out", cached, "top", training={"max_steps": 1})
+    batch = next(iter(trainer.get_train_dataloader()))
+    trainer.is_deepspeed_enabled = True
+    plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(dtype=lambda: torch.bfloat16))
+    monkeypatch.setattr(AcceleratorState, "deepspeed_plugin", plugin)
+    prepared = trainer._prepare_input(batch)
+    assert trainer._prepare_input(torch.ones(1)).dtype == torch.bfloat16
+    assert all(torch.equal(column, prepared["teacher"][name]) for name, column in batch["teacher"].items())
+
+
+def test_what_does_not_fit_is_refused_in_one_line(road, cached, tmp_path, capsys):
+    training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
+    argv = ["--target", str(cached / "target"), "--draft", str(road / "draft"), "--temperature", "0.8"]
+    argv += ["--completions", f"[{road / 'short'}]", "--teacher_cache", f"[{cached / 'top'}]"]
+    argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
+
+    def fails(*more: str) -> str:
+        capsys.readouterr()
+        assert run(lambda: command.main([*argv, *more])) == 2
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == 1, lines
+        return lines[0]
+
+    assert "temperature: expected 0.8, which the laws in" in fails("--temperature", "1")
+    assert "top_k: expected 0, which the laws in" in fails("--top_k", "5")
+    assert "on_policy: expected 0 with teacher_cache" in fails("--on_policy", "0.5")
+    assert "none at nowhere" in fails("--teacher_cache", "[nowhere]")
+    dispatch = "training.accelerator_config.dispatch_batches: expected false with teacher_cache"
+    assert dispatch in fails("--training.accelerator_config", "{dispatch_batches: true}")
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert run(lambda: command.main(argv)) == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_without_a_cache_the_weights_are_needed(road, cached, tmp_path):
+    with pytest.raises(InputError, match="target: expected a causal LM"):
+        command.distill(configured(road, tmp_path / "out", target=str(cached / "target")))

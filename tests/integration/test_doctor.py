@@ -1,0 +1,354 @@
+"""`draftsmith doctor`: a line a check, the loss masks, and the exit code."""
+
+import io
+import json
+
+import pytest
+from conftest import TEXTS, tiny_llama
+from rich.cells import cell_len
+from rich.console import Console
+from transformers import (
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
+from unit.test_retokenized import permuted, with_merges
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.planner import Costs
+from draftsmith.scripts import cli, doctor
+from draftsmith.scripts.doctor import (
+    Finding,
+    Sample,
+    Samples,
+    bracketed,
+    check_masks,
+    coloured,
+    main,
+    smallest_acceptance,
+)
+from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.models import load_tokenizer
+from draftsmith.train.runs import save_model
+from draftsmith.train.tokenizer import train_bpe
+
+
+def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], str, str]:
+    """Run the command; return its exit code, the line of each check, the rest of the output and the error line."""
+    given = {"target": target} | ({"draft": draft} if draft else {}) | options
+    capsys.readouterr()  # what saving the models said
+    code = main([part for name, value in given.items() for part in (f"--{name}", str(value))])
+    out, err = capsys.readouterr()
+    head, _, rest = out.partition("\n\n")
+    lines = {}
+    for line in head.splitlines():
+        name, _, said = line[2:].partition(": ")
+        lines[name] = f"{line[0]} {said}"
+    return code, lines, rest, err
+
+
+def rewrite(path, name: str = "config.json", **values: object) -> None:
+    """Change a directory's config, and not its weights: that they are not looked at is the point."""
+    content = json.loads((path / name).read_text())
+    (path / name).write_text(json.dumps(content | values))
+
+
+def chats(directory, *talks) -> str:
+    path = directory / "chats.jsonl"
+    records = ({"prompt": talk} if isinstance(talk, str) else {"messages": talk} for talk in talks)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A target that speaks ChatML, and the tokenizer it has."""
+    tokenizer, path = byte_level(trim_offsets=True), tmp_path_factory.mktemp("chat") / "target"
+    tokenizer.chat_template = CHATML
+    model = tiny_llama(0, len(tokenizer))
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    save_model(model, tokenizer, path)
+    return path
+
+
+def test_a_pair_that_works_is_said_to_without_loading_its_weights(pair_dirs, capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
+    code, lines, rest, err = check(capsys, *pair_dirs)
+    assert (code, err) == (0, "")
+    assert list(lines) == [
+        "target", "draft", "sizes", "tokenizers", "vocabulary", "rollback", "positions", "chat template",
+        "special tokens",
+    ]  # fmt: skip
+    assert lines["target"].startswith("✓ LlamaForCausalLM, 2 layers, ") and lines["target"].endswith("stored as F32")
+    assert lines.pop("sizes").startswith("! the draft has")  # of two tiny models neither is far smaller
+    assert lines.pop("chat template").startswith("! none in the target's tokenizer: prompts are plain text → ")
+    assert all(line.startswith("✓ ") and "→" not in line for line in lines.values()), lines
+    assert rest.strip() == "7 ✓, 2 !, 0 ✗"
+
+
+def test_the_target_alone_can_be_checked(chat, capsys):
+    code, lines, _, _ = check(capsys, chat)
+    assert code == 0 and list(lines) == [
+        "target", "vocabulary", "rollback", "positions", "chat template", "special tokens",
+    ]  # fmt: skip
+    assert lines["chat template"] == "✓ without generation markers: turns are found by comparison"
+    assert "texts end with '<|endoftext|>' (0), '<|im_end|>'" in lines["special tokens"]
+    assert all(line.startswith("✓ ") for line in lines.values())
+
+
+def test_a_model_that_is_not_there_is_an_error_and_the_other_is_checked_still(pair_dirs, tmp_path, capsys):
+    for target, draft, role in ((pair_dirs[0], tmp_path / "no", "draft"), (tmp_path / "no", pair_dirs[1], "target")):
+        code, lines, rest, err = check(capsys, target, draft)
+        said = f"expected a model directory or a hub id, found nothing at {tmp_path / 'no'}"
+        assert code == 2 and lines[role].startswith(f"✗ {said} → ")
+        assert err == f"error: {role}: {said}\n"
+        assert lines["rollback"].startswith("✓") and "tokenizers" not in lines
+        assert rest.strip().endswith("1 ✗")
+    code, lines, _, err = check(capsys, tmp_path / "no", tmp_path / "no")
+    assert code == 2 and set(lines) == {"target", "draft"} and err.startswith("error: target: ")
+
+
+def other_tokenizer(path, tokenizer):
+    train_bpe(["Something else altogether, and longer than that"], 300).save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "expected"),
+    [
+        (lambda path, tokenizer: permuted(tokenizer)[0].save_pretrained(path), "tokenizers",
+         "! the same pieces under other ids: "),
+        (other_tokenizer, "tokenizers", "! "),
+        (lambda path, tokenizer: with_merges(tokenizer, 5).save_pretrained(path), "tokenizers",
+         "! the same 300 tokens with the same ids, but text is split into them otherwise → "),
+        (lambda path, tokenizer: rewrite(path, vocab_size=320), "vocabulary",
+         "! target 300 logits, draft 320 logits for 300 tokens: padding is never drafted or written → fine here, but "
+         "vLLM's draft_model refuses unequal vocab_size: resize_token_embeddings(320)"),
+        (lambda path, tokenizer: rewrite(path, vocab_size=256), "vocabulary",
+         "✗ draft: expected a vocabulary of at least 300 for its tokenizer, found 256 → "),
+        (lambda path, tokenizer: rewrite(path, max_position_embeddings=128), "positions",
+         "! target 512, draft 128 → keep prompt and text within 128 tokens"),
+        (lambda path, tokenizer: rewrite(path, max_position_embeddings=1024), "positions", "✓ target 512, draft 1024"),
+        (lambda path, tokenizer: rewrite(path, num_hidden_layers=9), "sizes", "! the draft has "),
+        (lambda path, tokenizer: rewrite(path, model_type="no_such"), "draft", "✗ expected a "),
+        (lambda path, tokenizer: (path / "config.json").write_text("{"), "draft", "✗ expected a "),
+        (lambda path, tokenizer: rewrite(path, hidden_size="wide"), "draft", "✗ expected a causal LM in "),
+        (lambda path, tokenizer: (path / "model.safetensors").unlink(), "draft",
+         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but no weights in "),
+        (lambda path, tokenizer: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "draft",
+         "! LlamaForCausalLM, 1 layer, 28.5 K parameters, in pickled weights → "),
+        (lambda path, tokenizer: (path / "model.safetensors").write_bytes(b"no"), "draft",
+         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but model.safetensors is damaged: "),
+        (lambda path, tokenizer: (path / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"a": "model.safetensors", "b": "b.safetensors"}}'), "draft",
+         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but 1 of 2 files are missing, the first b.safetensors → "),
+        (lambda path, tokenizer: rewrite(path, "generation_config.json", eos_token_id=7), "special tokens",
+         "✓ texts end with '<|endoftext|>' (0), padding is '<|pad|>'; the draft's generation config says [7]"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_draft_is_said_in_its_line(damage, name, expected, pair_dirs, tokenizer, capsys):
+    damage(pair_dirs[1], tokenizer)
+    code, lines, _, err = check(capsys, *pair_dirs)
+    assert lines[name].startswith(expected), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
+    assert err.count("\n") == (code == 2) and err.startswith(f"error: {name}: " if code else "")
+
+
+SMALL = {"hidden_size": 16, "vocab_size": 300}
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "expected"),
+    [
+        (lambda: MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=1, state_size=4)), "rollback",
+         "draft: expected a model with a key-value cache, found MambaForCausalLM, whose recurrent state"),
+        (lambda: GPTNeoForCausalLM(GPTNeoConfig(
+            **SMALL, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])), "rollback",
+         "draft: expected full or sliding attention layers, found local ones in GPTNeoForCausalLM"),
+        (lambda: T5ForConditionalGeneration(T5Config(
+            vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)), "draft",
+         "expected a causal LM in "),
+    ],
+)  # fmt: skip
+def test_architectures_that_cannot_draft_are_refused(model, name, expected, pair_dirs, tokenizer, tmp_path, capsys):
+    save_model(model(), tokenizer, tmp_path / "other")
+    code, lines, _, err = check(capsys, pair_dirs[0], tmp_path / "other")
+    assert code == 2 and lines[name].startswith(f"✗ {expected}") and err.startswith(f"error: {name}: {expected}")
+
+
+def test_ends_of_text_that_nothing_stops_at_are_warned_of(chat, tmp_path, capsys):
+    tokenizer = load_tokenizer(chat)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model = tiny_llama(0, len(tokenizer))
+    for ids, template, expected in (
+        (0, CHATML, f"! texts end with '<|endoftext|>' (0), padding is '<|pad|>', but not with '<|im_end|>' ({end}), "
+         f"what ends an answer in the chat template → put [0, {end}] into generation_config.json as eos_token_id"),
+        (end, CHATML, f"✓ texts end with '<|im_end|>' ({end}), padding is"),
+        (end, None, f"! texts end with '<|im_end|>' ({end}), padding is '<|pad|>', but not with '<|endoftext|>' (0), "
+         "the tokenizer's end of sequence → "),
+        (None, None, "! nothing ends a text in generation_config.json"),
+        (end, CHATML.replace("m.content", "'gone'"), f"! texts end with '<|im_end|>' ({end}), padding is '<|pad|>'; "
+         "sample 'Hello': expected a chat template that writes the last answer"),
+    ):  # fmt: skip
+        model.generation_config.eos_token_id = ids
+        tokenizer.chat_template = template
+        save_model(model, tokenizer, tmp_path / "target")
+        code, lines, _, _ = check(capsys, tmp_path / "target")
+        assert code == 0 and lines["special tokens"].startswith(expected), lines["special tokens"]
+
+
+def test_chat_templates_are_compared(chat, tmp_path, capsys):
+    tokenizer = load_tokenizer(chat)
+    for template, expected in (
+        (CHATML, ", the same in both"),
+        (None, "; none in the draft, which does not matter: the target's is used"),
+        (QWEN3, "; another one in the draft, which does not matter: the target's is used"),
+    ):
+        tokenizer.chat_template = template
+        save_model(tiny_llama(0, len(tokenizer)), tokenizer, tmp_path / "draft")
+        code, lines, _, _ = check(capsys, chat, tmp_path / "draft")
+        assert code == 0
+        assert lines["chat template"] == f"✓ without generation markers: turns are found by comparison{expected}"
+
+
+def test_the_smallest_acceptance_solves_for_the_break_even():
+    free, dear = {1: 1.0, 5: 1.0}, {1: 1.0, 5: 5.0}
+    assert smallest_acceptance(Costs(free, 0.25)) == 0.52  # 1 + α + α² + α³ + α⁴ > 2
+    assert smallest_acceptance(Costs(free, 0.0)) == 0.01
+    assert smallest_acceptance(Costs(free, 0.99)) == 1.0
+    assert smallest_acceptance(Costs(free, 1.0)) is None
+    assert smallest_acceptance(Costs(dear, 0.0)) is None
+
+
+def test_costs_are_measured_on_request(pair_dirs, capsys, monkeypatch):
+    code, lines, _, _ = check(capsys, *pair_dirs, costs="true", dtype="float32")
+    assert code == 0 and " (1), " in lines["costs"] and " (8) ms for so many tokens, draft " in lines["costs"]
+    for draft_step, expected in (
+        (0.0, ("✓", "γ = 4 pays from α = 0.01 on")),
+        (0.95, ("!", "γ = 4 pays from α = 0.98 on → few drafts agree that often")),
+        (2.0, ("!", "γ = 4 pays at no α, for at α = 1 it is 0.56× as fast → ")),
+    ):
+        monkeypatch.setattr(
+            doctor, "verification_costs", lambda *a, d=draft_step: {1: d} if a[3] == [1] else dict.fromkeys(a[3], 1.0)
+        )
+        line = check(capsys, *pair_dirs, costs="true", dtype="float32")[1]["costs"]
+        assert line[0] == expected[0] and expected[1] in line
+    rewrite(pair_dirs[1], vocab_size=8)  # what cannot work is not measured
+    assert "costs" not in check(capsys, *pair_dirs, costs="true")[1]
+
+
+def test_the_loss_masks_of_conversations_and_prompts_are_counted(chat, tmp_path, capsys):
+    talk = [user("say hello"), assistant("hello world")]
+    source = chats(tmp_path, talk, "a prompt", [user("a question")], talk)
+    code, lines, rest, _ = check(capsys, chat, prompts=source, show_mask=2)
+    tokenizer = load_tokenizer(chat)
+    length, count = (
+        len(tokenizer.apply_chat_template(talk, return_dict=False)),
+        len(tokenizer.encode("hello world")) + 1,
+    )
+    assert code == 0
+    assert lines["loss masks"] == (
+        f"✓ {2 * count} of {2 * length} tokens count in 2 samples with an answer, 0 with an empty mask; "
+        "2 more end with the user's turn, for the target to answer"
+    )
+    assert rest.startswith(
+        f"sample '0': {length} tokens, {count} count in the loss\n<|im_start|>user↵\nsay hello<|im_end|>↵\n"
+        "<|im_start|>assistant↵\n⟦hello world<|im_end|>⟧↵\n\nsample '1': "
+    )
+    assert "0 count in the loss\na prompt\n\n" in rest and "a question" not in rest
+    assert "1 samples" in check(capsys, chat, prompts=source, limit=1)[1]["loss masks"]
+
+
+def test_answers_that_the_template_rewrites_are_counted_or_refused(chat, tmp_path, capsys):
+    tokenizer = load_tokenizer(chat)
+    for template, code, name, expected in (
+        (QWEN3, 0, "turns", "! 1 assistant turns in 1 samples do not count: the chat template writes them otherwise"),
+        (CHATML.replace("m.content", "m.content.split('</think>')[-1]"), 2, "samples",
+         "✗ 1 cannot be used; sample '0': expected a chat template that writes the last answer as the assistant did"),
+    ):  # fmt: skip
+        tokenizer.chat_template = template
+        save_model(tiny_llama(0, len(tokenizer)), tokenizer, tmp_path / "target")
+        found, lines, _, err = check(capsys, tmp_path / "target", prompts=chats(tmp_path, THOUGHT))
+        assert found == code and lines[name].startswith(expected), lines
+        assert err.startswith("error: samples: 1 cannot be used" if code else "")
+
+
+def test_empty_masks_are_counted_and_named_and_nothing_but_them_is_an_error():
+    full, empty = Sample("full", [1, 2], [0, 1]), Sample("empty", [1, 2], [0, 0])
+    prompt = Sample("prompt", [1], [0], answered=False)
+    said = "1 of 4 tokens count in 2 samples with an answer, 1 with an empty mask"
+    remedy = "they train nothing: leave them out"
+    assert list(check_masks(Samples([full, empty]))) == [Finding("warning", "loss masks", f"{said}: empty", remedy)]
+    (finding,) = check_masks(Samples([empty, empty, prompt]))
+    assert finding.state == "error" and "2 with an empty mask; 1 more end with" in finding.text
+    (finding,) = check_masks(Samples([prompt]))
+    assert finding.state == "ok"
+
+
+def test_completions_are_shown_with_the_masks_they_were_written_with(pair_dirs, tmp_path, capsys):
+    (tmp_path / "prompts.txt").write_text("def add(a, b):\nimport os\n")
+    source = PrepareConfig(str(pair_dirs[0]), str(tmp_path / "prompts.txt"), str(tmp_path / "out"), max_new_tokens=7)
+    summary = prepare(source)
+    code, lines, rest, _ = check(capsys, pair_dirs[0], completions=tmp_path / "out", show_mask=1)
+    assert code == 0
+    assert lines["loss masks"].startswith(f"✓ {summary.tokens} of ") and "in 2 samples" in lines["loss masks"]
+    assert rest.count("sample '") == 1 and "\ndef add(a, b):⟦" in rest
+
+
+def test_every_token_is_shown_once_in_its_colour_and_characters_stay_whole():
+    tokenizer = byte_level(trim_offsets=False)
+    text = "say é語🙂<|im_end|>\n\tdef\x1b[0m"
+    ids = tokenizer.encode(text)
+    for start in range(len(ids)):
+        for stop in range(start, len(ids) + 1):
+            mask = [int(start <= i < stop) for i in range(len(ids))]
+            shown = coloured(Sample("x", ids, mask), tokenizer)
+            assert shown.plain == text.replace("\n", "↵\n").replace("\x1b", "␛")  # and the terminal is not steered
+    mask = [1] * 3 + [0] * (len(ids) - 3)
+    shown = coloured(Sample("x", ids, mask), tokenizer)
+    green = "".join(shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style))
+    assert green == tokenizer.decode(ids[:3]) and bracketed(shown).plain == f"⟦{green}⟧{shown.plain[len(green) :]}"
+
+
+def test_a_terminal_gets_colours_and_a_hanging_indent():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, color_system="standard", width=60, no_color=False)
+    doctor.report(Finding("warning", "positions", "a long text " * 9, "a way out"), console)
+    plain = Console(file=(whole := io.StringIO()), width=60)
+    doctor.report(Finding("warning", "positions", "a long text " * 9, "a way out"), plain)
+    rows = [row for row in file.getvalue().splitlines() if row]
+    assert "\x1b[33m!" in rows[0] and len(rows) > 2 and rows[1].startswith(" " * 17)
+    assert len(whole.getvalue().splitlines()) == 1 and "positions: a long text" in whole.getvalue()
+    tokenizer = byte_level(trim_offsets=False)
+    ids = tokenizer.encode(TEXTS[0])
+    file.truncate(0)
+    doctor.show(Samples([Sample("x", ids, [0, 1] + [1] * (len(ids) - 2))]), 1, tokenizer, console)
+    assert "\x1b[32m" in file.getvalue() and "⟦" not in file.getvalue()
+    assert all(cell_len(symbol) == 1 for symbol in doctor.SYMBOLS.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"show_mask": -1}, "show_mask: expected 0 or more, found -1"),
+        ({"limit": 0}, "limit: expected at least 1, found 0"),
+        ({"show_mask": 1}, "show_mask: expected samples to show in prompts or completions, found none"),
+        ({"prompts": "a", "completions": "b"}, "completions: expected either prompts or completions, found both"),
+        ({"costs": "true"}, "costs: expected a draft to measure, found none"),
+        ({"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, float64, found 'int8'"),
+    ],
+)
+def test_bad_flags_are_refused(options, message, capsys):
+    with pytest.raises(InputError) as error:
+        check(capsys, "target", **options)
+    assert message in str(error.value)
+
+
+def test_it_is_a_command(pair_dirs, tmp_path, capsys):
+    assert "doctor" in cli.COMMANDS
+    assert cli.main(["doctor", "--target", str(pair_dirs[0])]) == 0
+    assert cli.main(["doctor", "--target", str(pair_dirs[0]), "--prompts", str(tmp_path / "no.jsonl")]) == 2
+    assert capsys.readouterr().err.endswith("no.jsonl: expected a file of prompts, found nothing there\n")

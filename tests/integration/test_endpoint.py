@@ -1,0 +1,259 @@
+"""Completions from a server: what it is asked, what its answers become, and how a run goes on after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from served import COUNT, OTHER_END, backed, native, older_sglang, older_vllm, plain, refusal, rows, sglang, vllm
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.prepare import main
+from draftsmith.train import completions
+from draftsmith.train.completions import prepare
+from draftsmith.train.endpoint import Answer, Completion, Vocabulary, settle
+
+pytest_plugins = ["served_fixtures"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "path", "extra"),
+    [(vllm, "/v1", 0), (older_vllm, "/v1/completions", 4), (sglang, "/v1/", 0), (native, "/generate", 0)],
+)
+def test_completions_are_those_of_the_target_in_process(
+    shape, path, extra, remote, server, greedy, remote_tokenizer, in_process, monkeypatch
+):
+    backed(server, greedy, shape, remote_tokenizer)
+    monkeypatch.setattr(completions, "load_model", None)
+    cfg = remote(endpoint=server.root + path)
+    summary = prepare(cfg)
+    assert rows(cfg) == in_process
+    assert {row["finish_reason"] for row in in_process} == {"stop", "length"}
+    assert {row["input_ids"][-1] for row in in_process if row["finish_reason"] == "stop"} >= {OTHER_END}
+    assert (summary.written, summary.uncertain, summary.padded, summary.untrainable) == (COUNT, 0, 0, [])
+    assert COUNT <= len(server.asked) <= COUNT + extra  # the requests under way when the server's form was found out
+    manifest = json.loads((Path(cfg.output) / "manifest.json").read_text())
+    assert manifest["source"] == {"answers": "target", "endpoint": server.root + path, "model": "tiny"}
+    assert "dtype" not in manifest["settings"]
+
+
+def test_text_is_tokenized_again_and_what_may_differ_is_counted(
+    remote, server, greedy, remote_tokenizer, in_process, caplog, capsys
+):
+    backed(server, greedy, older_sglang, remote_tokenizer)
+    summary = prepare(remote())
+    pairs = list(zip(rows(remote()), in_process, strict=True))
+    differing = sum(ours != theirs for ours, theirs in pairs)
+    assert 0 < differing <= summary.uncertain < COUNT  # random bytes are no text, and some of it tokenizes otherwise
+    assert all(ours["finish_reason"] == theirs["finish_reason"] for ours, theirs in pairs)
+    assert all(
+        ours["input_ids"][-1] in (remote_tokenizer.eos_token_id, OTHER_END)
+        for ours, _ in pairs
+        if ours["finish_reason"] == "stop"
+    )
+    backed(server, greedy, plain, remote_tokenizer)  # it does not even say which of the two ends it was
+    stops = sum(row["finish_reason"] == "stop" for row in in_process)
+    assert prepare(remote("plain")).uncertain >= max(stops, summary.uncertain)
+    assert caplog.text.count("gives no token ids, so its text is tokenized again") == 2  # once a run
+    cfg = remote("printed")
+    flags = {name: getattr(cfg, name) for name in ("target", "prompts", "output", "endpoint", "max_new_tokens")}
+    main([part for name, value in flags.items() for part in (f"--{name}", str(value))])
+    assert "completions may differ from what the target wrote" in capsys.readouterr().out
+
+
+def test_text_that_tokenizes_to_as_many_tokens_is_certain(remote, server, remote_tokenizer):
+    text = "return self"
+    ids = remote_tokenizer(text)["input_ids"]
+    server.answer = lambda path, body, number: older_sglang(body, [*ids, remote_tokenizer.eos_token_id], "stop", text)
+    summary = prepare(remote())
+    assert summary.uncertain == 0
+    assert all(
+        row["input_ids"][row["prompt_length"] :] == [*ids, remote_tokenizer.eos_token_id] for row in rows(remote())
+    )
+    more = [*ids, 1, remote_tokenizer.eos_token_id]
+    server.answer = lambda path, body, number: older_sglang(body, more, "stop", text)
+    assert prepare(remote("longer")).uncertain == COUNT
+
+
+def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server, remote_prompts, remote_tokenizer):
+    prepare(remote(temperature=0.7, top_k=5, top_p=0.9, seed=3))
+    texts = [json.loads(line)["prompt"] for line in remote_prompts.read_text().splitlines()]
+    asked = server.asked
+    assert sorted(body["prompt"] for body in asked) == sorted(remote_tokenizer(text)["input_ids"] for text in texts)
+    seeds = {body.pop("seed") for body in asked}
+    assert len(seeds) == COUNT
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    for body in asked:
+        del body["prompt"]
+        assert body == {
+            "model": "tiny",
+            "max_tokens": 12,
+            "temperature": 0.7,
+            "top_k": 5,
+            "top_p": 0.9,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": [remote_tokenizer.eos_token_id, OTHER_END],
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "return_token_ids": True,
+        }
+    assert all("Authorization" not in headers for _, headers, _ in server.requests)
+    server.requests.clear()
+    # the seed is the prompt's: in another order and batch, on another dialect, it is the same
+    server.answer = lambda path, body, number: native(body, [65, OTHER_END], "stop")
+    prepare(remote("other", temperature=0.7, seed=3, batch_size=5, endpoint=f"{server.root}/generate"))
+    assert {body["sampling_params"]["sampling_seed"] for body in server.asked} == seeds
+    assert {body["sampling_params"]["top_k"] for body in server.asked} == {-1}
+    server.requests.clear()
+    server.answer = lambda path, body, number: vllm(body, [65], "length")
+    prepare(remote("greedy"))
+    assert all("seed" not in body and body["temperature"] == 0 for body in server.asked)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (Answer("", "stop", None, [5, 1], None, 2), Completion([5, 1], "stop")),  # the end is listed
+        (Answer("", "stop", 2, [5], None, 1), Completion([5, 2], "stop")),  # it is not, but the server says which
+        (Answer("", "stop", None, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or does not
+        (Answer("", "stop", 3, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or a stranger
+        (Answer("", "stop", None, [], None, 0), Completion([1], "stop", uncertain=True)),
+        (Answer("", "stop", None, [5, 0], None, 2), Completion([5, 0], "stop")),  # servers know the tokenizer's end too
+        (Answer("", "length", None, [5, 6], None, 2), Completion([5, 6], "length")),
+        (Answer("", "length", None, [5, 2, 6, 1], None, 4), Completion([5, 2], "stop")),  # it went on past the end
+        (Answer("", "length", None, [5, 300, 6], None, 3), Completion([5], "length", padded=True)),
+        (Answer("", "stop", None, [5, 1, 300], None, 3), Completion([5, 1], "stop")),
+        (Answer("", "length", None, [300], None, 1), Completion([], "length", padded=True)),
+    ],
+)
+def test_a_completion_ends_with_the_first_end_of_sequence_token(answer, expected, remote_tokenizer):
+    assert settle(answer, [4], Vocabulary(remote_tokenizer, 290, 320, [1, 2]), "prompt 'p'") == expected
+
+
+def test_an_end_that_is_not_told_is_the_tokenizers(remote_tokenizer):
+    answer = Answer("", "stop", None, [5], None, 1)
+    several = Vocabulary(remote_tokenizer, 290, 320, [OTHER_END, remote_tokenizer.eos_token_id])
+    assert settle(answer, [4], several, "p") == Completion([5, remote_tokenizer.eos_token_id], "stop", uncertain=True)
+    single = Vocabulary(remote_tokenizer, 290, 320, [OTHER_END])
+    assert settle(answer, [4], single, "p") == Completion([5, OTHER_END], "stop")
+    with pytest.raises(InputError, match=r"^endpoint: expected at least one token for p, found none$"):
+        settle(Answer("", "length", None, [], None, 0), [4], several, "p")
+
+
+def test_ids_that_pad_the_vocabulary_cut_a_completion_and_are_counted(remote, server, remote_tokenizer, capsys):
+    padding = len(remote_tokenizer)
+    server.answer = lambda path, body, number: vllm(body, [padding] if number == 1 else [65, padding + 1, 66], "length")
+    cfg = remote(endpoint_concurrency=1)
+    summary = prepare(cfg)
+    assert summary.padded == COUNT
+    first, *others = rows(cfg)
+    assert summary.untrainable == [first["id"]]
+    assert first["prompt_length"] == len(first["input_ids"])
+    assert all(row["input_ids"][row["prompt_length"] :] == [65] for row in others)
+    assert {row["finish_reason"] for row in rows(cfg)} == {"length"}
+    assert prepare(cfg).untrainable == [first["id"]]  # of the kept samples too
+    server.answer = lambda path, body, number: vllm(body, [320], "length")
+    assert refusal(remote("other", endpoint_concurrency=1)) == (
+        f"endpoint: expected ids below 320 for prompt {first['id']!r}, found 320: does the server run another model "
+        "than --target?"
+    )
+
+
+def test_so_many_requests_are_under_way_at_once(remote, server):
+    together = threading.Barrier(3)
+
+    def answer(path, body, number):
+        together.wait(30)
+        return vllm(body, [65], "length")
+
+    server.answer = answer
+    prepare(remote(endpoint_concurrency=3))
+    assert server.busiest == 3
+
+
+def test_a_resume_asks_for_the_missing_batches_only(remote, server, greedy, remote_tokenizer, in_process, monkeypatch):
+    backed(server, greedy, vllm, remote_tokenizer)
+    real, written = completions.write_shard, []
+
+    def interrupted(path, shard):
+        real(path, shard)
+        written.append(path.name)
+        if len(written) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(completions, "write_shard", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(remote(endpoint_concurrency=1))
+    kept = {row["id"] for row in rows(remote())}
+    assert len(kept) == 6
+    server.requests.clear()
+    summary = prepare(remote())
+    assert (summary.kept, summary.written) == (6, 6)
+    assert len(server.asked) == 6
+    assert rows(remote()) == in_process
+    server.requests.clear()
+    prepare(remote(endpoint_model="tiny"))
+    assert server.requests == []  # finished, and told the name: nobody is asked
+
+
+@pytest.mark.slow
+def test_resume_after_sigkill(remote, server, greedy, remote_tokenizer, in_process):
+    backed(server, greedy, vllm, remote_tokenizer)
+    answer, reached = server.answer, threading.Event()
+
+    def stuck_after_five(path, body, number):
+        if number > 5:
+            reached.set()
+            time.sleep(30)
+        return answer(path, body, number)
+
+    server.answer = stuck_after_five
+    cfg = remote(endpoint_concurrency=1)
+    names = ("target", "prompts", "output", "endpoint", "endpoint_concurrency", "temperature", "max_new_tokens")
+    flags = [part for name in (*names, "batch_size") for part in (f"--{name}", str(getattr(cfg, name)))]
+    code = "import sys; from draftsmith.scripts.prepare import main; main(sys.argv[1:])"
+    process = subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL)
+    assert reached.wait(120)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert len(rows(cfg)) == 4  # the fifth was of the batch in flight
+    server.requests.clear()
+    server.answer = answer
+    assert prepare(cfg).kept == 4
+    assert len(server.asked) == COUNT - 4
+    assert rows(cfg) == in_process
+
+
+def test_a_resume_knows_the_model_by_its_name_and_the_server_may_move(remote, server, remote_target):
+    prepare(remote())
+    begun = f"; {remote().output} was begun otherwise, give another --output"
+    moved = server.root.replace("127.0.0.1", "localhost")
+    assert prepare(remote(endpoint=f"{moved}/v1")).kept == COUNT
+    assert refusal(remote(endpoint_model="other")) == f"endpoint_model: expected 'tiny', found 'other'{begun}"
+    assert refusal(remote(endpoint=None)) == f"endpoint_model: expected 'tiny', found None{begun}"
+    assert refusal(remote(seed=1)) == f"seed: expected 0, found 1{begun}"
+    server.models = ["tiny", "other"]
+    assert refusal(remote()) == (
+        f"endpoint_model: expected one model at {server.root}/v1, found tiny, other; name the target with "
+        "--endpoint_model"
+    )
+    here = remote("here", endpoint=None, target=str(remote_target), limit=2)
+    prepare(here)
+    begun = f"; {here.output} was begun otherwise, give another --output"
+    there = remote("here", limit=2, endpoint_model="tiny")
+    assert refusal(there) == f"endpoint_model: expected None, found 'tiny'{begun}"
+    manifest = Path(here.output) / "manifest.json"
+    older = json.loads(manifest.read_text())
+    del older["source"]  # as directories were before there were servers
+    manifest.write_text(json.dumps(older))
+    assert prepare(here).kept == 2
+    assert refusal(there) == f"endpoint_model: expected None, found 'tiny'{begun}"

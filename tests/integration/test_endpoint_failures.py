@@ -1,0 +1,184 @@
+"""A server that is busy, slow, broken or refuses, and settings that cannot be meant."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from served import COUNT, refusal, rows, vllm
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.completions import prepare
+
+pytest_plugins = ["served_fixtures"]
+
+
+def test_a_busy_server_is_given_the_time_it_asks_for(remote, server, waits, caplog):
+    def answer(path, body, number):
+        if number == 1:
+            return 429, {"Retry-After": "7"}, b'{"error": {"message": "slow down"}}'
+        if number == 2:
+            return 503, {"Retry-After": "Wed, 21 Oct 2015 07:28:00 GMT"}, b"down"  # long past
+        if number == 3:
+            return 429, {"Retry-After": "86400"}, b""
+        return vllm(body, [65], "length")
+
+    server.answer = answer
+    assert prepare(remote(endpoint_concurrency=1)).written == COUNT
+    assert len(server.asked) == COUNT + 3
+    assert waits[0] == 7
+    assert 1 <= waits[1] <= 2  # the second of the waits that double, and up to half of it off at random
+    assert waits[2:] == [600]  # a day is not waited for
+    assert "429 slow down; next try in 7 s" in caplog.text
+
+
+def test_a_failing_server_is_given_up_and_what_was_finished_is_kept(remote, server, waits):
+    def answer(path, body, number):
+        return vllm(body, [65], "length") if number <= 5 else (500, {}, b'{"error": {"message": "CUDA\\nerror"}}')
+
+    server.answer = answer
+    cfg = remote(endpoint_concurrency=1, endpoint_retries=3)
+    assert refusal(cfg).endswith(
+        f" from {server.root}/v1/completions, found 500 CUDA error in the last of 4 tries; finished batches are kept, "
+        "run the same command again"
+    )
+    assert len(server.asked) == 5 + 4
+    assert [0.5 * 2**i <= wait <= 2**i for i, wait in enumerate(waits)] == [True] * 3
+    assert len(rows(cfg)) == 4
+    server.requests.clear()
+    server.answer = lambda path, body, number: vllm(body, [65], "length")
+    summary = prepare(cfg)
+    assert (summary.kept, summary.written, len(server.asked)) == (4, COUNT - 4, COUNT - 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "found"),
+    [
+        (b'{"error": {"message": "max_tokens is too large", "type": "BadRequestError", "code": 400}}', "max_tokens is"),
+        (b'{"object": "error", "message": "max_tokens is\\ntoo large", "code": 400}', "max_tokens is too large"),
+        (b'{"detail": "Not Found"}', "Not Found"),
+        (b"<html>proxy</html>", "<html>proxy</html>"),
+        (b"", "Bad Request"),
+    ],
+)
+def test_a_refusal_is_final_and_in_the_servers_words(said, found, remote, server, waits):
+    server.answer = lambda path, body, number: (400, {}, said)
+    message = refusal(remote(endpoint_concurrency=1))
+    assert message.startswith(
+        f"endpoint: expected a completion of prompt 'p7' from {server.root}/v1/completions, found 400 {found}"
+    )
+    assert len(server.asked) == 1
+    assert waits == []
+
+
+def test_broken_answers_and_connections_are_tried_again(remote, server, waits):
+    def answer(path, body, number):
+        whole = json.dumps(vllm(body, [65], "length")).encode()
+        if number == 1:
+            return 200, {}, whole[:40]
+        if number == 2:
+            return 200, {"Content-Length": str(len(whole)), "Connection": "close"}, whole[:40]
+        return 200, {}, whole
+
+    server.answer = answer
+    assert prepare(remote(endpoint_concurrency=1)).written == COUNT
+    assert (len(server.asked), len(waits)) == (COUNT + 2, 2)
+
+
+def test_a_server_that_nobody_runs_is_given_up(remote, server, waits):
+    message = refusal(remote(endpoint="http://127.0.0.1:9/v1", endpoint_retries=2))
+    assert message.startswith(
+        "endpoint: expected a list of models from http://127.0.0.1:9/v1/models, found ConnectError"
+    )
+    assert len(waits) == 2
+
+
+def test_a_slow_server_is_waited_for_so_long_and_asked_again(remote, server, waits):
+    stuck = threading.Event()
+
+    def answer(path, body, number):
+        if number == 1:
+            stuck.wait(20)
+        return vllm(body, [65], "length")
+
+    server.answer = answer
+    assert prepare(remote(endpoint_concurrency=1, endpoint_timeout=0.3)).written == COUNT
+    stuck.set()
+    assert len(waits) >= 1
+    assert len(server.asked) == COUNT + len(waits)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        (lambda body: {"choices": []}, "an answer of another shape"),
+        (lambda body: [1], "an answer of another shape"),
+        (lambda body: vllm(body, [65], "abort"), "finish_reason 'abort'"),
+        (lambda body: vllm(body, [65], "length", token_ids=["a"]), "an answer of another shape"),
+    ],
+)
+def test_answers_of_another_shape_are_refused(answer, found, remote, server):
+    server.answer = lambda path, body, number: answer(body)
+    assert refusal(remote(endpoint_concurrency=1)) == (
+        f"endpoint: expected a completion of prompt 'p7' from {server.root}/v1, found {found}"
+    )
+
+
+def test_a_server_that_changes_the_prompt_is_refused(remote, server):
+    server.answer = lambda path, body, number: vllm(body, [65], "length", prompt_token_ids=[0, *body["prompt"]])
+    assert "after its 40 tokens as sent" in (message := refusal(remote(endpoint_concurrency=1))), message
+    assert "put it after 41 others" in message
+
+
+def test_the_key_is_read_from_the_environment_and_written_nowhere(remote, server, monkeypatch, caplog, waits):
+    caplog.set_level("DEBUG")
+    secret = "sk-0123456789"
+    monkeypatch.setenv("TINY_KEY", secret)
+    prepare(remote(endpoint_key_env="TINY_KEY"))
+    assert {headers["Authorization"] for _, headers, _ in server.requests} == {f"Bearer {secret}"}
+    refused = {"error": {"message": f"Incorrect API key provided: {secret}"}}
+    server.answer = lambda path, body, number: (401, {}, json.dumps(refused).encode())
+    message = refusal(remote("refused", endpoint_key_env="TINY_KEY"))
+    assert message.endswith("found 401 Incorrect API key provided: ***")
+    server.answer = lambda path, body, number: (500, {}, json.dumps(refused).encode())
+    assert secret not in refusal(remote("failed", endpoint_key_env="TINY_KEY", endpoint_retries=1))
+    assert secret not in caplog.text
+    for output in (remote().output, remote("refused").output):
+        assert all(secret.encode() not in path.read_bytes() for path in Path(output).iterdir())
+    for value in ("", " ", "sk\n1", "schlüssel"):
+        monkeypatch.setenv("TINY_KEY", value)
+        assert refusal(remote("none", endpoint_key_env="TINY_KEY")) == (
+            "endpoint_key_env: expected an API key in the environment variable TINY_KEY, found none"
+        )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"endpoint": "localhost:8000"},
+            "endpoint: expected a URL such as http://localhost:8000/v1, found 'localhost:",
+        ),
+        ({"endpoint": "http://localhost:port/v1"}, "endpoint: expected a URL such as"),
+        (
+            {"endpoint": "http://me:secret@localhost/v1"},
+            "endpoint: expected a URL without user name, password or query",
+        ),
+        (
+            {"endpoint": "http://localhost/v1?key=secret"},
+            "endpoint: expected a URL without user name, password or query",
+        ),
+        ({"endpoint": None, "endpoint_model": "tiny"}, "endpoint_model: expected --endpoint beside it, found none"),
+        ({"endpoint": None, "endpoint_key_env": "KEY"}, "endpoint_key_env: expected --endpoint beside it, found none"),
+        ({"answers": "given"}, "endpoint: expected none with --answers given"),
+        ({"answers": "mine"}, "answers: expected one of target, given, found 'mine'"),
+        ({"endpoint_concurrency": 0}, "endpoint_concurrency: expected at least 1, found 0"),
+        ({"endpoint_timeout": 0.0}, "endpoint_timeout: expected seconds, more than 0, found 0.0"),
+        ({"endpoint_retries": -1}, "endpoint_retries: expected 0 or more, found -1"),
+    ],
+)
+def test_settings_are_checked(settings, message, remote):
+    with pytest.raises(InputError) as error:
+        remote(**settings)
+    assert str(error.value).startswith(message)
+    assert "secret" not in str(error.value)

@@ -1,0 +1,175 @@
+"""Completions that are in the records already: no model writes them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.prepare import main
+from draftsmith.train import completions
+from draftsmith.train.completions import PrepareConfig, load_completions, prepare, split_empty
+from draftsmith.train.masks import encode_conversation
+from draftsmith.train.models import load_tokenizer
+
+# Turns that an end-of-sequence token ends, and turns that nothing ends. An added token stands before them, because a
+# token that is joined across the border would not be learned from.
+ENDED = (
+    "{% for m in messages %}{{ m.role }}<|pad|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant<|pad|>{% endif %}"
+)
+OPEN = (
+    "{% for m in messages %}{{ m.role }}<|pad|>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant<|pad|>{% endif %}"
+)
+
+
+@pytest.fixture
+def described(pair_dirs, tmp_path):
+    """A target without weights; `template` sets its chat template."""
+
+    def make(template: str = ENDED) -> Path:
+        path = tmp_path / "described"
+        shutil.copytree(pair_dirs[0], path, ignore=shutil.ignore_patterns("*.safetensors"))
+        tokenizer = load_tokenizer(path)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(path)
+        return path
+
+    return make
+
+
+def conversation(*turns: str) -> list[dict]:
+    return [{"role": ["user", "assistant"][i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+RECORDS = [
+    {"id": "one", "messages": conversation("print", "import os")},
+    {"id": "two", "messages": conversation("a", "b = 1", "again", "c = 2\n"), "category": "code"},
+    {"id": "pair", "prompt": "def add(a, b):", "completion": "return a + b"},
+    {"id": "long", "messages": conversation("for i in range(10):", "x, y, " * 400)},
+    {"id": "silent", "messages": conversation("nothing?", "")},
+]
+
+
+@pytest.fixture
+def config(described, tmp_path):
+    path = tmp_path / "conversations.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+
+    def make(output: str = "out", **settings) -> PrepareConfig:
+        given = {"prompts": str(path), "answers": "given", "batch_size": 2} | settings
+        given.setdefault("target", str(tmp_path / "described"))
+        if not Path(given["target"]).exists():
+            described(given.pop("template", ENDED))
+        given.pop("template", None)
+        return PrepareConfig(output=str(tmp_path / output), **given)
+
+    return make
+
+
+def test_given_answers_become_samples_with_the_mask_of_their_turns(config, monkeypatch):
+    monkeypatch.setattr(completions, "load_model", None)
+    cfg = config()
+    summary = prepare(cfg)
+    rows = {row["id"]: row for row in load_completions(cfg.output)}
+    tokenizer = load_tokenizer(cfg.target)
+    assert sorted(rows) == ["one", "pair", "silent", "two"]
+    for row in rows.values():
+        first = row["prompt_length"]
+        assert row["finish_reason"] == "given"
+        assert row["loss_mask"][:first] == [0] * first
+        assert row["loss_mask"][first] == 1
+    learnt = {
+        name: tokenizer.decode([i for i, m in zip(row["input_ids"], row["loss_mask"], strict=True) if m])
+        for name, row in rows.items()
+    }
+    end = tokenizer.eos_token
+    assert learnt == {
+        "one": f"import os{end}",
+        "two": f"b = 1{end}c = 2\n{end}",
+        "pair": f"return a + b{end}",
+        "silent": end,
+    }
+    ids, mask = encode_conversation(RECORDS[1]["messages"], tokenizer, "two")
+    assert (rows["two"]["input_ids"], rows["two"]["loss_mask"]) == (ids, mask)
+    assert rows["two"]["category"] == "code"
+    assert (
+        tokenizer.decode(rows["one"]["input_ids"][: rows["one"]["prompt_length"]])
+        == f"user<|pad|>print{end}assistant<|pad|>"
+    )
+    assert (summary.prompts, summary.written, summary.cut, summary.untrainable) == (4, 4, 0, [])
+    assert summary.tokens == summary.tokens_written == sum(sum(row["loss_mask"]) for row in rows.values())
+
+
+def test_conversations_longer_than_the_positions_are_left_out_and_named(config, capsys):
+    assert prepare(config()).left_out == ["long"]
+    again = prepare(config())
+    assert (again.kept, again.written, again.left_out) == (4, 0, ["long"])
+    cfg = config()
+    flags = [
+        part
+        for name in ("target", "prompts", "output", "batch_size")
+        for part in (f"--{name}", str(getattr(cfg, name)))
+    ]
+    assert main([*flags, "--answers", "given"]) == 0
+    assert "1 too long for the target's positions: long" in capsys.readouterr().out
+    path = Path(cfg.prompts).with_name("long.jsonl")
+    path.write_text(json.dumps(RECORDS[3]) + "\n")
+    with pytest.raises(InputError) as error:
+        prepare(config("other", prompts=str(path)))
+    assert str(error.value) == (
+        f"prompts: expected conversations within the target's 512 positions, found all 1 of {path} longer"
+    )
+
+
+def test_samples_without_a_token_to_learn_from_are_named(config, capsys):
+    cfg = config(template=OPEN)
+    assert prepare(cfg).untrainable == ["silent"]
+    assert prepare(cfg).untrainable == ["silent"]
+    row = next(row for row in load_completions(cfg.output) if row["id"] == "silent")
+    assert row["prompt_length"] == len(row["input_ids"])
+    assert not any(row["loss_mask"])
+    assert split_empty(load_completions(cfg.output))[1] == ["silent"]
+    flags = [
+        part
+        for name in ("target", "prompts", "output", "batch_size")
+        for part in (f"--{name}", str(getattr(cfg, name)))
+    ]
+    main([*flags, "--answers", "given"])
+    assert "1 samples: silent" in capsys.readouterr().out
+
+
+def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(config):
+    cfg = config()
+    prepare(cfg)
+    output = Path(cfg.output)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    manifest = json.loads(before["manifest.json"])
+    assert manifest["source"] == {"answers": "given"}
+    assert manifest["settings"] == {"split": "train", "limit": None, "batch_size": 2}
+    (output / "shard-00001.parquet").unlink()
+    assert (summary := prepare(config(temperature=0.5, seed=3))).kept == 2, summary
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+    begun = f"; {output} was begun otherwise, give another --output"
+    for settings, message in (
+        ({"answers": "target"}, "answers: expected 'given', found 'target'"),
+        ({"batch_size": 3}, "batch_size: expected 2, found 3"),
+    ):
+        short = {"max_new_tokens": 4, "limit": 3} if "answers" in settings else {}
+        with pytest.raises(InputError) as error:
+            prepare(config(**settings, **short))
+        assert str(error.value) == message + begun
+    path = Path(cfg.prompts)
+    path.write_text(path.read_text().replace("b = 1", "b = 2"))
+    with pytest.raises(InputError, match=r"^prompts: expected .* as it was \(sha256: "):
+        prepare(config())
+
+
+def test_a_record_without_an_answer_is_refused(config):
+    cfg = config()
+    path = Path(cfg.prompts)
+    path.write_text(json.dumps({"prompt": "def"}) + "\n")
+    with pytest.raises(InputError, match=rf"^{path}:1: "):
+        prepare(cfg)

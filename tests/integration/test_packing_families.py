@@ -1,0 +1,244 @@
+"""Packed samples are as if alone: in every family that claims it, in the loss and its gradients, in a training run."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from conftest import tiny_llama
+from datasets import Dataset
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    TrainingArguments,
+)
+from transformers.modeling_flash_attention_utils import _is_packed_sequence, prepare_fa_kwargs_from_position_ids
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.data import IGNORED, CompletionCollator, numbered
+from draftsmith.train.heads import last_hidden
+from draftsmith.train.packing import pack, packs, require_packing
+
+VOCAB, HIDDEN, WINDOW = 64, 32, 8
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,  # fewer than a row's tokens
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 2 * HIDDEN}
+GEMMA = {
+    **GROUPED,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": WINDOW,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+PACKING = {
+    "llama": (LlamaConfig, GROUPED),
+    "qwen2": (Qwen2Config, GROUPED),
+    "qwen2-window": (
+        Qwen2Config,
+        {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3Config, {**GROUPED, "head_dim": 8}),
+    "mistral": (MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
+    "gemma2": (Gemma2Config, GEMMA),
+    "gemma3": (Gemma3TextConfig, GEMMA),
+    "gpt2": (GPT2Config, {}),
+    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
+    "phi": (PhiConfig, GROUPED),
+    "phi3": (Phi3Config, {**GROUPED, "sliding_window": WINDOW}),
+}
+# Families that do not hand positions to the mask, have a mask or a recurrence of their own, or take no positions.
+REFUSED = {
+    "opt": (OPTConfig, {"ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN}),
+    "falcon": (FalconConfig, {"alibi": False}),
+    "gpt-oss": (
+        GptOssConfig,
+        {**GEMMA, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),
+    "mamba": (MambaConfig, {}),
+    "qwen3-next": (
+        Qwen3NextConfig,
+        {**GROUPED, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]},
+    ),
+}
+EAGER_ONLY = ("gemma2",)
+
+
+def build(name: str, **options: object) -> PreTrainedModel:
+    config, own = (PACKING | REFUSED)[name]
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
+
+
+def samples(sizes: list[int], vocab_size: int = VOCAB, seed: int = 0) -> Dataset:
+    generator = random.Random(seed)
+    rows = []
+    for number, size in enumerate(sizes):
+        ids = [generator.randrange(2, vocab_size) for _ in range(size)]
+        rows.append(
+            {"id": f"s{number}", "input_ids": ids, "labels": [IGNORED] * (1 + size // 4) + ids[1 + size // 4 :]}
+        )
+    return numbered(Dataset.from_list(rows))
+
+
+SIZES = [20, 3, 11, 6, 17, 9, 1, 13, 2, 25]  # within the window and far past it
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", PACKING)
+def test_hidden_states_are_those_of_each_sample_alone(name, attention, tokenizer):
+    if attention == "sdpa" and name in EAGER_ONLY:
+        pytest.skip("the family has no sdpa")
+    model = build(name, attn_implementation=attention)
+    require_packing(model, "draft")
+    dataset = samples(SIZES)
+    packed = pack(dataset, 40)
+    batch = CompletionCollator(tokenizer)(packed.to_list())
+    assert (batch["labels"] == IGNORED)[:, -1].any()  # some rows are padded
+    ids = dict(zip(dataset["id"], dataset["input_ids"], strict=True))
+    hidden = last_hidden(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    seen = 0
+    for row, names in enumerate(packed["ids"]):
+        start = 0
+        for sample in names:
+            alone = last_hidden(model, input_ids=torch.tensor([ids[sample]]))[0]
+            # float32: the same sums in other shapes.
+            assert torch.allclose(hidden[row, start : start + len(alone)], alone, atol=1e-4, rtol=1e-4)
+            start, seen = start + len(alone), seen + 1
+    assert seen == len(SIZES)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_family_whose_samples_see_each_other_is_refused(name):
+    model = build(name).train()
+    message = rf"^draft: packs samples only where .*, found {type(model).__name__} with .*; set packing false$"
+    with pytest.raises(InputError, match=message):
+        require_packing(model, "draft")
+    assert model.training
+
+
+def test_half_precision_is_told_from_leaks():
+    assert packs(build("llama").bfloat16()) and packs(build("gemma3").bfloat16())
+    assert not packs(build("opt").bfloat16()) and not packs(build("falcon").bfloat16())
+
+
+def test_trying_leaves_the_model_and_the_generator_as_they_were():
+    model = build("gpt2").train()
+    state = torch.get_rng_state()
+    assert packs(model) and model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def varlen(
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+) -> tuple[Tensor, None]:
+    """Flash attention's own way with positions, around another kernel: no mask, but bounds where it finds any."""
+    assert attention_mask is None
+    positions, length = kwargs["position_ids"], query.shape[2]
+    bounds = [0, length]
+    if _is_packed_sequence(positions, len(query)):
+        bounds = prepare_fa_kwargs_from_position_ids(positions)[0][0].tolist()
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, start:end] for x in (query, key, value)), is_causal=True, enable_gqa=True
+        )
+        for start, end in pairwise(bounds)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def test_an_attention_without_masks_packs_in_batches_of_one_row():
+    """What flash attention reads positions for, by the library's functions, on a device that has no flash attention."""
+    AttentionInterface.register("varlen", varlen)
+    model = build("llama", attn_implementation="varlen")
+    assert packs(model, rows=1) and not packs(model, rows=2)
+    with pytest.raises(InputError, match=r"found LlamaForCausalLM with varlen attention, 8 rows a batch"):
+        require_packing(model, "target", rows=8)
+
+
+def test_padding_is_seen_by_none_and_no_sample_by_another(tokenizer):
+    """Gradients of a sample's states reach its own tokens before them, and nothing else."""
+    model = build("mistral")
+    packed = pack(samples(SIZES), 40)
+    batch = CompletionCollator(tokenizer)(packed.to_list())
+    embedded = model.get_input_embeddings()(batch["input_ids"]).requires_grad_(True)
+    hidden = last_hidden(model, inputs_embeds=embedded, position_ids=batch["position_ids"])
+    texts = (batch["position_ids"] == 0).cumsum(1)  # each padding token is a text of its own
+    for row in range(len(hidden)):
+        for t in range(0, hidden.shape[1], 3):
+            (gradient,) = torch.autograd.grad(hidden[row, t].sum(), embedded, retain_graph=True)
+            reached = gradient.abs().sum(-1) > 0
+            own = torch.zeros_like(reached)
+            own[row, : t + 1] = texts[row, : t + 1] == texts[row, t]
+            assert not (reached & ~own).any() and reached[row, t]
+
+
+def trainer(tmp_path, tokenizer, dataset: Dataset, divergence: str, rows: int, name: str) -> DistillTrainer:
+    vocab = len(tokenizer)
+    draft, target = tiny_llama(1, vocab, layers=1).requires_grad_(True), tiny_llama(0, vocab)
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / name), use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        per_device_train_batch_size=rows, max_steps=3, logging_steps=1, learning_rate=3e-3,
+        remove_unused_columns=False, lr_scheduler_type="constant",
+    )  # fmt: skip
+    config = DistillConfig("target", "draft", ["none"], training=arguments, divergence=divergence)
+    return DistillTrainer(draft, target, tokenizer, config, dataset)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "expected_length"])
+def test_the_loss_and_its_gradients_are_those_of_the_samples(tmp_path, tokenizer, divergence):
+    dataset = samples(SIZES, len(tokenizer))
+    packed = pack(dataset, 40)
+    one = trainer(tmp_path, tokenizer, dataset, divergence, 4, "one")
+    found = []
+    for rows in (dataset, packed):
+        loss = one.compute_loss(one.model, CompletionCollator(tokenizer)(rows.to_list()))
+        one.model.zero_grad()
+        loss.backward()
+        found.append((loss.item(), {name: p.grad.clone() for name, p in one.model.named_parameters()}))
+    (apart, gradients), (together, own) = found
+    assert together == pytest.approx(apart, rel=1e-5)
+    for name, gradient in gradients.items():
+        # float32: the same terms in another order.
+        assert (gradient - own[name]).abs().max() <= 1e-5 * gradient.abs().max() + 1e-8, name
+
+
+def test_training_on_rows_is_training_on_their_samples(tmp_path, tokenizer):
+    """Steps over the whole data set, so that its order is of no account."""
+    dataset = samples(SIZES, len(tokenizer))
+    histories = []
+    for name, data in (("apart", dataset), ("packed", pack(dataset, 40))):
+        run = trainer(tmp_path, tokenizer, data, "forward_kl", len(data), name)
+        run.train()
+        histories.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+    assert len(histories[0]) == 3 and histories[0][2] < histories[0][0]
+    assert histories[1] == pytest.approx(histories[0], rel=1e-4)

@@ -1,0 +1,230 @@
+"""A run that is killed, starved or fed nonsense: nothing is lost, and nothing goes on in silence."""
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from roads import configured, furthest, weights
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill import __main__ as command
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.completions import load_completions
+from draftsmith.train.runs import last_checkpoint
+
+STEPS = 12  # of 4 samples out of 20: the third epoch begins at step 10
+
+
+def options(road: Path) -> dict:
+    """Everything that draws numbers: dropout, the draft's own text, a shuffled order, epochs; with evaluations."""
+    training = {
+        "max_steps": STEPS,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 2,
+        "logging_steps": 1,
+    }
+    training |= {"eval_strategy": "steps", "eval_steps": 3, "lr_scheduler_type": "cosine"}
+    return {
+        "draft": str(road / "dropping"),
+        "heldout": [str(road / "heldout")],
+        "on_policy": 0.5,
+        "on_policy_tokens": 6,
+        "optimizer": "muon",
+        "training": training,
+    }
+
+
+def forked(work) -> int:
+    """Run in a process of its own, and return its exit code (negative: the signal that ended it)."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def losses(directory: Path) -> dict[int, tuple]:
+    state = json.loads((directory / "trainer_state.json").read_text())
+    kinds = ("loss", "grad_norm", "eval_loss", "eval_alpha")
+    return {
+        (entry["step"], kind): entry[kind] for entry in state["log_history"] for kind in kinds if kind in entry
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def whole(road, tmp_path_factory):
+    output = tmp_path_factory.mktemp("whole") / "draft"
+    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    return output
+
+
+class KilledAt(TrainerCallback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_callback(callback: TrainerCallback):
+    real = DistillTrainer.__init__
+
+    def init(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        self.add_callback(callback)
+
+    DistillTrainer.__init__ = init  # in a forked process only
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 7, 11])
+def test_a_run_killed_at_any_step_goes_on_as_if_it_had_not_been(road, whole, tmp_path, step):
+    output = tmp_path / "draft"
+
+    def killed() -> None:
+        with_callback(KilledAt(step))
+        command.distill(configured(road, output, **options(road)))
+
+    assert forked(killed) == -signal.SIGKILL
+    last = last_checkpoint(str(output))
+    assert (last is None) == (step <= 2)
+    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert losses(output) == losses(whole)  # to the bit
+    assert furthest(weights(output), weights(whole)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "written", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_checkpoint"], ids=lambda n: n[1:]
+)
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(road, whole, tmp_path, written):
+    """Killed right after a part of the second checkpoint was written; the last part is all of it."""
+    output = tmp_path / "draft"
+
+    def killed() -> None:
+        real = getattr(DistillTrainer, written)
+
+        def save(self, *args, **kwargs):
+            real(self, *args, **kwargs)
+            if self.state.global_step == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        setattr(DistillTrainer, written, save)
+        command.distill(configured(road, output, **options(road)))
+
+    assert forked(killed) == -signal.SIGKILL
+    assert Path(last_checkpoint(str(output))).name == f"checkpoint-{4 if written == '_save_checkpoint' else 2}"
+    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert losses(output) == losses(whole)
+    assert furthest(weights(output), weights(whole)) == 0.0
+    assert not (output / ".checkpoint.partial").exists() and not (output / ".draft.partial").exists()
+
+
+@pytest.mark.parametrize("limit", [20_000, 60_000])
+def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(road, whole, tmp_path, limit):
+    """A limit on the size of a file stands in for the disk: the weights (or then the optimizer) do not fit."""
+    output, said = tmp_path / "draft", tmp_path / "said"
+
+    def starved() -> None:
+        real = DistillTrainer._save_checkpoint
+
+        def save(self, *args, **kwargs):
+            if self.state.global_step == 4:
+                signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+            try:
+                real(self, *args, **kwargs)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+        DistillTrainer._save_checkpoint = save
+        try:
+            command.distill(configured(road, output, **options(road)))
+        except InputError as error:
+            said.write_text(str(error))
+
+    assert forked(starved) == 0
+    message = said.read_text()
+    assert "no space left" in message and "checkpoint-2" in message and "\n" not in message
+    assert Path(last_checkpoint(str(output))).name == "checkpoint-2"
+    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert losses(output) == losses(whole)
+
+
+def spoiled(road: Path, directory: Path, token: int) -> str:
+    """The target with a token whose embedding is not a number."""
+    shutil.copytree(road / "target", directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.embed_tokens.weight"][token] = float("nan")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return str(directory)
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_samples(road, tmp_path):
+    texts = load_completions(str(road / "long"))
+    holders: dict[int, set[str]] = {}
+    for name, ids in zip(texts["id"], texts["input_ids"], strict=True):
+        for token in ids:
+            holders.setdefault(token, set()).add(name)
+    token, holding = min(holders.items(), key=lambda item: abs(len(item[1]) - 3))
+    config = configured(
+        road, tmp_path / "out", target=spoiled(road, tmp_path / "spoiled", token), completions=[str(road / "long")],
+        training={"per_device_train_batch_size": 1, "max_steps": 10},
+    )  # fmt: skip
+    with pytest.raises(InputError, match="loss: expected a finite number, found nan in step") as error:
+        command.distill(config)
+    (named,) = str(error.value).partition("on the samples ")[2].partition(";")[0].split(", ")
+    assert named in holding
+
+
+def test_a_gradient_that_is_not_finite_stops_with_the_samples_before_it_is_learned(road, tmp_path, monkeypatch):
+    real, trainers = DistillTrainer.training_step, []
+
+    def step(self, model, *args):
+        loss = real(self, model, *args)
+        trainers.append(self)
+        if self.state.global_step == 1:
+            next(model.parameters()).grad[0, 0] = float("inf")
+        return loss
+
+    monkeypatch.setattr(DistillTrainer, "training_step", step)
+    config = configured(road, tmp_path / "out", training={"max_steps": 5, "gradient_accumulation_steps": 2})
+    with pytest.raises(InputError, match="gradient norm: expected a finite number") as error:
+        command.distill(config)
+    assert len(str(error.value).partition("on the samples ")[2].partition(";")[0].split(", ")) == 8
+    assert all(p.isfinite().all() for p in trainers[-1].model.parameters())
+
+
+def test_training_ends_when_acceptance_no_longer_rises_and_the_best_draft_is_kept(road, tmp_path, monkeypatch):
+    """Whatever the loss does: acceptance is made to peak at the second evaluation."""
+    heights, real = iter([1.5, 2.5, 2.0, 1.9, 1.8]), DistillTrainer.evaluate
+
+    def evaluate(self, *args, **kwargs):
+        metrics = real(self, *args, **kwargs)
+        metrics["eval_mean_acceptance_length"] = next(heights, 1.0)
+        return metrics
+
+    monkeypatch.setattr(DistillTrainer, "_evaluate", lambda self, trial, ignore: evaluate(self))
+    training = {"max_steps": 10, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    training |= {"load_best_model_at_end": True}
+    config = configured(road, tmp_path / "out", heldout=[str(road / "heldout")], patience=2, training=training)
+    assert config.training.metric_for_best_model == "mean_acceptance_length" and config.training.greater_is_better
+    trainer = command.distill(config)
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-4")
+    assert furthest(weights(tmp_path / "out"), weights(tmp_path / "out" / "checkpoint-4")) == 0.0
+
+
+def test_selection_on_the_loss_is_refused(road, tmp_path):
+    training = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    training |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    with pytest.raises(InputError, match="metric_for_best_model: expected one of mean_acceptance_length"):
+        configured(road, tmp_path / "out", heldout=[str(road / "heldout")], training=training)
+    with pytest.raises(InputError, match=r"patience: expected at least 1, and training\.load_best_model_at_end"):
+        configured(road, tmp_path / "out", patience=2)

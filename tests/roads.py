@@ -1,0 +1,56 @@
+"""A road small enough for tests: a random target, a draft, and completions that the target wrote."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainingArguments
+
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.runs import save_model
+
+WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]
+
+
+def make_road(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """Write `target`, `draft`, one with dropout (`dropping`), and completions `short`, `long`, `heldout`."""
+    from conftest import tiny_llama
+
+    vocab = len(tokenizer)
+    draft = tiny_llama(1, vocab, layers=1)
+    dropping = tiny_llama(1, vocab, layers=1, attention_dropout=0.2)
+    for name, model in {"target": tiny_llama(0, vocab), "draft": draft, "dropping": dropping}.items():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        save_model(model, tokenizer, root / name)
+    for name, count, tokens in (("short", 10, 3), ("long", 10, 12), ("heldout", 5, 9)):
+        prompts = [" ".join(WORDS[i % 7 : i % 7 + 1 + i % 3]) for i in range(count)]
+        (root / f"{name}.txt").write_text("\n".join(p.replace("\n", " ") for p in prompts))
+        prepare(
+            PrepareConfig(
+                str(root / "target"), str(root / f"{name}.txt"), str(root / name), max_new_tokens=tokens, seed=count
+            )
+        )
+    return root
+
+
+def configured(road: Path, output: Path, **options) -> DistillConfig:
+    training = {"learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant"}
+    training |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    training |= options.pop("training", {})
+    options = {"draft": str(road / "draft"), "completions": [str(road / "short"), str(road / "long")]} | options
+    options = {"target": str(road / "target")} | options
+    return DistillConfig(training=TrainingArguments(output_dir=str(output), **training), **options)
+
+
+def history(trainer: DistillTrainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def weights(directory: Path | str) -> dict[str, torch.Tensor]:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).state_dict()
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())

@@ -1,0 +1,153 @@
+"""A tiny target, a server for it, and the settings that ask this server."""
+
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from served import COUNT, OTHER_END, Served
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from draftsmith.train import completions, endpoint
+from draftsmith.train.completions import PrepareConfig, load_completions, prepare
+from draftsmith.train.tokenizer import train_bpe
+
+WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
+
+
+@pytest.fixture(scope="module")
+def remote_target(tmp_path_factory):
+    """A random Llama with a padded vocabulary, two ends of text, and settings that must not reach the server."""
+    path = tmp_path_factory.mktemp("target")
+    tokenizer = train_bpe(WORDS, 290)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=320, max_position_embeddings=128, initializer_range=0.3, num_key_value_heads=2, **shape)
+    )
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    with torch.no_grad():
+        model.lm_head.weight[[end, OTHER_END]] *= 1.3
+        model.lm_head.weight[len(tokenizer) :] = 0
+    leaks = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0}
+    model.generation_config = GenerationConfig(eos_token_id=[end, OTHER_END], pad_token_id=pad, **leaks)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def described(remote_target, tmp_path_factory):
+    """The target without its weights: all that a client of a server needs."""
+    path = tmp_path_factory.mktemp("described") / "target"
+    shutil.copytree(remote_target, path, ignore=shutil.ignore_patterns("*.safetensors"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def remote_prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    texts = [" ".join(WORDS[: 1 + i % len(WORDS)]) for i in range(COUNT)]
+    path.write_text("".join(json.dumps({"prompt": text, "id": f"p{i}"}) + "\n" for i, text in enumerate(texts)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def in_process(remote_target, remote_prompts, tmp_path_factory):
+    output = tmp_path_factory.mktemp("in_process")
+    prepare(
+        PrepareConfig(
+            str(remote_target), str(remote_prompts), str(output), max_new_tokens=12, batch_size=2, temperature=0.0
+        )
+    )
+    return load_completions(str(output)).to_list()
+
+
+@pytest.fixture(scope="module")
+def greedy(remote_target):
+    """The server's own target: ids in, ids and the reason that they ended out."""
+    model = completions.load_model(remote_target)
+    generation = GenerationConfig(
+        eos_token_id=model.generation_config.eos_token_id,
+        pad_token_id=model.generation_config.pad_token_id,
+        do_sample=False,
+    )
+    model.generation_config = generation
+    lock = threading.Lock()
+
+    def generate(ids: list[int], max_new_tokens: int) -> tuple[list[int], str]:
+        with lock:
+            row = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens)[0, len(ids) :].tolist()
+        return row, "stop" if row[-1] in generation.eos_token_id else "length"
+
+    return generate
+
+
+@pytest.fixture(scope="module")
+def remote_tokenizer(remote_target):
+    return completions.load_tokenizer(remote_target)
+
+
+@pytest.fixture
+def server(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    served = Served()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else {}
+            status, headers, data = served.respond(self.path, dict(self.headers), body)
+            try:
+                self.send_response(status)
+                for name, value in ({"Content-Length": str(len(data))} | headers).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+            except OSError:  # the client gave up waiting
+                self.close_connection = True
+            if "Connection" in headers:
+                self.close_connection = True
+
+        do_POST = do_GET
+
+        def log_message(self, *args):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    served.root = f"http://127.0.0.1:{http.server_port}"
+    yield served
+    http.shutdown()
+    http.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def remote(described, remote_prompts, server, tmp_path):
+    def make(output: str = "out", **settings) -> PrepareConfig:
+        given = {"max_new_tokens": 12, "batch_size": 2, "endpoint": f"{server.root}/v1", "temperature": 0.0}
+        given |= {"target": str(described), "prompts": str(remote_prompts), "endpoint_concurrency": 4} | settings
+        return PrepareConfig(output=str(tmp_path / output), **given)
+
+    return make
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """The waits between tries, which nobody waits for."""
+    asked = []
+    real = endpoint.asyncio.sleep
+
+    async def sleep(seconds):
+        asked.append(seconds)
+        await real(0)
+
+    monkeypatch.setattr(endpoint.asyncio, "sleep", sleep)
+    return asked

@@ -1,0 +1,395 @@
+"""Completions from an inference server: prompts go out as token ids, and token ids come back.
+
+Text would have to be tokenized again, and what comes out need not be what the target wrote. So the server is asked for
+the ids, in the first of these forms that it knows:
+
+* `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids`: vLLM since 0.10.2 (its pull request
+  22587) and SGLang (pull request 30917), both on `/v1/completions`;
+* `"logprobs"` with `"return_tokens_as_token_ids": true` gives tokens written `token_id:123`: older vLLM;
+* SGLang's own `/generate` gives `output_ids`, whatever its age; it is used where the URL ends with that name;
+* text, tokenized again: it is decoded once more and the tokens are counted, and where either disagrees with what the
+  server said, the sample is one that may differ from what the target wrote.
+
+Both servers list the end-of-sequence token among the ids; where one does not, it is added.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx2
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.prepare_config import PrepareConfig
+from draftsmith.train.samples import Batch
+
+FORMS = ("token_ids", "logprobs", "text")
+FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the target wrote after a prompt."""
+
+    ids: list[int]
+    """Up to and with the first end-of-sequence token."""
+    finish_reason: str
+    """`stop`: it ended with an end-of-sequence token; `length`: it was cut."""
+    uncertain: bool = False
+    """It was tokenized from text, or ends with a guess at which end-of-sequence token; the target may have written
+    others."""
+    padded: bool = False
+    """It was cut before an id that pads the vocabulary: a server cannot be kept from sampling those."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A server's answer in the words of none of them; None is what it did not say."""
+
+    text: str
+    finish_reason: str | None
+    stop_id: int | None
+    token_ids: list[int] | None
+    prompt_ids: list[int] | None
+    count: int | None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the target's ids are."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """It makes ids of text."""
+    tokens: int
+    """Ids below this are tokens."""
+    size: int
+    """Ids below this can be sampled; those from `tokens` on pad the vocabulary."""
+    ends: list[int]
+    """These end a text."""
+
+
+class Server:
+    """Requests to one server, tried again where that may help.
+
+    Raises:
+        InputError: the environment variable of the key is not set, or holds no key.
+    """
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.url = (config.endpoint or "").rstrip("/")
+        self.key = _key(config.endpoint_key_env)
+        # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
+        self.native = self.url.endswith("/generate")
+        self.base = self.url.removesuffix("/generate") + "/v1" if self.native else self.url.removesuffix("/completions")
+
+    async def __aenter__(self) -> "Server":
+        self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
+            timeout=self.config.endpoint_timeout,
+            limits=httpx2.Limits(max_connections=self.config.endpoint_concurrency),
+        )
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def call(self, path: str, what: str, body: dict[str, Any] | None = None) -> Any:
+        """Return the JSON that a path answers with: to a POST of `body`, or to a GET where there is none.
+
+        Raises:
+            InputError: it was refused, or every try failed; says for `what`, where, and in the server's words why.
+        """
+        url = self.url if self.native and path == "/completions" else self.base + path
+        tries = self.config.endpoint_retries + 1
+        for attempt in range(tries):
+            wait = min(FIRST_WAIT * 2**attempt, LONGEST_BACKOFF) * random.uniform(0.5, 1)
+            try:
+                response = await self._client.request("GET" if body is None else "POST", url, json=body)
+            except httpx2.RequestError as error:
+                found = f"{type(error).__name__} {error}"
+            else:
+                if response.status_code == 200:
+                    try:
+                        return response.json()
+                    except ValueError as error:
+                        found = f"broken JSON ({error})"
+                else:
+                    found = f"{response.status_code} {_message(response)}"
+                    if response.status_code != 429 and response.status_code < 500:
+                        raise InputError(self._error(what, url, found))
+                    wait = min(max(wait, _retry_after(response)), LONGEST_WAIT)
+            if attempt + 1 < tries:
+                logger.warning("%s; next try in %.0f s", self._error(what, url, found), wait)
+                await asyncio.sleep(wait)
+        raise InputError(
+            self._error(what, url, found) + f" in the last of {tries} tries; finished batches are kept, run the same "
+            "command again"
+        )
+
+    def _error(self, what: str, url: str, found: str) -> str:
+        if self.key:  # some servers repeat it when they refuse it
+            found = found.replace(self.key, "***")
+        return f"endpoint: expected {what} from {url}, found {' '.join(found.split())[:300]}"
+
+
+def served_model(config: PrepareConfig) -> str:
+    """Return the name of the target on the server: the one that is configured, or the only one that is listed.
+
+    Raises:
+        InputError: the server cannot be asked, or lists none or several.
+    """
+    if config.endpoint_model is not None:
+        return config.endpoint_model
+
+    async def ask() -> Any:
+        async with Server(config) as server:
+            return await server.call("/models", "a list of models")
+
+    listed = asyncio.run(ask())
+    entries = listed.get("data") if isinstance(listed, dict) else None
+    names = [str(entry["id"]) for entry in entries or [] if isinstance(entry, dict) and "id" in entry]
+    if len(names) != 1:
+        raise InputError(
+            f"endpoint_model: expected one model at {config.endpoint}, found {', '.join(names) or 'none'}; "
+            "name the target with --endpoint_model"
+        )
+    return names[0]
+
+
+def complete_remotely(
+    config: PrepareConfig,
+    model: str,
+    vocabulary: Vocabulary,
+    batches: Sequence[Batch],
+    finished: Callable[[Batch, list[Completion]], None],
+) -> None:
+    """Complete batches of prompts on the server, `config.endpoint_concurrency` at once.
+
+    Each prompt is sampled with a seed of its own, mixed from the run's seed and its id, so that neither the order nor
+    the batches matter; whether the server honours it is the server's business.
+
+    Args:
+        config: says which server, and how to sample.
+        model: the target's name there.
+        vocabulary: of the target.
+        batches: the prompts.
+        finished: is given a batch and its completions, in the prompts' order, as soon as all are there.
+
+    Raises:
+        InputError: the server refuses or fails; the first such error stops all requests.
+    """
+
+    async def run() -> None:
+        jobs = ((batch, row) for batch in batches for row in range(len(batch.prompts)))
+        begun: dict[int, dict[int, Completion]] = {}
+
+        async def work(source: Source) -> None:
+            for batch, row in jobs:  # shared: each worker takes the next one, so that few batches are begun at once
+                done = begun.setdefault(batch.index, {})
+                done[row] = await source.complete(batch.prompts[row].id, batch.prompt_ids[row])
+                if len(done) == len(batch.prompts):
+                    finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
+
+        async with Server(config) as server, asyncio.TaskGroup() as group:
+            source = Source(server, config, model, vocabulary)
+            for _ in range(config.endpoint_concurrency):
+                group.create_task(work(source))
+
+    try:
+        asyncio.run(run())
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+
+
+class Source:
+    """The target on a server: knows in which form its ids come."""
+
+    def __init__(self, server: Server, config: PrepareConfig, model: str, vocabulary: Vocabulary):
+        self.server = server
+        self.config = config
+        self.model = model
+        self.vocabulary = vocabulary
+        self.form = 0
+
+    async def complete(self, name: str, prompt_ids: list[int]) -> Completion:
+        """Complete one prompt."""
+        while True:
+            form = self.form
+            what = f"a completion of prompt {name!r}"
+            said = await self.server.call("/completions", what, self.request(name, prompt_ids, FORMS[form]))
+            answer = read_native(said) if self.server.native else read_openai(said)
+            if answer is None or answer.finish_reason not in {"stop", "length"}:
+                found = "an answer of another shape" if answer is None else f"finish_reason {answer.finish_reason!r}"
+                raise InputError(f"endpoint: expected {what} from {self.server.url}, found {found}")
+            if answer.prompt_ids is not None and answer.prompt_ids != prompt_ids:
+                raise InputError(
+                    f"endpoint: expected {what} after its {len(prompt_ids)} tokens as sent, found that "
+                    f"{self.server.url} put it after {len(answer.prompt_ids)} others"
+                )
+            if answer.token_ids is not None or FORMS[form] == "text":
+                return settle(answer, prompt_ids, self.vocabulary, f"prompt {name!r}")
+            known, self.form = self.form, max(self.form, 2 if self.server.native else form + 1)
+            if FORMS[self.form] == "text" and self.form > known:  # not once a worker
+                logger.warning("%s: gives no token ids, so its text is tokenized again", self.server.url)
+
+    def request(self, name: str, prompt_ids: list[int], form: str) -> dict[str, Any]:
+        """Return the body that asks for one completion.
+
+        Everything that shapes the distribution is written out: both servers fill what is left open from the model's
+        generation_config.json, as `generate` does.
+        """
+        config = self.config
+        mixed = int.from_bytes(hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4], "big") >> 1
+        seed = {"sampling_seed" if self.server.native else "seed": mixed} if config.temperature > 0 else {}
+        sampling: dict[str, Any] = {
+            "temperature": config.temperature,
+            "top_k": config.top_k or -1,  # 0 means "all" to vLLM alone, −1 to both
+            "top_p": config.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": self.vocabulary.ends,
+            # for the text, should it come to that
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        if self.server.native:
+            return {
+                "input_ids": prompt_ids,
+                "sampling_params": {"max_new_tokens": config.max_new_tokens} | sampling | seed,
+            }
+        asking: dict[str, dict[str, Any]] = {
+            "token_ids": {"return_token_ids": True},
+            "logprobs": {"logprobs": 0, "return_tokens_as_token_ids": True},
+            "text": {},
+        }
+        return (
+            {"model": self.model, "prompt": prompt_ids, "max_tokens": config.max_new_tokens}
+            | sampling
+            | seed
+            | asking[form]
+        )
+
+
+def read_openai(said: Any) -> Answer | None:
+    """Read an answer of `/v1/completions`; None where it has another shape."""
+    try:
+        choice = said["choices"][0]
+        tokens = (choice.get("logprobs") or {}).get("tokens") or []
+        written = [str(token).removeprefix("token_id:") for token in tokens if str(token).startswith("token_id:")]
+        ids = choice.get("token_ids")
+        if ids is None and tokens and len(written) == len(tokens):
+            ids = [int(token) for token in written]
+        return Answer(
+            text=str(choice["text"]),
+            finish_reason=choice["finish_reason"],
+            stop_id=_id(choice.get("stop_reason", choice.get("matched_stop"))),  # vLLM's word, and SGLang's
+            token_ids=None if ids is None else [int(token) for token in ids],
+            prompt_ids=choice.get("prompt_token_ids"),
+            count=(said.get("usage") or {}).get("completion_tokens"),
+        )
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def read_native(said: Any) -> Answer | None:
+    """Read an answer of SGLang's `/generate`; None where it has another shape."""
+    try:
+        about = said["meta_info"]
+        ids = said.get("output_ids")
+        return Answer(
+            text=str(said["text"]),
+            finish_reason=about["finish_reason"]["type"],
+            stop_id=_id(about["finish_reason"].get("matched")),
+            token_ids=None if ids is None else [int(token) for token in ids],
+            prompt_ids=None,
+            count=about.get("completion_tokens"),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError):
+        return None
+
+
+def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
+    """Turn an answer into what `generate` would have returned: ids that end with the first end-of-sequence token.
+
+    Raises:
+        InputError: names the prompt (`what`) whose completion has an id that the target does not, or no tokens.
+    """
+    tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
+    ids, reason, uncertain = answer.token_ids, answer.finish_reason or "", False
+    if ids is None:
+        ids = list(tokenizer(answer.text, add_special_tokens=False, verbose=False)["input_ids"])
+        before, together = str(tokenizer.decode(prompt_ids)), str(tokenizer.decode(prompt_ids + ids))
+        uncertain = together != before + answer.text  # with the prompt: some tokenizers treat a first word otherwise
+    first = next((i for i, token in enumerate(ids) if token in ends), None)
+    if first is not None:
+        ids, reason = ids[: first + 1], "stop"
+    elif reason == "stop" and ends and ids[-1:] != [tokenizer.eos_token_id]:
+        # Where a server names none, it is the tokenizer's own: vLLM names only the others.
+        usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
+        ids = [*ids, answer.stop_id if answer.stop_id in ends else usual]
+        uncertain |= answer.stop_id not in ends and len(ends) > 1
+    if answer.token_ids is None and answer.count is not None:
+        uncertain |= len(ids) != answer.count
+    if not ids:
+        raise InputError(f"endpoint: expected at least one token for {what}, found none")
+    if not 0 <= min(ids) <= max(ids) < vocabulary.size:
+        raise InputError(
+            f"endpoint: expected ids below {vocabulary.size} for {what}, found {max(ids)}: does the server run another "
+            "model than --target?"
+        )
+    padding = next((i for i, token in enumerate(ids) if token >= vocabulary.tokens), None)
+    if padding is not None:
+        return Completion(ids[:padding], "length", uncertain, padded=True)
+    return Completion(ids, reason, uncertain)
+
+
+def _id(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _key(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    # A key with other characters would be printed by the client library's error.
+    if not key or not key.isascii() or not key.isprintable():
+        raise InputError(f"endpoint_key_env: expected an API key in the environment variable {variable}, found none")
+    return key
+
+
+def _message(response: httpx2.Response) -> str:
+    """Return the server's words: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
+    try:
+        said = response.json()
+    except ValueError:
+        return response.text or response.reason_phrase
+    if isinstance(said, dict):
+        error = said.get("error", said)
+        said = (error.get("message") or error.get("detail") or said) if isinstance(error, dict) else error
+    return str(said)
+
+
+def _retry_after(response: httpx2.Response) -> float:
+    """Return the seconds that the server asks to wait (RFC 9110, section 10.2.3), 0 where it does not say."""
+    value = response.headers.get("Retry-After", "")
+    try:
+        return float(value)
+    except ValueError:
+        pass
+    try:
+        return max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0)
+    except (ValueError, TypeError):  # no date, or one without a time zone
+        return 0.0

@@ -1,0 +1,585 @@
+"""A teacher on disk: the laws of a target on its completions, from which a draft trains with no target in memory.
+
+A directory holds `manifest.json` (`"draftsmith.teacher/1"`: what determines every number) and one Parquet shard for
+each shard of completions. Of each loss position it has what a `CachedLaw` has, at the temperature, top-k and top-p of
+the deployment: the k tokens say nothing of the tail's mass at another temperature. A shard is written aside and
+renamed, so that a run that was killed goes on where it stopped.
+"""
+
+import errno
+import hashlib
+import json
+import logging
+import shutil
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import Law
+from draftsmith.train import lean, models
+from draftsmith.train.data import IGNORED
+from draftsmith.train.heads import Head, head_of, last_hidden, require_split
+from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.shards import MANIFEST, read_manifest, read_shard, write_aside
+from draftsmith.train.teacher import CachedLaw, LiveLaw
+
+SCHEMA = "draftsmith.teacher/1"
+COLUMNS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("text", pa.int64()),  # a checksum of the sample's tokens and loss mask
+        ("ids", pa.list_(pa.int32())),  # k of each loss position, one position behind the other
+        ("log_p", pa.list_(pa.float16())),
+        ("log_tail", pa.list_(pa.float32())),
+        ("log_p_of_text", pa.list_(pa.float32())),  # replay needs it exactly
+    ]
+)
+NUMBERS = {"ids": torch.int32, "log_p": torch.float16, "log_tail": torch.float32, "log_p_of_text": torch.float32}
+# Samples that are read together: a sample alone takes 8 % more bytes, a shard as a whole 5 times as long to read.
+ROW_GROUP = 8
+LAW = ("temperature", "top_k", "top_p")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class CacheConfig:
+    """Write down the target's laws on its completions, for drafts to train on without the target; resumable."""
+
+    target: str
+    """The target model: a directory or a hub id."""
+    completions: list[str]
+    """Completion directories (`draftsmith prepare`)."""
+    output: str
+    """The directory that receives the cache; an unfinished one is resumed."""
+    k: int = 32
+    """Tokens of each law that are kept one by one; the others as one."""
+    temperature: float = 1.0
+    """The deployment's temperature; a draft can be trained on the cache at this one only."""
+    top_k: int = 0
+    """The deployment's top-k; 0 for all."""
+    top_p: float = 1.0
+    """The deployment's top-p; 1 for all."""
+    batch_size: int = 16
+    """Samples of a forward, of similar length."""
+    dtype: str = "float32"
+    """The target's weights and arithmetic: float32, bfloat16, float16 or float64."""
+    trust_remote_code: bool = False
+    """Run model code that the target's repository ships."""
+
+    def __post_init__(self) -> None:
+        if not self.completions:
+            raise InputError("completions: expected at least one directory, found none")
+        for name in ("k", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        if not 0 < self.temperature < float("inf"):
+            raise InputError(f"temperature: expected a finite number, more than 0, found {self.temperature}")
+        if self.top_k < 0:
+            raise InputError(f"top_k: expected 0 or more, found {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
+        if self.dtype not in DTYPES:
+            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
+
+
+@dataclass
+class CacheSummary:
+    """What a run of `make_cache` found and wrote."""
+
+    output: Path
+    """The directory of the cache."""
+    samples: int = 0
+    """Samples of the completions."""
+    kept: int = 0
+    """Samples whose laws were there before."""
+    written: int = 0
+    """Samples whose laws this run wrote."""
+    positions: int = 0
+    """Loss positions of the samples that are there now, each with a law."""
+    size: int = 0
+    """Bytes of their shards."""
+    positions_written: int = 0
+    """Loss positions of those that this run wrote."""
+    seconds: float = 0.0
+    """Time this run spent computing and writing."""
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Bytes on disk for a loss position; None where there is none."""
+        return self.size / self.positions if self.positions else None
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A shard of completions, and the cache shard that it becomes."""
+
+    completions: Path
+    name: str
+    samples: tuple[tuple[str, int], ...]
+    """Ids and checksums."""
+    positions: int
+
+
+def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> CacheSummary:
+    """Write the target's laws on every sample of the completions, and skip the shards that an earlier run left.
+
+    Args:
+        config: what to write.
+        say: receives the line with the disk estimate, before anything is computed.
+
+    Returns:
+        What was written and kept.
+
+    Raises:
+        InputError: a target or completions that cannot be used, a directory of other settings or inputs, less free
+            space than the estimate, or a disk that is full after all (what was written is kept).
+    """
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    vocab_size = tokenizer_size(tokenizer)
+    if config.k > vocab_size:
+        raise InputError(f"k: expected at most the target's {vocab_size} tokens, found {config.k}")
+    output = Path(config.output)
+    sources = [source for number, path in enumerate(config.completions) for source in _sources(number, path)]
+    summary = CacheSummary(output, sum(len(source.samples) for source in sources))
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for leftover in output.glob(".*.partial"):
+            leftover.unlink()
+        _settle(output, _manifest(config, vocab_size))
+        missing = []
+        for source in sources:
+            shard = _read(output / source.name)
+            if shard is not None and _samples(shard) == source.samples:
+                summary.kept += len(source.samples)
+                _count(summary, source)
+            else:
+                missing.append(source)
+        if missing:
+            _check_space(config, missing, say)
+            model = load_model(
+                config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code
+            )
+            check_head(model, tokenizer, "target")
+            require_split(model, "target")
+            _write(config, model, vocab_size, missing, summary)
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"output: expected a directory to write in, found: {error}") from error
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise InputError(
+            f"output: no space left for {output}: the laws of {summary.kept + summary.written} of {summary.samples} "
+            "samples are kept; free some space and run the same command again"
+        ) from error
+    return summary
+
+
+def _sources(number: int, path: str) -> list[_Source]:
+    directory = Path(path)
+    manifest, files = read_manifest(directory), sorted(directory.glob("shard-*.parquet"))
+    if manifest is None or not files:
+        missing = f"no {MANIFEST}" if manifest is None else "no shards"
+        raise InputError(f"{path}: expected completions written by draftsmith prepare, found {missing}")
+    if len(files) < manifest["shards"]:
+        logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
+    sources = []
+    for file in files:
+        texts = _texts(file)
+        positions = sum(sum(mask[1:]) for _, _, mask in texts)
+        samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
+        sources.append(_Source(file, f"{number:03d}-{file.name}", samples, positions))
+    return sources
+
+
+def _texts(file: Path) -> list[tuple[str, list[int], list[int]]]:
+    """Read ids, tokens and loss masks of a shard of completions."""
+    shard = read_shard(file)
+    if shard is None:
+        raise InputError(f"{file}: expected a shard of completions, found a damaged file; run draftsmith prepare again")
+    columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
+    return list(zip(*columns, strict=True))
+
+
+def checksum(input_ids: Sequence[int], loss_mask: Sequence[int] = ()) -> int:
+    """Return a number that tells a sample's tokens and mask from others."""
+    return zlib.crc32(np.asarray(loss_mask, np.int8).tobytes(), zlib.crc32(np.asarray(input_ids, np.int32).tobytes()))
+
+
+def _samples(shard: pa.Table) -> tuple[tuple[str, int], ...]:
+    return tuple(zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True))
+
+
+def _count(summary: CacheSummary, source: _Source) -> None:
+    summary.positions += source.positions
+    summary.size += (summary.output / source.name).stat().st_size
+
+
+def _check_space(config: CacheConfig, missing: list[_Source], say: Callable[[str], None]) -> None:
+    positions, samples = (sum(values) for values in zip(*((s.positions, len(s.samples)) for s in missing), strict=True))
+    raw = 6 * config.k + 8
+    # Without what compression saves, which is not known yet, and with what Parquet says of each sample.
+    most = positions * raw + samples * 512
+    free = shutil.disk_usage(config.output).free
+    say(
+        f"teacher cache: {positions} positions × {raw} bytes at k={config.k}: at most {_megabytes(most)}, of "
+        f"{_megabytes(free)} free"
+    )
+    if free < most:
+        raise InputError(
+            f"output: expected {_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}; free "
+            "some space or give a smaller --k"
+        )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
+def _write(
+    config: CacheConfig, model: PreTrainedModel, vocab_size: int, missing: list[_Source], summary: CacheSummary
+) -> None:
+    law, head = Law.of(config.temperature, config.top_k, config.top_p), head_of(model).cut(vocab_size)
+    start = time.perf_counter()
+    with tqdm(total=summary.samples, initial=summary.kept, unit="sample", desc="cache") as bar:
+        for source in missing:
+            texts = _texts(source.completions)
+            lengths = [len(ids) for _, ids, _ in texts]
+            order = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)
+            laws: dict[int, CachedLaw] = {}
+            for at in range(0, len(order), config.batch_size):
+                rows = order[at : at + config.batch_size]
+                found = laws_of(model, head, [texts[i][1:] for i in rows], law, config.k)
+                laws.update(zip(rows, found, strict=True))
+                for i in rows:
+                    if laws[i].log_p_of_text.isnan().any():
+                        raise InputError(
+                            f"target: expected finite logits, found none in sample {texts[i][0]!r} of "
+                            f"{source.completions}; try another --dtype than {config.dtype}"
+                        )
+                bar.update(len(rows))
+            _write_shard(summary.output / source.name, source, [laws[i] for i in range(len(texts))])
+            summary.written += len(texts)
+            summary.positions_written += source.positions
+            summary.seconds = time.perf_counter() - start
+            _count(summary, source)
+
+
+@torch.inference_mode()
+def laws_of(
+    model: PreTrainedModel, head: Head, texts: Sequence[tuple[list[int], list[int]]], law: Law, k: int
+) -> list[CachedLaw]:
+    """Return the laws of a target on some texts, computed together.
+
+    Logits are never held for more positions than `lean.CHUNK_ENTRIES` allows.
+
+    Args:
+        model: the target.
+        head: its head, cut to its tokens.
+        texts: B of (token ids, loss mask). The law before each token with mask 1 is taken; a first token has none.
+        law: the deployment's warping.
+        k: as in `CachedLaw`.
+
+    Returns:
+        B laws on the CPU.
+    """
+    ids, masks = (
+        torch.nn.utils.rnn.pad_sequence([torch.tensor(text[part]) for text in texts], batch_first=True).to(model.device)
+        for part in (0, 1)
+    )
+    lengths = torch.tensor([len(text[0]) for text in texts], device=model.device)
+    attention_mask = (torch.arange(ids.shape[1], device=model.device) < lengths[:, None]).long()
+    chosen = masks[:, 1:].bool()
+    source = LiveLaw(last_hidden(model, input_ids=ids, attention_mask=attention_mask)[:, :-1][chosen], head)
+    labels, vocab_size = ids[:, 1:][chosen], len(head.weight)
+    found = []
+    for at in lean.chunks(len(labels), max(1, lean.CHUNK_ENTRIES // vocab_size)):
+        logits_of, own = source.chunk(at), labels[at]
+        for part in lean.chunks(len(own), max(1, lean.PART_ENTRIES // vocab_size)):
+            found.append(CachedLaw.of(logits_of(part), own[part], law, k).to("cpu"))
+    whole = CachedLaw.concatenated(found)
+    return [whole[start:end] for start, end in pairwise([0, *chosen.sum(1).cumsum(0).tolist()])]
+
+
+def _write_shard(path: Path, source: _Source, laws: list[CachedLaw]) -> None:
+    names, checksums = zip(*source.samples, strict=True)
+    columns: list[Any] = [names, checksums]
+    for name, dtype in NUMBERS.items():
+        columns.append([getattr(law, name).to(dtype).flatten().numpy() for law in laws])
+    shard = pa.table([pa.array(c, field.type) for c, field in zip(columns, COLUMNS, strict=True)], schema=COLUMNS)
+    buffer = pa.BufferOutputStream()
+    pq.write_table(
+        shard,
+        buffer,
+        row_group_size=ROW_GROUP,
+        compression="zstd",
+        use_dictionary=False,
+        # Bytes of one significance lie together; of token ids, too, the high ones are mostly zero.
+        use_byte_stream_split=[f"{name}.list.element" for name in NUMBERS],
+        write_statistics=False,
+        write_page_checksum=True,
+    )
+    write_aside(path, buffer.getvalue().to_pybytes())
+
+
+def _read(path: Path, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table | None:
+    """Read a shard of a cache, checksums and all; None where there is none, or one that is cut, damaged or foreign."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            if not file.schema_arrow.equals(COLUMNS):
+                return None
+            return file.read(columns) if row_group is None else file.read_row_group(row_group, columns)
+    except (OSError, pa.ArrowException):
+        return None
+
+
+def _manifest(config: CacheConfig, vocab_size: int) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "settings": {name: getattr(config, name) for name in ("k", *LAW, "dtype")},
+        "vocab_size": vocab_size,
+        "target": {"path": config.target} | identity(config.target, config.trust_remote_code),
+        "completions": [{"path": path, "sha256": _digest(path)} for path in config.completions],
+        "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},
+    }
+
+
+def identity(target: str, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return what tells a target's laws from another's: its config and weights, whatever it generates with."""
+    found = models.identity(target, trust_remote_code=trust_remote_code)
+    return {name: value for name, value in found.items() if name != "generation_config.json"}
+
+
+def _digest(completions: str) -> str:
+    """Identify completions by their manifest, which determines every token of them."""
+    try:
+        return hashlib.sha256((Path(completions) / MANIFEST).read_bytes()).hexdigest()
+    except OSError as error:
+        raise InputError(
+            f"{completions}: expected completions written by draftsmith prepare, found no {MANIFEST}"
+        ) from error
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found: {error}") from error
+    schema = manifest.get("schema") if isinstance(manifest, dict) else None
+    if schema != SCHEMA:
+        raise InputError(f"{path}: expected schema {SCHEMA!r}, found {schema!r}")
+    return manifest
+
+
+def _settle(directory: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a new cache, or require that the one there was begun from the same settings and inputs."""
+    before = _read_manifest(directory)
+    if before is None:
+        if any(directory.glob("*.parquet")):
+            raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
+        write_aside(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        return
+    way_out = f"; {directory} was begun otherwise, give another --output"
+    for name, value in manifest["settings"].items():
+        if before["settings"].get(name) != value:
+            raise InputError(f"{name}: expected {before['settings'].get(name)!r}, found {value!r}{way_out}")
+    for name in sorted((manifest["target"].keys() | before["target"].keys()) - {"path"}):
+        then, now = before["target"].get(name), manifest["target"].get(name)
+        if then != now:
+            raise InputError(
+                f"target: expected {before['target']['path']} as it was ({name}: {then}), "
+                f"found {manifest['target']['path']} ({name}: {now}){way_out}"
+            )
+    then, now = ([part["sha256"] for part in each["completions"]] for each in (before, manifest))
+    if then != now:
+        paths = (", ".join(part["path"] for part in each["completions"]) for each in (before, manifest))
+        raise InputError("completions: expected {} as they were, found {}".format(*paths) + way_out)
+
+
+Places = dict[tuple[str, int], tuple[Path, int]]
+"""(a sample's id, the checksum of its tokens) → (shard, row)."""
+
+
+@dataclass(frozen=True)
+class FoundLaws:
+    """Where the laws of samples are."""
+
+    k: int
+    places: Places
+
+
+def find_laws(
+    caches: Sequence[str],
+    completions: Sequence[str],
+    target: str,
+    vocab_size: int,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> FoundLaws:
+    """Find the laws of every sample of some completions.
+
+    Args:
+        caches: directories that `make_cache` wrote; together they have the laws of all completions.
+        completions: directories.
+        target: the target that the draft is trained for; its weights need not be there.
+        vocab_size: its tokenizer's.
+        temperature: of the training; that of the caches.
+        top_k: likewise.
+        top_p: likewise.
+        max_length: samples are cut to so many tokens.
+        trust_remote_code: of a target that is a hub id.
+
+    Raises:
+        InputError: a cache is missing, malformed, damaged, of another law, target or k than the rest; or completions or
+            samples of them without laws: names them.
+    """
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    known = identity(target, trust_remote_code)
+    owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
+    widths: dict[str, int] = {}
+    for path in caches:
+        manifest = _read_manifest(Path(path))
+        if manifest is None:
+            raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
+        settings = manifest["settings"]
+        for name, value in law.items():
+            if settings[name] != value:
+                raise InputError(
+                    f"{name}: expected {settings[name]}, which the laws in {path} are of, found {value}; train with "
+                    f"that, or run draftsmith cache with --{name} {value}"
+                )
+        if manifest["vocab_size"] != vocab_size:
+            raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
+        for name in known.keys() & manifest["target"].keys():
+            if known[name] != manifest["target"][name]:
+                raise InputError(
+                    f"teacher_cache: expected laws of {target}, found in {path} those of {manifest['target']['path']}, "
+                    f"whose {name} is another"
+                )
+        widths[path] = settings["k"]
+        if widths[path] != widths[caches[0]]:
+            raise InputError(
+                f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
+                f"in {path}"
+            )
+        for number, part in enumerate(manifest["completions"]):
+            owners.setdefault(part["sha256"], (Path(path), number))
+    places: Places = {}
+    for path in completions:
+        owner = owners.get(_digest(path))
+        if owner is None:
+            raise InputError(
+                f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
+                f"{', '.join(caches)}; run draftsmith cache"
+            )
+        places.update(_places(path, *owner, max_length))
+    return FoundLaws(widths[caches[0]], places)
+
+
+def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
+    rows: dict[tuple[str, int], tuple[Path, int]] = {}
+    for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
+        shard = _read(file, columns=["id", "text"])
+        if shard is None:
+            raise _damaged(file)
+        rows.update((sample, (file, row)) for row, sample in enumerate(_samples(shard)))
+    places: Places = {}
+    lacking = []
+    for file in sorted(Path(path).glob("shard-*.parquet")):
+        for name, ids, mask in _texts(file):
+            place = rows.get((name, checksum(ids, mask)))
+            if place is None:
+                lacking.append(name)
+            else:
+                places[name, checksum(ids[:max_length])] = place
+    if lacking:
+        raise InputError(
+            f"teacher_cache: expected the laws of all {len(places) + len(lacking)} samples of {path}, found none in "
+            f"{cache} for {', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}; run draftsmith cache again"
+        )
+    return places
+
+
+def _damaged(file: Path) -> InputError:
+    return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
+
+
+@lru_cache(maxsize=32)
+def _row_group(file: Path, number: int) -> pa.Table:
+    table = _read(file, number)
+    if table is None:
+        raise _damaged(file)
+    return table
+
+
+class CachedCollator:
+    """Adds to a batch, under `teacher`, the laws of its loss positions, in the order of `hidden[:, :-1][chosen]`.
+
+    Positions are one behind the other over rows, and over the samples of packed rows: `ids` (N, k) int32, `log_p`
+    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_law` makes floats of their bits; a Trainer under
+    DeepSpeed would round floats to the draft's dtype on the way.
+    """
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], laws: FoundLaws):
+        self.collator = collator
+        self.laws = laws
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate samples of `id`, `input_ids` and `labels`, or packed rows, of `ids` and `position_ids` as well."""
+        batch = self.collator(samples)
+        found = [self._laws(*text) for sample in samples for text in _unpacked(sample)]
+        columns = {name: np.concatenate([part[name] for part in found]) for name in NUMBERS}
+        # Last, since the Trainer takes the first tensor's length for the number of rows.
+        batch["teacher"] = {
+            name: torch.from_numpy(column.view(f"int{8 * column.itemsize}")) for name, column in columns.items()
+        }
+        return batch
+
+    def _laws(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
+        file, row = self.laws.places[name, checksum(input_ids)]
+        table = _row_group(file, row // ROW_GROUP)
+        values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
+        for column in ("ids", "log_p"):
+            values[column] = values[column].reshape(-1, self.laws.k)
+        return {column: value[:count] for column, value in values.items()}
+
+
+def _unpacked(sample: dict[str, Any]) -> list[tuple[str, list[int], int]]:
+    """Return id, tokens and the count of loss positions of a sample, or of each in a packed row."""
+    input_ids, labels = sample["input_ids"], sample["labels"]
+    if "position_ids" in sample:
+        names = sample["ids"]
+        starts = [at for at, position in enumerate(sample["position_ids"]) if position == 0]
+    else:
+        names, starts = [sample["id"]], [0]
+    return [
+        (name, input_ids[start:end], sum(label != IGNORED for label in labels[start + 1 : end]))
+        for name, start, end in zip(names, starts, [*starts[1:], len(input_ids)], strict=True)
+    ]
+
+
+def cached_law(columns: dict[str, Tensor]) -> CachedLaw:
+    """Return the laws that a `CachedCollator` added to a batch."""
+    return CachedLaw(**{name: columns[name].view(dtype) for name, dtype in NUMBERS.items()})

@@ -1,0 +1,86 @@
+"""Fitting a draft's vocabulary to its target's: the tokens it lacks, and head rows that are no token.
+
+Verification compares token ids, so draft and target must mean the same by an id. How many rows their heads have beyond
+the tokenizer is padding; some servers demand that it be equal all the same.
+"""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.models import tokenizer_size
+
+# Contexts on which the least likely token is found: random tokens, which no token's own contexts dominate.
+TEXTS, LENGTH = 4, 64
+
+
+def check_compatible_tokenizer(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_path: str | Path, draft_path: str | Path
+) -> None:
+    """Require that every id that both tokenizers have is the same token, and that the rest lies beyond the other's end.
+
+    So a draft may have further tokens, or lack the last that the target added.
+
+    Raises:
+        InputError: names the first id that differs, and what to do with such a draft.
+    """
+    p, q = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
+    end = min(max(p), max(q))
+    differing = [number for number in sorted(p.keys() | q.keys()) if number <= end and p.get(number) != q.get(number)]
+    if differing:
+        number = differing[0]
+        raise InputError(
+            f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} ids of other "
+            f"tokens, the first {number}: {q.get(number)!r} in the draft, {p.get(number)!r} in the target; carve a "
+            "draft from the target (init.layers), or decode with RetokenizedProposer"
+        )
+
+
+def fit_vocabulary(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
+    """Give a draft an embedding and a logit for each token of the target's tokenizer, in place.
+
+    Rows of tokens that it lacks are drawn as `resize_token_embeddings` does, around the mean of the others (Hewitt
+    2021, "Initializing New Word Embeddings for Pretrained Language Models").
+
+    Args:
+        draft: the draft model; tied embeddings stay tied.
+        tokenizer: the target's.
+        size: the rows that the head is to have, the target's `vocab_size`; those beyond the tokenizer are silenced (see
+            `silence_padding`). vLLM's method `draft_model` (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`)
+            and `generate(assistant_model=…)` refuse pairs of unequal sizes, though ids beyond the tokenizer mean
+            nothing. None leaves a head alone that has a row for each token.
+    """
+    tokens = tokenizer_size(tokenizer)
+    found: int = draft.config.get_text_config().vocab_size
+    wanted = max(tokens, found if size is None else size)
+    if wanted != found:
+        # Drawing around the mean takes a covariance: not for rows that are padding.
+        draft.resize_token_embeddings(wanted, mean_resizing=found < tokens)
+    if size is not None:
+        silence_padding(draft, tokens)
+
+
+@torch.no_grad()
+def silence_padding(model: PreTrainedModel, tokens: int) -> None:
+    """Give the head's rows beyond the tokenizer logits so low that they are never drafted, in place.
+
+    The losses cut them off, so that training leaves them where they are while the hidden states move on: without this
+    their logits could rise above all others. With w₀ the row of the token whose mean logit is the lowest and w̄ the mean
+    of all tokens' rows, they become 2w₀ − w̄, whose logit lies as far below w₀'s as that lies below the mean.
+
+    Args:
+        model: a causal LM, whole on its device.
+        tokens: rows that are tokens, from the first.
+    """
+    head = model.get_output_embeddings()
+    if head is None or next(head.parameters()).shape[0] <= tokens:
+        return
+    training = model.training
+    model.eval()
+    ids = torch.randint(tokens, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(0)).to(model.device)
+    quiet = model(input_ids=ids, use_cache=False).logits[..., :tokens].float().mean((0, 1)).argmin()
+    for rows in head.parameters():  # the matrix, (V, H), and a bias, (V,), in a few families
+        rows[tokens:] = 2 * rows[quiet] - rows[:tokens].mean(0)
+    model.train(training)
