@@ -39,7 +39,12 @@ def distill(config: DistillConfig) -> DistillTrainer:
     target = None
     if laws is None:
         target = load_model(
-            config.target, field="target", dtype=config.target_dtype, trust_remote_code=code, device="cpu"
+            config.target,
+            field="target",
+            dtype=config.target_dtype,
+            trust_remote_code=code,
+            device=config.target_device or (args.device if config.target_quantization else "cpu"),
+            quantization=config.target_quantization,
         )
         check_head(target, tokenizer, "target")
     draft, draft_tokenizer = make_draft(

@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.drafts import DraftInit
+from draftsmith.train.models import QUANTIZATIONS
 from draftsmith.train.objective import Objective
 
 ACCEPTANCE_METRICS = ("mean_acceptance_length", "alpha", "greedy_alpha", "agreement")
@@ -63,6 +64,11 @@ class DistillConfig:
     """End training after so many evaluations without a better `training.metric_for_best_model`."""
     target_dtype: str = "float32"
     """The frozen target's dtype; the draft trains in float32, under autocast where `training.bf16` asks for it."""
+    target_device: str | None = None
+    """Where the target lies: by default a whole copy on each process's own device; "auto" spreads one over all GPUs (of
+    a single process); or a device, such as cuda:1."""
+    target_quantization: str | None = None
+    """8bit or 4bit weights for the target, by bitsandbytes."""
     optimizer: str = "trainer"
     """"trainer": what `training.optim` says; "muon": Muon on the draft's matrices and AdamW on the rest, which learns
     faster in short runs, for unsharded drafts (one process or DDP, no FSDP or ZeRO)."""
@@ -82,6 +88,10 @@ class DistillConfig:
             raise InputError(f"optimizer: expected trainer or muon, found {self.optimizer!r}")
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for a draft sharded by FSDP or DeepSpeed, found muon")
+        if self.target_quantization not in (None, *QUANTIZATIONS):
+            raise InputError(
+                f"target_quantization: expected one of {', '.join(QUANTIZATIONS)}, found {self.target_quantization!r}"
+            )
         if self.max_length is not None and self.max_length < 2:
             raise InputError(f"max_length: expected at least 2, found {self.max_length}")
         if not 0 <= self.on_policy <= 1:

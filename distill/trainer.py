@@ -82,8 +82,11 @@ class DistillTrainer(Trainer):
         self.law = Law.of(config.temperature, config.top_k, config.top_p)
         # Either head may be padded beyond the tokenizer, to different sizes: entries that are no token have no law.
         self.vocab_size = tokenizer_size(tokenizer)
-        self.target: Any = None if target is None else target.eval().requires_grad_(False).to(self.args.device)
+        self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None where the laws come with the batches, out of a cache."""
+        if self.target is not None and config.target_device is None and config.target_quantization is None:
+            self.target.to(self.args.device)
+        self._head_here: Head | None = None
         # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
         self.model_accepts_loss_kwargs = True
         self._step_samples: list[int] = []
@@ -319,8 +322,17 @@ class DistillTrainer(Trainer):
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
             return cached_law(inputs["teacher"])
         with torch.no_grad():
-            hidden = last_hidden(self.target, **_texts(inputs))[:, :-1][chosen]
-            return LiveLaw(hidden, head_of(self.target).cut(self.vocab_size))
+            hidden = last_hidden(self.target, **_texts(inputs)).to(chosen.device)[:, :-1][chosen]
+            return LiveLaw(hidden, self._target_head(chosen.device))
+
+    def _target_head(self, device: torch.device) -> Head:
+        """Return the target's head where the loss is taken: of a target elsewhere, a copy that is made once."""
+        head = head_of(self.target).cut(self.vocab_size)
+        if head.weight.device == device:
+            return head
+        if self._head_here is None:
+            self._head_here = head.to(device)
+        return self._head_here
 
 
 def _texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -345,15 +357,21 @@ def _follows(chosen: Tensor) -> Tensor:
 def _open(draft: PreTrainedModel) -> None:
     """Let the draft's forward hand its hidden states and head to a function, and return what that makes of them.
 
-    The loss has to be taken inside the forward: wrappers (DDP, FSDP, ZeRO, autocast) hold weights and gradients
-    together there alone. Without `of_hidden` the forward is what it was.
+    The loss has to be taken inside the forward, and inside that of the head: wrappers (DDP, FSDP, ZeRO, autocast) hold
+    weights and gradients together there alone. Without `of_hidden` both forwards are what they were.
     """
-    original = draft.forward
+    head: Any = draft.get_output_embeddings()
+    original, project = draft.forward, head.forward
 
     @wraps(original)
     def forward(*args: Any, of_hidden: OfHidden | None = None, **kwargs: Any) -> Any:
         if of_hidden is None:
             return original(*args, **kwargs)
-        return of_hidden(last_hidden(draft, **kwargs), head_of(draft))
+        return head(last_hidden(draft, **kwargs), of_hidden=of_hidden)
+
+    @wraps(project)
+    def taken(hidden: Tensor, of_hidden: OfHidden | None = None) -> Any:
+        return project(hidden) if of_hidden is None else of_hidden(hidden, head_of(draft))
 
     draft.forward = forward  # type: ignore[method-assign]
+    head.forward = taken

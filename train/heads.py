@@ -43,6 +43,10 @@ class Head:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def to(self, device: torch.device) -> "Head":
+        """Return the head on a device: itself where it is there."""
+        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
+
     def cut(self, vocab_size: int) -> "Head":
         """Return the head of the first entries: a view, whose gradients are those of the whole."""
         return replace(

@@ -8,12 +8,23 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations import deepspeed
 
 from draftsmith.decode.errors import InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+QUANTIZATIONS: dict[str, dict[str, Any]] = {
+    "8bit": {"load_in_8bit": True},
+    "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
+}
 
 
 def default_device() -> torch.device:
@@ -42,6 +53,7 @@ def load_model(
     dtype: str = "float32",
     trust_remote_code: bool = False,
     device: torch.device | str | None = None,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal LM for inference: eval mode, no gradients, on `device` (the default device if None).
 
@@ -53,14 +65,22 @@ def load_model(
         field: the config field or flag that named it, for the error message.
         dtype: one of `float32`, `bfloat16`, `float16`, `float64`.
         trust_remote_code: run model code that the repository ships.
-        device: where to put it.
+        device: where to put it; "auto" spreads its layers over all GPUs, and the CPU's memory behind them.
+        quantization: `8bit` or `4bit` weights, by bitsandbytes; the checkpoint's own if None.
 
     Raises:
         InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if quantization not in (None, *QUANTIZATIONS):
+        raise InputError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     _require_config(path, field)
+    placed: dict[str, Any] = {}
+    if device == "auto" or quantization:
+        placed["device_map"] = "auto" if device == "auto" else {"": device or default_device()}
+    if quantization:
+        placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
     try:
         with whole_weights():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -69,7 +89,10 @@ def load_model(
                 trust_remote_code=trust_remote_code,
                 weights_only=True,
                 output_loading_info=True,
+                **placed,
             )
+    except ImportError as error:
+        raise InputError(f"{field}: expected bitsandbytes for {quantization} weights, found: {error}") from error
     except (OSError, ValueError, StrictDataclassError) as error:
         raise InputError(f"{field}: expected a causal LM in {path}, found: {_first_line(error)}") from error
     model, info = loaded
@@ -81,7 +104,9 @@ def load_model(
             + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
             + (", a checkpoint with adapters" if any("lora_" in key for key in info["unexpected_keys"]) else "")
         )
-    return model.to(device or default_device()).eval().requires_grad_(False)
+    if not placed:
+        model.to(device or default_device())
+    return model.eval().requires_grad_(False)
 
 
 def load_tokenizer(

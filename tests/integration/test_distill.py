@@ -1,6 +1,7 @@
 """Distillation in one process: what is learned, on which positions, and whether it can be trusted to resume."""
 
 import functools
+import importlib.util
 import json
 import shutil
 from pathlib import Path
@@ -379,3 +380,22 @@ def test_the_command_distils(road, tmp_path, capsys):
     argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
     assert run(lambda: command.main(argv)) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_the_target_may_lie_elsewhere(road, tmp_path, device):
+    training = {"max_steps": 3}
+    here, there = (
+        command.distill(configured(road, tmp_path / str(where), target_device=where, training=training))
+        for where in (None, device)
+    )
+    assert history(there, "loss") == history(here, "loss")
+    assert there.target.device == torch.device("cpu")
+
+
+def test_a_quantised_target_needs_its_library(road, tmp_path):
+    with pytest.raises(InputError, match="target_quantization: expected one of 8bit, 4bit, found '2bit'"):
+        configured(road, tmp_path / "out", target_quantization="2bit")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        with pytest.raises(InputError, match="target: expected bitsandbytes for 4bit weights"):
+            command.distill(configured(road, tmp_path / "out", target_quantization="4bit"))
