@@ -73,6 +73,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
         if config.init.pad_vocabulary:
             finish_draft(Path(str(args.output_dir)), draft_tokenizer, trust_remote_code=code)
         write_run_record(Path(str(args.output_dir)), config, args.device)
+    trainer.accelerator.wait_for_everyone()  # the draft is whole when any process returns
     return trainer
 
 

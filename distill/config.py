@@ -69,6 +69,9 @@ class DistillConfig:
     a single process); or a device, such as cuda:1."""
     target_quantization: str | None = None
     """8bit or 4bit weights for the target, by bitsandbytes."""
+    target_sharded: bool = False
+    """Leave each process its share of the target's layers, in place of a whole copy, and gather each layer while it
+    computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
     optimizer: str = "trainer"
     """"trainer": what `training.optim` says; "muon": Muon on the draft's matrices and AdamW on the rest, which learns
     faster in short runs, for unsharded drafts (one process or DDP, no FSDP or ZeRO)."""
@@ -92,6 +95,9 @@ class DistillConfig:
             raise InputError(
                 f"target_quantization: expected one of {', '.join(QUANTIZATIONS)}, found {self.target_quantization!r}"
             )
+        for name in ("teacher_cache", "target_device", "target_quantization"):
+            if self.target_sharded and getattr(self, name):
+                raise InputError(f"target_sharded: expected false with {name}, found true")
         if self.max_length is not None and self.max_length < 2:
             raise InputError(f"max_length: expected at least 2, found {self.max_length}")
         if not 0 <= self.on_policy <= 1:

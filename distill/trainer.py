@@ -27,6 +27,7 @@ from draftsmith.decode.sampling import Law
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.drafts import merged_state
 from draftsmith.distill.on_policy import coin, continued, prompts_of
+from draftsmith.distill.sharding import check_sharding, shard_decoder
 from draftsmith.train.acceptance import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.data import IGNORED, CompletionCollator, GroupedByLength, sample_ids
 from draftsmith.train.heads import Head, head_of, last_hidden, require_split
@@ -64,6 +65,7 @@ class DistillTrainer(Trainer):
         if target is not None:
             require_split(target, "target")
         _open(draft)
+        self.config = config
         super().__init__(
             model=draft,
             args=config.training,
@@ -76,7 +78,6 @@ class DistillTrainer(Trainer):
         )
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
-        self.config = config
         self.tokenizer = tokenizer
         self.objective: Objective = config.objective
         self.law = Law.of(config.temperature, config.top_k, config.top_p)
@@ -84,9 +85,12 @@ class DistillTrainer(Trainer):
         self.vocab_size = tokenizer_size(tokenizer)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None where the laws come with the batches, out of a cache."""
-        if self.target is not None and config.target_device is None and config.target_quantization is None:
-            self.target.to(self.args.device)
         self._head_here: Head | None = None
+        if self.target is not None and config.target_sharded:
+            self._target_head(self.args.device)
+            shard_decoder(self.target, self.args.device)
+        elif self.target is not None and config.target_device is None and config.target_quantization is None:
+            self.target.to(self.args.device)
         # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
         self.model_accepts_loss_kwargs = True
         self._step_samples: list[int] = []
@@ -94,6 +98,11 @@ class DistillTrainer(Trainer):
         self._checkpoints: Path | None = None
         """Where a checkpoint is being written."""
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Learn what shards the draft, before the library complains of it in its own terms."""
+        super().create_accelerator_and_postprocess()
+        check_sharding(self.accelerator, self.config.optimizer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Read the data in an order that the seed and the epoch alone decide, grouped by length or not."""
@@ -176,7 +185,9 @@ class DistillTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what sampling from the draft has cost since the last time."""
         if "loss" in logs and self.config.on_policy:
-            logs.update(self._written)
+            tokens, seconds = self._written.values()
+            found = self.accelerator.gather(torch.tensor([[tokens, seconds]], device=self.args.device))
+            logs |= {"on_policy_tokens": float(found[:, 0].sum()), "on_policy_seconds": float(found[:, 1].max())}
             self._written = dict.fromkeys(self._written, 0.0)
         super().log(logs, start_time)
 
@@ -214,6 +225,16 @@ class DistillTrainer(Trainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the draft whole; in checkpoints FSDP keeps it in shards where its `state_dict_type` says so."""
+        fsdp = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled and self._checkpoints is None else None
+        if fsdp is None:
+            return super().save_model(output_dir, _internal_call)
+        kind = fsdp.state_dict_type
+        fsdp.set_state_dict_type("FULL_STATE_DICT")  # the library saves nothing otherwise, and says nothing
+        super().save_model(output_dir, _internal_call)
+        fsdp.set_state_dict_type(kind)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the draft: aside, then each file renamed, so that no reader sees half of one."""
@@ -327,11 +348,8 @@ class DistillTrainer(Trainer):
 
     def _target_head(self, device: torch.device) -> Head:
         """Return the target's head where the loss is taken: of a target elsewhere, a copy that is made once."""
-        head = head_of(self.target).cut(self.vocab_size)
-        if head.weight.device == device:
-            return head
         if self._head_here is None:
-            self._head_here = head.to(device)
+            self._head_here = head_of(self.target).cut(self.vocab_size).to(device)
         return self._head_here
 
 

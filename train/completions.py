@@ -13,6 +13,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     if config.answers == "given":
         prompts, encoded, masks = _given(config, tokenizer, summary)
     else:
-        prompts = read_prompts(config.prompts, split=config.split, limit=config.limit)
+        read = read_prompts(config.prompts, split=config.split, limit=config.limit)
+        prompts = read + [replace(p, id=f"{p.id}#{n}") for n in range(2, config.samples + 1) for p in read]
         encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
     summary.prompts = len(prompts)
     batches = make_batches(prompts, encoded, config.batch_size)

@@ -27,6 +27,8 @@ class PrepareConfig:
     """Keep the last so many tokens of a longer prompt."""
     max_new_tokens: int = 128
     """Tokens of a completion at most."""
+    samples: int = 1
+    """Completions of each prompt; the second and later ones have ids that end in #2, #3, …"""
     temperature: float = 1.0
     """Sample at this temperature; 0 takes the most likely token each time."""
     top_k: int = 0
@@ -60,7 +62,7 @@ class PrepareConfig:
     """Tries after the first, at growing intervals, where the server is busy, failing or out of reach."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_prompt_tokens", "max_new_tokens", "batch_size", "endpoint_concurrency"):
+        for name in ("limit", "max_prompt_tokens", "max_new_tokens", "samples", "batch_size", "endpoint_concurrency"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name}: expected at least 1, found {value}")
@@ -69,6 +71,10 @@ class PrepareConfig:
                 raise InputError(f"{name}: expected 0 or more, found {getattr(self, name)}")
         if not 0 <= self.temperature < float("inf"):
             raise InputError(f"temperature: expected a finite number, 0 or more, found {self.temperature}")
+        if self.samples > 1 and (self.temperature == 0 or self.answers == "given"):
+            raise InputError(
+                f"samples: expected 1 where a prompt has one answer (temperature 0, or given), found {self.samples}"
+            )
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
         if not 0 < self.endpoint_timeout < float("inf"):
@@ -94,7 +100,7 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     """
     if config.answers == "given":
         return ("split", "limit", "batch_size")
-    elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers"}
+    elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples"}  # samples have ids
     if config.endpoint is not None:
         elsewhere.add("dtype")  # the server's weights are the server's business
     names = (field.name for field in fields(PrepareConfig))

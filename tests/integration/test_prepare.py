@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -402,3 +403,20 @@ def test_command_prints_where_the_completions_are(config, capsys):
 def test_the_config_that_we_ship_parses():
     path = Path(__file__).parents[2] / "configs" / "prepare" / "tiny.yaml"
     assert parse_config(PrepareConfig, ["--config", str(path)]).target == "assets/tiny-target"
+
+
+def test_prompts_may_be_completed_more_than_once(pair_dirs, tmp_path):
+    target, _ = pair_dirs
+    (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\n")
+    config = PrepareConfig(str(target), str(tmp_path / "prompts.txt"), str(tmp_path / "out"), samples=3, batch_size=4)
+    summary = prepare(replace(config, max_new_tokens=8))
+    assert (summary.prompts, summary.written) == (6, 6)
+    found = load_completions(str(tmp_path / "out"))
+    texts: dict[str, list[list[int]]] = {}
+    for name, ids, length in zip(found["id"], found["input_ids"], found["prompt_length"], strict=True):
+        texts.setdefault(name.partition("#")[0], []).append(ids)
+        assert ids[:length] == texts[name.partition("#")[0]][0][:length]
+    assert sorted(found["id"]) == ["0", "0#2", "0#3", "1", "1#2", "1#3"]
+    assert all(len({tuple(ids) for ids in same}) == 3 for same in texts.values())
+    with pytest.raises(InputError, match="samples: expected 1 where a prompt has one answer"):
+        replace(config, temperature=0)

@@ -1,0 +1,302 @@
+"""Distillation under DDP, FSDP2 and DeepSpeed ZeRO-1/2/3, in two real processes: what one process does, and its draft.
+
+Losses, metrics and weights are those of one process on the same global batches. Both sum the same token losses in
+float32, in another order, which is 1e-7 a step; a mean of the two processes' means would be off by 1e-2 and more.
+The ways into FSDP2 and ZeRO on the CPU are in `ranks`; neither mixed precision in float16, nor offloading, nor NCCL can
+be tried there.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from conftest import tiny_llama
+from rank_jobs import distilled
+from ranks import STRATEGIES, forked, launch_environment
+from roads import configured, furthest, weights
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill.drafts import DraftInit, LoraOptions
+from draftsmith.train.runs import save_model
+from draftsmith.train.shards import write_shard
+
+pytestmark = pytest.mark.slow
+
+WRAPPERS = {
+    "ddp": ("MULTI_CPU", "DistributedDataParallel", "Parameter", None, False),
+    "fsdp2": ("FSDP", "FSDPLlamaForCausalLM", "DTensor", None, False),
+    "zero1": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 1, False),
+    "zero2": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 2, False),
+    "zero3": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 3, True),
+}
+CONFIGS = Path(__file__).parents[2] / "configs"
+ORDINARY = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def ground(road, tmp_path_factory, tokenizer) -> Path:
+    """The road, with a draft of another family, a padded target, one that ends texts early, and one prompt alone."""
+    root = tmp_path_factory.mktemp("ground")
+    shutil.copytree(road, root, dirs_exist_ok=True)
+    vocab = len(tokenizer)
+    torch.manual_seed(3)
+    small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512, "vocab_size": vocab}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    # Tied, other names, Conv1D; no dropout, whose masks no two processes share with one.
+    family = GPT2LMHeadModel(GPT2Config(**small, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    padded = tiny_llama(0, vocab + 13)
+    for name, model in {"family": family, "padded": padded}.items():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        save_model(model, tokenizer, root / name)
+    early = AutoModelForCausalLM.from_pretrained(root / "target")
+    early.generation_config.eos_token_id = list(range(0, vocab, 4))
+    save_model(early, tokenizer, root / "early")
+    shutil.copytree(root / "short", root / "same")
+    for path in (root / "same").glob("shard-*.parquet"):
+        table = pq.ParquetFile(path).read()
+        first = table.to_pylist()[0]
+        rows = [first | {"id": row["id"]} for row in table.to_pylist()]
+        write_shard(path, table.from_pylist(rows, schema=table.schema))
+    return root
+
+
+def planned(ground: Path, processes: int) -> dict[str, dict]:
+    """The runs that are compared: of two processes, or of one."""
+    steps = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    # α rises, so that the smallest is the first: an early checkpoint has to be found again.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": False}
+    family = {"draft": str(ground / "family"), "heldout": [str(ground / "heldout")]}
+    lora = {"target": str(ground / "padded"), "draft": None, "init": DraftInit(layers=1, lora=LoraOptions(r=4))}
+    runs = {
+        "best": {"heldout": [str(ground / "heldout")], "training": steps | best},
+        "split": family,
+        "lora": lora,
+    }
+    if processes == 2:
+        parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
+        runs["split"] = family | {"training": parts, "target_sharded": True}
+        runs["bf16"] = {"training": {"bf16": True}}
+        runs["on_policy"] = {
+            "target": str(ground / "early"),
+            "completions": [str(ground / "same")],
+            "on_policy": 1.0,
+            "on_policy_tokens": 12,
+            "training": {"max_steps": 3},
+        }
+        # Dropout: each rank's generator has to be restored, too.
+        runs["dropping"] = {
+            "draft": str(ground / "dropping"),
+            "training": {"save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "linear"},
+        }
+    return runs
+
+
+@pytest.fixture(scope="module")
+def alone(ground, tmp_path_factory):
+    output = tmp_path_factory.mktemp("alone")
+    (found,) = forked(distilled, ground, output, planned(ground, 1), strategy="one")
+    return found, output
+
+
+@pytest.fixture(scope="module", params=STRATEGIES)
+def together(request, ground, tmp_path_factory):
+    output = tmp_path_factory.mktemp(request.param)
+    found = forked(distilled, ground, output, planned(ground, 2), strategy=request.param)
+    return request.param, found, output
+
+
+def logged(found: dict, key: str) -> list[float]:
+    return [entry[key] for entry in found["log"] if key in entry]
+
+
+def assert_same_losses(one: dict, ranks: list[dict]) -> None:
+    assert len(logged(one, "loss")) == len(set(logged(one, "loss"))) == 8
+    assert max(logged(one, "epoch")) > 1
+    for two in ranks:
+        assert logged(two, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
+        assert logged(two, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
+
+
+def assert_same_metrics(one: dict, two: dict, times: int) -> None:
+    for name in ("alpha", "greedy_alpha", "agreement", "mean_acceptance_length", "loss"):
+        expected = logged(one, f"eval_{name}")
+        assert len(expected) == times and logged(two, f"eval_{name}") == pytest.approx(expected, rel=1e-5)
+
+
+def assert_same_draft(one: Path, two: Path, tokenizer) -> None:
+    """An ordinary directory, whose weights and logits are the other's."""
+    names = {path.name for path in two.iterdir()}
+    assert names >= ORDINARY and not [name for name in names if "pytorch_model" in name or "partial" in name]
+    assert furthest(weights(one), weights(two)) < 1e-5
+    ids = AutoTokenizer.from_pretrained(two)(["def f(x): return x"], return_tensors="pt")["input_ids"]
+    assert ids.tolist() == tokenizer(["def f(x): return x"])["input_ids"]
+    with torch.no_grad():
+        p, q = (AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (one, two))
+    assert p.std() > 0.1 and (p - q).abs().max() < 1e-4
+
+
+def test_each_rank_ran_as_it_was_asked_to(together):
+    strategy, found, _ = together
+    kind, wrapper, parameter, stage, partitioned = WRAPPERS[strategy]
+    for rank in found:
+        for name, run in rank.items():
+            ran = run["ran"]
+            assert (ran["num_processes"], ran["backend"], ran["device"]) == (2, "gloo", "cpu")
+            assert (ran["distributed_type"], ran["parameter"]) == (kind, parameter)
+            assert ran["wrapper"] == (
+                wrapper.replace("LlamaForCausalLM", "GPT2LMHeadModel") if name == "split" else wrapper
+            )
+            assert (ran["stage"], ran["partitioned"]) == (stage, partitioned)
+
+
+def test_losses_and_held_out_metrics_are_those_of_one_process(alone, together):
+    """Completions of 3 to 12 tokens; five held-out samples, of which the sixth, that fills a batch, must not count."""
+    _, (first, second), _ = together
+    counts = [
+        [sum(map(len, texts)) for texts in (one, two)]
+        for one, two in zip(first["best"]["texts"], second["best"]["texts"], strict=True)
+    ]
+    assert sum(a != b for a, b in counts) >= 4
+    assert_same_losses(alone[0]["best"], [first["best"], second["best"]])
+    assert_same_metrics(alone[0]["best"], first["best"], 4)
+
+
+def test_the_best_checkpoint_is_loaded_and_saved_as_an_ordinary_draft(alone, together, tokenizer):
+    _, found, output = together
+    for rank in found:
+        assert rank["best"]["best"] == str(output / "best" / "checkpoint-3")
+    alphas = logged(found[0]["best"], "eval_alpha")
+    assert alphas[-1] == alphas[0] < alphas[1] < alphas[2]
+    assert_same_draft(alone[1] / "best", output / "best", tokenizer)
+    assert json.loads((output / "best" / "draftsmith.json").read_text())["config"]["temperature"] == 0.9
+
+
+def test_accumulation_recomputation_and_a_sharded_target_change_nothing(alone, together, tokenizer):
+    """Two micro-batches of 1, their layers computed twice, and half of the target each; a tied GPT-2 draft."""
+    _, found, output = together
+    assert_same_losses(alone[0]["split"], [rank["split"] for rank in found])
+    assert_same_metrics(alone[0]["split"], found[0]["split"], 1)
+    assert_same_draft(alone[1] / "split", output / "split", tokenizer)
+    assert alone[0]["split"]["layers"] == [1] * 8
+    for rank in found:
+        assert rank["split"]["layers"] == [2] * 16
+        assert rank["split"]["target"] == ("DTensor", 0.5) and rank["best"]["target"] == ("Parameter", 1.0)
+
+
+def test_a_carved_draft_starts_from_the_target_and_its_adapters_are_merged(ground, alone, together, tokenizer):
+    _, found, output = together
+    assert_same_losses(alone[0]["lora"], [rank["lora"] for rank in found])
+    assert_same_draft(alone[1] / "lora", output / "lora", tokenizer)
+    # Neither embeddings nor norms are trained: they are the target's, wherever the padding is not silenced.
+    target, draft = weights(ground / "padded"), weights(output / "lora")
+    rows = len(tokenizer)
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(draft[name][:rows], target[name][:rows])
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert 0 < (draft[name] - target[name]).abs().max() < 0.1
+
+
+def test_half_precision_keeps_to_the_loss(alone, together):
+    """bfloat16 has 8 bits: 0.4 % a number, and less in a mean of many.
+
+    Autocast keeps the draft in float32. DeepSpeed computes with a copy in bfloat16, and saves that.
+    """
+    strategy, found, output = together
+    saved = AutoModelForCausalLM.from_pretrained(output / "bf16", dtype="auto").dtype
+    assert saved == (torch.bfloat16 if strategy.startswith("zero") else torch.float32)
+    for rank in found:
+        half = logged(rank["bf16"], "loss")
+        assert half == pytest.approx(logged(alone[0]["best"], "loss"), rel=0.01)
+        assert half != pytest.approx(logged(alone[0]["best"], "loss"), rel=1e-5)
+
+
+def test_each_rank_writes_its_own_texts(together):
+    """From one and the same prompt; they end at different lengths, which would hang ranks that wait for each other."""
+    _, found, _ = together
+    first, second = (rank["on_policy"]["texts"] for rank in found)
+    assert len(first) == len(second) == 3
+    for one, two in zip(first, second, strict=True):
+        assert not {tuple(text) for text in one} & {tuple(text) for text in two}
+    longest = [[max(map(len, texts)) for texts in rank] for rank in (first, second)]
+    assert longest[0] != longest[1]
+    assert logged(found[0]["on_policy"], "loss") == logged(found[1]["on_policy"], "loss")
+
+
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ground, together):
+    """From a checkpoint in the second epoch, in new processes: the same texts and, bit for bit, the same losses."""
+    strategy, found, output = together
+    options = planned(ground, 2)["dropping"] | {"resumes": str(output / "dropping" / "checkpoint-6")}
+    state = json.loads((output / "dropping" / "checkpoint-6" / "trainer_state.json").read_text())
+    assert 1 < state["epoch"] < 2
+    resumed = forked(distilled, ground, output, {"resumed": options}, strategy=strategy)
+    for whole, rest in zip(found, resumed, strict=True):
+        assert rest["resumed"]["texts"] == whole["dropping"]["texts"][6:]
+        assert logged(rest["resumed"], "loss") == logged(whole["dropping"], "loss")
+    assert furthest(weights(output / "dropping"), weights(output / "resumed")) == 0
+
+
+FSDP1 = ("--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "false", "--fsdp_sync_module_states", "false")
+FSDP2 = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
+
+
+def shipped(name: str) -> tuple[str, ...]:
+    flags = ("--config_file", str(CONFIGS / "accelerate" / f"{name}.yaml"))
+    if name.startswith("zero"):
+        flags += ("--deepspeed_config_file", str(CONFIGS / "deepspeed" / f"{name}.json"))
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags"),
+    [
+        *((name, shipped(name)) for name in STRATEGIES[1:]),
+        ("fsdp2", FSDP2),  # its checkpoints are in shards, by default
+        (
+            "zero3",
+            ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true"),
+        ),  # saves none, by default
+    ],
+    ids=[*STRATEGIES[1:], "fsdp2-defaults", "zero3-defaults"],
+)
+def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, tokenizer, strategy, flags):
+    """Sharding by the launcher alone, of which the config knows nothing; the draft is saved whole all the same."""
+    launch = launch_environment(*flags)
+    options = {"training": {"save_strategy": "steps", "save_steps": 4}}
+    ranks = forked(distilled, ground, tmp_path, {"launched": options}, True, strategy=strategy, launch=launch)
+    kind, wrapper, parameter, stage, partitioned = WRAPPERS[strategy]
+    for rank in ranks:
+        assert rank["launched"]["ran"] == {
+            "distributed_type": kind, "num_processes": 2, "backend": "gloo", "device": "cpu", "wrapper": wrapper,
+            "parameter": parameter, "stage": stage, "partitioned": partitioned,
+        }  # fmt: skip
+        assert logged(rank["launched"], "loss") == pytest.approx(logged(alone[0]["best"], "loss"), rel=1e-5)
+    found = weights(tmp_path / "launched")
+    assert furthest(found, weights(ground / "draft")) > 1e-3
+    if flags == FSDP2:
+        options |= {"resumes": str(tmp_path / "launched" / "checkpoint-4")}
+        resumed = forked(distilled, ground, tmp_path, {"resumed": options}, True, strategy=strategy, launch=launch)
+        assert logged(resumed[0]["resumed"], "loss") == logged(ranks[0]["launched"], "loss")
+        assert furthest(found, weights(tmp_path / "resumed")) == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "flags", "options", "message"),
+    [
+        ("fsdp2", FSDP2, {"optimizer": "muon"}, "optimizer: expected trainer for a draft sharded by FSDP or DeepSpeed"),
+        ("fsdp2", FSDP1, {}, "fsdp_version: expected 2, found 1"),
+        ("one", (), {"target_sharded": True}, "target_sharded: expected more than one process, found one"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(ground, tmp_path, strategy, flags, options, message):
+    launch = launch_environment(*flags) if flags else None
+    with pytest.raises(AssertionError, match=f"InputError: {message}"):
+        forked(distilled, ground, tmp_path, {"run": options}, bool(flags), strategy=strategy, launch=launch)
+
+
+def test_a_target_is_in_one_place_or_in_shares(ground, tmp_path):
+    with pytest.raises(InputError, match="target_sharded: expected false with target_device"):
+        configured(ground, tmp_path, target_sharded=True, target_device="cpu")

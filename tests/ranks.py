@@ -1,0 +1,158 @@
+"""Real processes over gloo on the CPU, forked from one that has imported everything: 2 s where a launch takes 15.
+
+On the CPU accelerate starts one process, or plain DDP, whatever it is asked for. The ways into FSDP2 and DeepSpeed here
+are for tests alone; what they lead to is what runs on GPUs. `witness` says what did run.
+"""
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+SECONDS = 120
+"""What a job may take, on a busy machine, before it counts as hung."""
+
+# The last has a `torch.compile` at its top, which every rank would wait for.
+PRELOADED = ["rank_jobs", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
+ENVIRONMENT = {
+    "PYTHONPATH": str(Path(__file__).parent),
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def forked(job: Callable[..., Any], *args: Any, strategy: str, launch: dict[str, str] | None = None) -> list[Any]:
+    """Run `job(*args)` in two processes under a strategy, or in one under "one"; return what each returned.
+
+    They are forked from a server that never ran a backward pass, as pytest's process has: autograd forbids it then.
+
+    Args:
+        job: of a module that the ranks can import.
+        args: its arguments.
+        strategy: "one" or one of `STRATEGIES`.
+        launch: environment variables that `accelerate launch` would set.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP"))}
+    with mock.patch.dict(os.environ, clean | ENVIRONMENT, clear=True):
+        multiprocessing.forkserver.ensure_running()
+    count = 1 if strategy == "one" else 2
+    with tempfile.TemporaryDirectory() as name:
+        meeting = Path(name)
+        args = (count, strategy, launch or {}, meeting, job, args)
+        processes = start_processes(_rank, args, count, join=False, start_method="forkserver")
+        end = time.monotonic() + SECONDS
+        try:
+            while not processes.join(timeout=5):
+                if time.monotonic() > end:
+                    for process in processes.processes:
+                        process.kill()
+                    raise TimeoutError(f"not done after {SECONDS} s")
+        except (ProcessRaisedException, ProcessExitedException, TimeoutError) as error:
+            said = "".join(f"\nrank {path.stem}: {path.read_text()[-1500:]}" for path in sorted(meeting.glob("*.log")))
+            raise AssertionError(f"{job.__name__}{args[5]} under {strategy}: {error}{said}") from None
+        return [torch.load(meeting / f"{rank}.pt", weights_only=False) for rank in range(count)]
+
+
+def _rank(rank: int, count: int, strategy: str, launch: dict[str, str], meeting: Path, job: Any, args: Any) -> None:
+    log = os.open(meeting / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, sys.stdout.fileno())
+    os.dup2(log, sys.stderr.fileno())
+    torch.set_num_threads(1)
+    os.environ |= launch
+    if count > 1:
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        os.environ |= {name: str(value) for name, value in places.items()}
+        torch.distributed.init_process_group(
+            "gloo", f"file://{meeting}/store", timedelta(seconds=SECONDS), world_size=count, rank=rank
+        )
+    torch.save(job(strategy, *args), meeting / f"{rank}.pt")
+    if count > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def launch_environment(*flags: str) -> dict[str, str]:
+    """Return what `accelerate launch` with these flags would set in the environment of two ranks."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    common = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    arguments = launch_command_parser().parse_args([*flags, *common, "--main_process_port", "0", "-m", "none"])
+    arguments, defaults, _ = _validate_launch_command(arguments)
+    fields = (defaults and defaults.deepspeed_config) or {}
+    arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
+    made = prepare_deepspeed_cmd_env(arguments)[1] if arguments.use_deepspeed else prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in made.items() if name.startswith(("ACCELERATE", "FSDP"))}
+
+
+def enter(strategy: str, launched: bool = False) -> dict[str, Any]:
+    """Prepare a rank for one run under a strategy.
+
+    Returns:
+        The `TrainingArguments` that ask for it; fewer of them where the environment does, as after a launch.
+    """
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils import DistributedType
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if strategy == "one":
+        return {}
+    training: dict[str, Any] = {"accelerator_config": {"use_configured_state": True}, "ddp_backend": "gloo"}
+    if strategy == "ddp":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        PartialState(cpu=True)
+        return training
+    if strategy == "fsdp2":
+        PartialState(backend="gloo")
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        options = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
+        return training if launched else training | {"fsdp": True, "fsdp_config": options}
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # would be compiled
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    if launched:
+        return training
+    zero: dict[str, Any] = {"stage": int(strategy[-1])}
+    if strategy == "zero3":
+        zero["stage3_param_persistence_threshold"] = 0  # tiny weights would all stay whole
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    options = dict.fromkeys(names, "auto") | {"bf16": {"enabled": "auto"}, "zero_optimization": zero}
+    return training | {"deepspeed": options | {"zero_allow_untested_optimizer": True}}
+
+
+def witness(trainer: Any) -> dict[str, Any]:
+    """Say what a trainer ran on."""
+    state, model = trainer.accelerator.state, trainer.model_wrapped
+    parameter = next(trainer.accelerator.unwrap_model(model).parameters())
+    deepspeed = state.distributed_type.value == "DEEPSPEED"
+    return {
+        "distributed_type": state.distributed_type.value,
+        "num_processes": state.num_processes,
+        "backend": torch.distributed.get_backend() if torch.distributed.is_initialized() else None,
+        "device": trainer.args.device.type,
+        "wrapper": type(model).__name__,
+        "parameter": type(parameter).__name__,
+        "stage": model.zero_optimization_stage() if deepspeed else None,
+        "partitioned": hasattr(parameter, "ds_id"),
+    }
