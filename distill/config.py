@@ -58,6 +58,9 @@ class DistillConfig:
     completions in the others."""
     on_policy_tokens: int = 128
     """Tokens of a completion that the draft writes, at most."""
+    prompt_loss: bool = False
+    """Compare the laws at the positions of the prompts too: more to learn from in the same forwards, off the text that
+    is going to be drafted."""
     packing: bool = False
     """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
     patience: int | None = None
@@ -104,6 +107,11 @@ class DistillConfig:
             raise InputError(f"on_policy: expected a share between 0 and 1, found {self.on_policy}")
         if self.on_policy_tokens < 1:
             raise InputError(f"on_policy_tokens: expected at least 1, found {self.on_policy_tokens}")
+        if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
+            raise InputError(
+                "prompt_loss: expected false with teacher_cache, which has no laws of prompts, and with cross_entropy "
+                "alone, which would learn to write prompts; found true"
+            )
         if self.teacher_cache and self.on_policy:
             raise InputError(
                 f"on_policy: expected 0 with teacher_cache, which has no laws of new texts, found {self.on_policy}"

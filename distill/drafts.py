@@ -161,7 +161,7 @@ def make_draft(
         fit_vocabulary(model, tokenizer, target.config.get_text_config().vocab_size if init.pad_vocabulary else None)
         check_head(model, tokenizer, "draft")
         if init.lora is not None:
-            _add_lora(model, init.lora)
+            add_lora(model, init.lora)
     return model, own
 
 
@@ -354,7 +354,7 @@ def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         own.requires_grad_(False)  # type: ignore[union-attr]
 
 
-def _add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
+def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     """Put adapters on a model's linear maps in place: it stays a PreTrainedModel, whose own weights are frozen."""
     try:
         from peft import LoraConfig, inject_adapter_in_model

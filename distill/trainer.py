@@ -115,18 +115,21 @@ class DistillTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Take the batches of a step; in a share of them the draft writes the completions anew."""
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        """Take the batches of a step; in a share of them the draft writes the completions anew.
+
+        What counts then is counted again, whatever the data set said.
+        """
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         # The same coin on every process: sampling from a sharded draft takes all of them.
         seeds = [(int(self.args.seed), self.state.global_step, part) for part in range(len(batches))]
         chosen = [part for part, seed in enumerate(seeds) if coin(*seed) < self.config.on_policy]
-        if not chosen:
-            return batches, count
         start = time.perf_counter()
         for part in chosen:
             batches[part] = self._on_policy(self._prepare_inputs(batches[part]), seeds[part])
             self._written["on_policy_tokens"] += float((batches[part]["labels"] != IGNORED).sum())
         self._written["on_policy_seconds"] += time.perf_counter() - start
+        if self.config.prompt_loss:
+            batches = [{**batch, "labels": _all_labels(batch)} for batch in batches]
         return batches, self._get_num_items_in_batch(batches, device)
 
     def training_step(
@@ -356,6 +359,16 @@ class DistillTrainer(Trainer):
 def _texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return what a model reads of a batch: packed rows have positions in place of a mask."""
     return {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+
+
+def _all_labels(batch: dict[str, Tensor]) -> Tensor:
+    """Return the tokens of prompts and completions as labels, (B, T), but for the first of each text and padding."""
+    ids = batch["input_ids"]
+    if "position_ids" in batch:  # packed: padding has position 0, as the first token of a text has
+        return ids.where(batch["position_ids"] > 0, IGNORED)
+    labels = ids.where(batch["attention_mask"] == 1, IGNORED)
+    labels[:, 0] = IGNORED
+    return labels
 
 
 def _ends(target: PreTrainedModel, draft: PreTrainedModel) -> list[int] | None:

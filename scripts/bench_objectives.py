@@ -4,7 +4,8 @@
 
 Each draft replays the same fresh prompts at T=0 and T=1; τ is pooled over the seeds, its interval is over prompts.
 TRL's `DistillationTrainer` (`pip install trl`) runs beside them with the same prompts, batches, steps, schedule and, so
-that only the method differs, optimizer: names that begin with `trl`. What is done is kept, and a second run goes on.
+that only the method differs, optimizer: names that begin with `trl`; those that end in `adamw` have the optimizer that
+it brings along, at the same learning rate. What is done is kept, and a second run goes on.
 """
 
 import json
@@ -61,9 +62,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "own_reverse_kl": {"divergence": "reverse_kl", "on_policy": 1.0},
     "own_jsd": {"divergence": "jsd", "on_policy": 1.0},
     "own_tvd": {"divergence": "tvd", "on_policy": 1.0},
+    "prompts_forward_kl": {"divergence": "forward_kl", "prompt_loss": True},
+    "prompts_jsd": {"divergence": "jsd", "prompt_loss": True},
+    "half_prompts_jsd": {"divergence": "jsd", "prompt_loss": True, "on_policy": 0.5},
+    "own_prompts_jsd": {"divergence": "jsd", "prompt_loss": True, "on_policy": 1.0},
     "trl_forward_kl": {"beta": 0.0},
     "trl_jsd": {"beta": 0.5},
     "trl_reverse_kl": {"beta": 1.0},  # TRL's default
+    "trl_forward_kl_adamw": {"beta": 0.0, "muon": False},
+    "trl_reverse_kl_adamw": {"beta": 1.0, "muon": False},
 }
 
 
@@ -235,7 +242,7 @@ def _distilled(
 
 
 def _distilled_by_trl(
-    config: ObjectivesConfig, training: dict[str, Any], target: PreTrainedModel, beta: float
+    config: ObjectivesConfig, training: dict[str, Any], target: PreTrainedModel, beta: float, muon: bool = True
 ) -> PreTrainedModel:
     try:
         from trl import DistillationConfig, DistillationTrainer  # type: ignore[attr-defined]
@@ -256,7 +263,7 @@ def _distilled_by_trl(
         args=args,
         train_dataset=_trl_prompts(config.output, config.target),
         processing_class=load_tokenizer(config.draft),
-        optimizers=(MuonAdamW(draft, config.learning_rate, 0.0), None),
+        optimizers=(MuonAdamW(draft, config.learning_rate, 0.0) if muon else None, None),
     )
     trainer.train()
     return draft.requires_grad_(False)

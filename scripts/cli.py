@@ -9,6 +9,7 @@ from draftsmith.train.cli import run
 COMMANDS = {
     "quickstart": "the whole road on the embedded target, in minutes on a laptop CPU",
     "doctor": "will this pair work? a line a check, and which tokens of your samples count in the loss",
+    "plan": "will a distillation run fit its GPUs? by arithmetic, without weights or a GPU",
     "prepare": "prompts → completions written by the target",
     "cache": "the target's laws on its completions, to distil with no target in memory",
     "generate": "one prompt in the terminal: every token in the colour of how it came about",

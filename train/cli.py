@@ -25,10 +25,14 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
     parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
     parser.add_class_arguments(cls)
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
+    if "training" in names:
+        # Resolved already in the default: `gradient_checkpointing`, its older name, would be overruled in silence.
+        parser.set_defaults({"training.activation_checkpointing": None})
     arguments = sys.argv[1:] if argv is None else argv
     try:
         values = vars(parser.instantiate(parser.parse_args([_underscored(argument) for argument in arguments])))
-    except jsonargparse.ArgumentError as error:
+    except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from the library's own arguments
         raise InputError(" ".join(str(error).split())) from error
     return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
 

@@ -399,3 +399,22 @@ def test_a_quantised_target_needs_its_library(road, tmp_path):
     if importlib.util.find_spec("bitsandbytes") is None:
         with pytest.raises(InputError, match="target: expected bitsandbytes for 4bit weights"):
             command.distill(configured(road, tmp_path / "out", target_quantization="4bit"))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_prompts_may_be_learned_from_too(road, tmp_path, packing):
+    """The first step's loss is the mean KL over all positions of its texts but the first of each."""
+    options = {"packing": packing, "max_length": 64, "training": {"max_steps": 1, "per_device_train_batch_size": 20}}
+    trainer = command.distill(configured(road, tmp_path / "out", prompt_loss=True, **options))
+    draft, total, count = AutoModelForCausalLM.from_pretrained(road / "draft"), 0.0, 0
+    for ids in training_examples([str(road / "short"), str(road / "long")])["input_ids"]:
+        with torch.no_grad():
+            log_p, log_q = (m(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for m in (trainer.target, draft))
+        total += float((log_p.exp() * (log_p - log_q)).sum())
+        count += len(ids) - 1
+    assert history(trainer, "loss")[0] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_prompts_are_not_learned_by_heart(road, tmp_path):
+    with pytest.raises(InputError, match="prompt_loss: expected false with teacher_cache"):
+        configured(road, tmp_path / "out", prompt_loss=True, divergence="cross_entropy")

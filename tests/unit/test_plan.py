@@ -1,0 +1,454 @@
+"""The plan against what PyTorch allocates on a CPU: weights, activations, the loss, and a whole step of the Trainer."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import (
+    Adafactor,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    TrainingArguments,
+)
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.scripts import plan
+from draftsmith.train import lean
+from draftsmith.train.cli import run
+from draftsmith.train.data import training_examples
+from draftsmith.train.heads import last_hidden
+from draftsmith.train.memory import (
+    Affine,
+    Batch,
+    Footprint,
+    LiveBytes,
+    Weights,
+    fake_mode,
+    held_bytes,
+    optimizer_bytes,
+    shadow,
+    target_bytes,
+    trace_cache,
+    trace_draft,
+    trace_forward,
+    trace_loss,
+)
+from draftsmith.train.models import load_model
+from draftsmith.train.objective import NAMES, Objective
+from draftsmith.train.optimizer import MuonAdamW
+from draftsmith.train.runs import save_model
+
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+ROWS, LENGTH = 4, 128
+SHAPE = LlamaConfig(
+    vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=688, bos_token_id=None, eos_token_id=None,
+)  # fmt: skip
+
+
+def nbytes(tensors) -> int:
+    return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
+
+
+def padded(rows: int = ROWS) -> dict[str, torch.Tensor]:
+    inputs = Batch(LENGTH, ROWS).inputs(rows)
+    inputs["attention_mask"][0, 100:] = 0  # without padding the library leaves the mask away
+    return inputs
+
+
+@pytest.fixture(scope="module")
+def fake():
+    mode = fake_mode()
+    with mode:
+        model = LlamaForCausalLM(SHAPE)
+    return mode, model
+
+
+def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
+    """What autograd saves in a forward, each storage once, the weights and the batch left out."""
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor keeps its address from being used again
+        return tensor
+
+    inputs = padded()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", enabled=amp):
+        hidden = last_hidden(model.train(), **inputs)
+    assert hidden.requires_grad
+    ours = {t.untyped_storage().data_ptr() for t in inputs.values()}
+    return sum(size for address, (size, _) in saved.items() if address not in ours)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("amp", [False, True])
+def test_activations_are_what_autograd_saves(fake, amp, checkpointing):
+    planned = trace_draft(*fake, Batch(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
+    saved = really_saved(LlamaForCausalLM(SHAPE), amp, checkpointing)
+    kept = planned.kept(ROWS)
+    # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
+    assert saved <= kept <= saved + (0.06 if checkpointing else 0.001) * saved
+    assert kept > 2**21
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("amp", [False, True])
+def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
+    mode, shape = fake
+    precision = "autocast" if amp else "float32"
+    planned = trace_draft(mode, shape, Batch(LENGTH, ROWS), precision, checkpointing)
+    model = LlamaForCausalLM(SHAPE).train()
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inputs = padded()
+    gradients = [p.grad for p in model.parameters()]
+    with LiveBytes([*model.parameters(), *model.buffers(), *gradients, *inputs.values()]) as live:
+        with torch.autocast("cpu", enabled=amp):
+            whole = last_hidden(model, **inputs)
+            hidden = Batch(LENGTH, ROWS).chosen(whole)
+            in_loss = live.now
+            total = hidden.sum()
+            del hidden, whole
+        kept = live.now
+        live.restart()
+        total.backward()
+    assert (planned.in_loss(ROWS), planned.kept(ROWS)) == (in_loss, pytest.approx(kept, abs=8))
+    # The gradient of a sum is one number, and not as many as there are hidden states.
+    states = ROWS * (LENGTH - 1) * 256 * 4
+    assert live.peak - 8 <= planned.backward(ROWS) <= live.peak + states + 8
+
+
+def test_a_forward_without_gradients_is_what_it_allocates(fake):
+    planned = trace_forward(*fake, Batch(LENGTH, ROWS), "float32")
+    model, inputs = LlamaForCausalLM(SHAPE).eval(), padded()
+    with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
+        Batch(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
+    assert planned(ROWS) == live.peak
+    cache = trace_cache(*fake, Batch(LENGTH, ROWS), "float32")
+    assert cache(ROWS) == pytest.approx(2 * 4 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
+
+
+def test_a_layer_in_half_precision_is_that_of_the_formula():
+    """Korthikanti et al. 2022, section 4.1: 34·s·b·h less two dropout masks of s·b·h, without 5·a·s²·b."""
+    h, kept = 256, []
+    for layers in (1, 2):
+        mode = fake_mode()
+        with mode:
+            config = GPT2Config(
+                vocab_size=512, n_embd=h, n_layer=layers, n_head=4, n_positions=LENGTH, activation_function="gelu",
+                attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0,
+            )  # fmt: skip
+            model = GPT2LMHeadModel(config)
+        shadow(mode, model, half=True)
+        kept.append(trace_draft(mode, model, Batch(LENGTH, ROWS), "half", False).kept(ROWS))
+    mask = 2 * ROWS * LENGTH**2  # of padding, in half precision
+    found = (kept[1] - kept[0] - mask) / (ROWS * LENGTH * h)
+    # Moments of the norms, and the log of the sums that attention keeps.
+    assert 32 <= found <= 32.5
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_fused", "muon", "adafactor", "sgd"])
+def test_weights_gradients_and_states_are_the_tensors(name):
+    model = tiny_llama(layers=3, hidden=64).train().requires_grad_(True)
+    model.get_input_embeddings().requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = {
+        "adamw_torch_fused": lambda: torch.optim.AdamW(trained, fused=True),
+        "muon": lambda: MuonAdamW(model, 1e-3, 0.1),
+        "adafactor": lambda: Adafactor(trained, lr=1e-3, scale_parameter=False, relative_step=False),
+        "sgd": lambda: torch.optim.SGD(trained),
+    }[name]()
+    model(input_ids=torch.zeros(1, 4, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    halves = optimizer._halves.values() if name == "muon" else [optimizer]
+    states = [v for half in halves for state in half.state.values() for v in state.values() if torch.is_tensor(v)]
+    if name == "adafactor":  # a number for each tensor, the root mean square, is not counted
+        states = [state for state in states if state.ndim]
+    held = held_bytes(Weights.of(model), optimizer_bytes(model, name), "ddp", 2, "float32")
+    assert held["draft: weights"] == nbytes(model.parameters()) + nbytes(model.buffers())
+    assert held["draft: gradients"] == held["draft: DDP's buckets"] == nbytes(p.grad for p in trained)
+    assert held["draft: optimiser states"] == nbytes(states)
+
+
+def test_eight_bits_are_a_byte_for_each_moment():
+    model = tiny_llama(layers=1, hidden=64).requires_grad_(True)
+    ends = {id(p) for p in (model.lm_head.weight, model.model.embed_tokens.weight)}
+    large = [p.numel() for p in model.parameters() if p.numel() >= 4096 and id(p) not in ends]
+    small = [p.numel() for p in model.parameters() if p.numel() < 4096 or id(p) in ends]
+    expected = sum(2 * n + 8 * -(-n // 256) for n in large) + sum(8 * n + 4 for n in small)
+    assert large and small and optimizer_bytes(model, "adamw_bnb_8bit") == expected
+    with pytest.raises(InputError, match=r"training\.optim: expected one of .*, found 'galore_adamw'"):
+        optimizer_bytes(model, "galore_adamw")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "weights", "master", "gradients", "states"),
+    [("zero1", 1, 8, 1, 8), ("zero2", 1, 8, 8, 8), ("zero3", 8, 8, 8, 8)],
+)
+def test_stages_divide_as_in_the_paper(strategy, weights, master, gradients, states):
+    """Rajbhandari et al. 2020, figure 1: of 2Ψ + 2Ψ + 12Ψ bytes stage 1 divides 12Ψ, stage 2 2Ψ more, stage 3 all."""
+    numbers = Weights(all=1000, trained=1000, buffers=0, largest_unit=100, tail=50, bucket=16)
+    held = held_bytes(numbers, 8000, strategy, 8, "half")
+    assert held["draft: weights"] == 2000 / weights
+    assert held["draft: gradients"] == 2000 / gradients
+    assert held["draft: float32 weights"] + held["draft: optimiser states"] == 4000 / master + 8000 / states
+    assert held["draft: gathered weights"] == (2000 if strategy == "zero3" else 0)
+    assert held["draft: ZeRO's buckets"] == 2 * 2 * 16
+
+
+def test_a_target_takes_what_its_place_says():
+    target = LlamaForCausalLM(SHAPE).bfloat16().requires_grad_(False)
+    whole, ends, layer = target.num_parameters() * 2, 4096 * 256 * 2, nbytes(target.model.layers[0].parameters())
+    (held,) = target_bytes(target, "whole", 8).values()
+    assert held == whole == nbytes(target.parameters())
+    share, gathered = target_bytes(target, "sharded", 8).values()
+    assert share == (whole - ends) / 8 + ends
+    assert gathered == 2 * layer + ends + 2 * 256  # embeddings and the last norm stay while layers come and go
+    (head,) = target_bytes(target, "elsewhere", 8).values()
+    assert head == ends
+    linear = [m.weight for m in target.model.modules() if isinstance(m, torch.nn.Linear)]
+    rest = whole - nbytes(linear)
+    for bits, expected in (
+        ("8bit", sum(w.numel() + 4 * len(w) for w in linear)),
+        ("4bit", sum(w.numel() / 2 + w.numel() / 16 for w in linear)),
+    ):
+        small, matrix = target_bytes(target, bits, 8).values()
+        assert small == expected + rest and matrix == 2 * 688 * 256
+
+
+def test_fsdp_gathers_two_layers_and_the_head():
+    numbers = Weights.of(LlamaForCausalLM(SHAPE))
+    layer = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 688 + 2 * 256
+    assert (numbers.largest_unit, numbers.tail) == (4096 * 256, 4096 * 256 + 256)
+    assert numbers.all == 4 * layer + 2 * 4096 * 256 + 256
+    held = held_bytes(numbers, 8 * numbers.all, "fsdp2", 8, "half")
+    assert held["draft: weights"] == pytest.approx(4 * numbers.all / 8 + numbers.buffers)
+    assert held["draft: optimiser states"] == numbers.all
+    assert held["draft: gathered weights"] == 2 * (3 * 4096 * 256 + 256)
+
+
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [*((name, False) for name in NAMES), ("forward_kl", True), ("tvd", True), ("expected_length", True)],
+)
+def test_the_loss_is_what_it_allocates(monkeypatch, name, cached):
+    """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
+    monkeypatch.setattr(lean, "CHUNK_ENTRIES", 40 * 97)
+    monkeypatch.setattr(lean, "PART_ENTRIES", 5 * 97)
+    mode = fake_mode()
+    with mode:
+        draft, target = tiny_llama(1, layers=1).requires_grad_(True), tiny_llama(0, layers=1)
+    objective = Objective({name: 1.0})
+    zero = Affine()
+    footprint = Footprint(
+        mode, draft, None if cached else target, objective, Batch(11, 20), "float32", None, zero, zero, {}, k=8
+    )
+    positions = footprint.positions(20)
+    assert positions == 200
+    planned = footprint.loss_bytes(20)
+
+    # The same code on real tensors, all five chunks of it.
+    real, theirs = tiny_llama(1, layers=1).requires_grad_(True), None if cached else tiny_llama(0, layers=1)
+    found = trace_loss(nullcontext(), objective, real, theirs, positions, "float32", 8)
+    assert planned == pytest.approx(found, rel=0.01)
+    if objective.needs_target and not cached:
+        assert footprint.law_bytes(20) == positions * 32 * 4
+
+
+@pytest.fixture(scope="module")
+def pair(road, tokenizer, tmp_path_factory):
+    """Models with a few MB of activations, saved."""
+    root = tmp_path_factory.mktemp("plan")
+    for name, seed, layers, hidden in (("target", 0, 2, 192), ("draft", 1, 1, 128)):
+        model = tiny_llama(seed, len(tokenizer), layers=layers, hidden=hidden)
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        save_model(model, tokenizer, root / name)
+    return root
+
+
+def flags(pair: Path, **options: object) -> list[str]:
+    values = {"target": pair / "target", "draft": pair / "draft", "completions": "[c]", "sequence_length": LENGTH}
+    values |= {"training.output_dir": pair / "out", "training.per_device_train_batch_size": ROWS}
+    return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
+
+
+def planned(pair: Path, **options: object) -> plan.Planner:
+    argv = [*flags(pair, **options), "--training.use_cpu", "true"]
+    return plan.Planner(plan.parse_config(plan.PlanConfig, argv))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_whole_step_of_the_trainer_takes_what_is_planned(road, pair, tokenizer, monkeypatch, amp, checkpointing):
+    """Teacher, draft, loss and backward together, at their peak."""
+    monkeypatch.setattr(lean, "CHUNK_ENTRIES", 2**14)
+    monkeypatch.setattr(lean, "PART_ENTRIES", 2**11)
+    options = {"training.activation_checkpointing": checkpointing, "training.bf16": amp}
+    planner = planned(pair, **options)
+    footprint = planner.footprint(planner.setting)
+
+    training = TrainingArguments(
+        output_dir=str(pair / "out"), use_cpu=True, report_to=[], bf16=amp, activation_checkpointing=checkpointing,
+        per_device_train_batch_size=ROWS,
+    )  # fmt: skip
+    config = DistillConfig(str(pair / "target"), [str(road / "short")], draft=str(pair / "draft"), training=training)
+    target, draft = (load_model(pair / name, device="cpu") for name in ("target", "draft"))
+    draft.requires_grad_(True)
+    trainer = DistillTrainer(draft, target, tokenizer, config, training_examples([str(road / "short")]))
+    if checkpointing:
+        draft.activation_checkpointing_enable({"use_reentrant": False})
+    model = trainer.accelerator.prepare(draft)
+    for parameter in draft.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inputs = padded() | {"index": torch.zeros(ROWS, dtype=torch.long)}
+    inputs["labels"] = inputs["input_ids"].clone()
+    given = [t for m in (draft, target) for t in (*m.parameters(), *m.buffers())]
+    with LiveBytes([*given, *(p.grad for p in draft.parameters()), *inputs.values()]) as live:
+        trainer.training_step(model, inputs, torch.tensor(ROWS * (LENGTH - 1)))
+    peak = footprint.peak(ROWS)
+    # Besides are masks of positions, and the loss of a few of them.
+    assert peak.total == pytest.approx(live.peak, rel=0.002)
+    held = footprint.held
+    assert held["target: weights in float32, whole"] == nbytes(target.parameters())
+    assert held["draft: weights"] == nbytes(draft.parameters()) + nbytes(draft.buffers())
+    assert held["draft: gradients"] == nbytes(p.grad for p in draft.parameters())
+
+
+def test_the_largest_micro_batch_fits_and_the_next_does_not(pair):
+    planner = planned(pair, gpu_memory=3.05)  # 51 MiB beside the reserve
+    footprint = planner.footprint(planner.setting)
+    largest = planner.largest(planner.setting)
+    assert largest > 1
+    assert footprint.total(largest) <= planner.capacity < footprint.total(largest + 1)
+
+
+@pytest.fixture(scope="module")
+def needed(pair) -> float:
+    """GiB that the plan of `flags` takes, the reserve included."""
+    planner = planned(pair, gpus=2)
+    return planner.total(planner.setting) / 2**30 + planner.config.reserve
+
+
+@pytest.mark.parametrize(("spare", "found"), [(1e-3, 0), (-1e-3, 3)])
+def test_the_verdict_is_the_exit_code(pair, needed, capsys, spare, found):
+    options = {"gpu_memory": needed + spare, "gpus": 2, "training.gradient_accumulation_steps": 3}
+    assert run(lambda: plan.main(flags(pair, **options))) == found
+    out = capsys.readouterr().out
+    assert f"4 rows × 3 accumulated × 2 GPUs = 24 samples, at most {24 * LENGTH:,} tokens" in out
+    assert "k = 32: 200 bytes a completion token" in out
+    assert "the largest micro batch that does" in out
+    assert ("does not fit" in out) == ("→" in out) == (found == 3)
+
+
+def test_each_change_that_is_proposed_makes_it_fit(pair, needed):
+    planner = planned(pair, gpu_memory=needed - 1e-3, gpus=2)
+    changes = list(planner.changes())
+    expected = {"training.bf16 true", "target_dtype bfloat16", "strategy zero3"}
+    assert expected <= {name for name, _ in changes}
+    assert all(planner.fits(change) and change != planner.setting for _, change in changes)
+
+
+def test_where_no_change_is_enough_several_are(pair):
+    planner = planned(pair, gpu_memory=3.006, gpus=2)
+    ((names, change),) = planner.changes()
+    assert names.count(",") >= 1 and planner.fits(change)
+
+
+def test_nothing_helps_a_pair_that_is_too_large(pair, capsys):
+    assert run(lambda: plan.main(flags(pair, gpu_memory=3.0001))) == 3
+    out = capsys.readouterr().out
+    assert "not even one row" in out and "no change of this plan's makes it fit" in out
+
+
+def test_a_carved_draft_a_cache_and_adapters_are_planned(pair):
+    plain = planned(pair)
+    carved = planned(pair, draft="null", **{"init.layers": 1})
+    layers = carved.draft(False).config.num_hidden_layers
+    assert (layers, carved.draft(False).config.hidden_size) == (1, 192)
+    narrow = planned(pair, draft="null", **{"init.layers": 2, "init.hidden_size": 64, "init.attention_heads": 2})
+    assert narrow.draft(False).config.hidden_size == 64
+    random = planned(pair, draft="null", **{"init.config": '{"num_hidden_layers": 1, "intermediate_size": 32}'})
+    assert random.draft(False).config.intermediate_size == 32
+
+    cached = planned(pair, teacher_cache="[laws]")
+    held = cached.footprint(cached.setting).held
+    assert not any(name.startswith("target") for name in held)
+    assert cached.total(cached.setting) < plain.total(plain.setting)
+
+    sizes = []
+    for options in ({}, {"target_sharded": True}, {"target_quantization": "4bit"}, {"target_device": "cuda:1"}):
+        other = planned(pair, gpus=8, **options)
+        footprint = other.footprint(other.setting)
+        sizes.append(sum(size for name, size in footprint.held.items() if name.startswith("target")))
+        assert (footprint.target_forward(1) == 0) == ("target_device" in options)
+    assert sizes[0] > sizes[2] > sizes[3] > 0 and len(set(sizes)) == 4
+
+    lora = planned(pair, **{"init.lora.r": 4})
+    numbers = Weights.of(lora.draft(False))
+    adapters = [p for n, p in lora.draft(False).named_parameters() if "lora_" in n]
+    assert numbers.trained == sum(p.numel() for p in adapters) < 0.2 * numbers.all
+    assert lora.total(lora.setting) < plain.total(plain.setting)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_spreading_a_draft_takes_less_of_each_gpu(pair, strategy):
+    half = {"training.bf16": True, "gpus": 8}
+    whole, spread = planned(pair, **half), planned(pair, strategy=strategy, **half)
+    assert spread.setting.precision == "half" and whole.setting.precision == "autocast"
+    held = [sum(p.footprint(p.setting).held.values()) for p in (whole, spread)]
+    assert held[1] < held[0]
+    with pytest.raises(InputError, match=f"optimizer: expected trainer for a draft under {strategy}, found muon"):
+        planned(pair, strategy=strategy, optimizer="muon")
+
+
+def test_a_padded_vocabulary_is_counted(tmp_path):
+    """The draft's 50304 rows become the target's 50432."""
+    options = {"target": "EleutherAI/pythia-6.9b", "draft": "EleutherAI/pythia-160m"}
+    options |= {"target_config": CONFIGS / "pythia-6.9b.json", "draft_config": CONFIGS / "pythia-160m.json"}
+    padded, plain = (
+        planned(tmp_path, **options, **{"init.pad_vocabulary": value}).draft(False).num_parameters()
+        for value in (True, False)
+    )
+    assert padded - plain == 2 * 128 * 768
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sequence_length": 4096}, "sequence_length: expected at most the target's 512, found 4096"),
+        ({"sequence_length": 1}, "sequence_length: expected at least 2, found 1"),
+        ({"gpus": 0}, "gpus: expected at least 1, found 0"),
+        ({"gpu_memory": 2}, "gpu_memory: expected more than the reserve of 3.0, found 2.0"),
+        ({"strategy": "zero4"}, "strategy"),
+        ({"target_dtype": "int4"}, "target_dtype: expected one of float32, "),
+        ({"training.optim": "galore_adamw"}, "training.optim: expected one of adamw_torch, "),
+        ({"target": "nobody/nothing"}, "--target_config"),
+        ({"draft": "nobody/nothing"}, "--draft_config"),
+        ({"draft_config": "nowhere.json"}, "draft_config: expected a config.json, found nothing at nowhere.json"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(pair, capsys, options, said):
+    assert run(lambda: plan.main(flags(pair, **options))) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_a_length_is_needed(pair, capsys):
+    argv = flags(pair)
+    at = argv.index("--sequence_length")
+    assert run(lambda: plan.main(argv[:at] + argv[at + 2 :])) == 2
+    assert "sequence_length: expected the tokens of a sample" in capsys.readouterr().err

@@ -1,0 +1,240 @@
+"""The shipped configs for real pairs and launchers: they parse, fit their GPUs by the plan, train, and launch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from roads import history, weights
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
+
+from draftsmith.distill import __main__ as command
+from draftsmith.distill.config import DistillConfig
+from draftsmith.scripts import plan
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.runs import save_model
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+SHAPES = ROOT / "tests" / "golden" / "configs"
+PAIRS = {
+    "qwen3-8b-to-0.6b": ("qwen3-8b", "qwen3-0.6b"),
+    "llama-3.1-8b-carved": ("llama-3.1-8b", None),
+    "pythia-6.9b-to-160m": ("pythia-6.9b", "pythia-160m"),
+    "gpt2-to-distilgpt2": ("gpt2", "distilgpt2"),
+}
+# Without a GPU, bf16 asks for this.
+ON_CPU = ["--training.use_cpu", "true"]
+STAGES = (1, 2, 3)
+
+
+def distill_file(name: str) -> Path:
+    return CONFIGS / "distill" / f"{name}.yaml"
+
+
+def test_each_pair_is_tested():
+    assert {path.stem for path in (CONFIGS / "distill").glob("*.yaml")} - {"tiny"} == set(PAIRS)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_it_parses_as_what_it_says(name):
+    config = parse_config(DistillConfig, ["--config", str(distill_file(name)), *ON_CPU])
+    training = config.training
+    assert training.bf16 and training.activation_checkpointing
+    assert training.load_best_model_at_end and training.metric_for_best_model == "mean_acceptance_length"
+    assert (config.draft is None) == (config.init.layers is not None) == (PAIRS[name][1] is None)
+    assert config.heldout and not set(config.heldout) & set(config.completions)
+    assert f"-m draftsmith.distill --config configs/distill/{name}.yaml" in distill_file(name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("qwen3-8b", 8.19e9), ("qwen3-0.6b", 0.596e9), ("llama-3.1-8b", 8.03e9), ("pythia-6.9b", 6.86e9),
+     ("pythia-160m", 162e6), ("gpt2", 124e6), ("distilgpt2", 82e6)],
+)  # fmt: skip
+def test_a_shape_has_as_many_parameters_as_its_model_card_says(name, parameters):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
+    assert model.num_parameters() == pytest.approx(parameters, rel=0.005)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_it_fits_eight_gpus_of_80_gb(name, capsys):
+    argv = ["--config", str(distill_file(name)), "--gpus", "8", "--gpu-memory", "80"]
+    for role, shape in zip(("target", "draft"), PAIRS[name], strict=True):
+        argv += [f"--{role}_config", str(SHAPES / f"{shape}.json")] if shape else []
+    assert run(lambda: plan.main(argv)) == 0
+    out = capsys.readouterr().out
+    assert "\nfits; the largest micro batch" in out
+    total = float(re.search(r"total +│ +([\d.]+) of 80.00", out)[1])
+    assert f"{total:.0f} GiB of each" in distill_file(name).read_text().replace("\n# ", " ")
+
+
+@pytest.mark.slow
+def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
+    """In a process of its own: DeepSpeed's settings outlive the arguments that name them."""
+    pytest.importorskip("deepspeed")
+    argv = [sys.executable, "-m", "draftsmith.scripts.plan", "--config", str(distill_file("gpt2-to-distilgpt2"))]
+    argv += ["--gpus", "8", "--training.deepspeed", str(CONFIGS / "deepspeed" / "zero2.json")]
+    for role, shape in zip(("target", "draft"), PAIRS["gpt2-to-distilgpt2"], strict=True):
+        argv += [f"--{role}_config", str(SHAPES / f"{shape}.json")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "zero2, half" in done.stdout and "float32 weights" in done.stdout
+
+
+def shrunken(name: str, vocab_size: int, layers: int):
+    """A model of the same family, with its tying and its ratio of heads, and random weights."""
+    config = AutoConfig.from_pretrained(SHAPES / f"{name}.json")
+    shared = config.num_attention_heads // (getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    changes = {"vocab_size": vocab_size, "num_hidden_layers": layers, "hidden_size": 32, "num_attention_heads": 4}
+    changes |= {"intermediate_size": 64, "num_key_value_heads": 4 // shared, "head_dim": 8, "layer_types": None}
+    for field, value in changes.items():
+        field = config.attribute_map.get(field, field)
+        if hasattr(config, field):
+            setattr(config, field, value)
+    for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, field, None)
+    config = type(config).from_dict(config.to_dict())
+    torch.manual_seed(layers)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.get_output_embeddings().parameters():
+            parameter.mul_(6.0)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_shrunken_pair_trains(name, tokenizer, tmp_path):
+    """All of the config but the sizes: two steps in bfloat16 with checkpointing, measured, the better one kept."""
+    target_shape, draft_shape = PAIRS[name]
+    rows = {"target": len(tokenizer), "draft": len(tokenizer)}
+    if name.startswith("pythia"):  # padded to different sizes, as the real ones are
+        rows = {"target": len(tokenizer) + 20, "draft": len(tokenizer) + 4}
+    for role, shape, layers in (("target", target_shape, 8), ("draft", draft_shape, 1)):
+        if shape is not None:
+            model = shrunken(shape, rows[role], layers)
+            model.generation_config.eos_token_id = tokenizer.eos_token_id
+            model.generation_config.pad_token_id = tokenizer.pad_token_id
+            save_model(model, tokenizer, tmp_path / role)
+    for part, prompts in (("train", 4), ("heldout", 2)):
+        (tmp_path / f"{part}.txt").write_text("\n".join(["def f(x):", "import os", "print(x)", "return x"][:prompts]))
+        prepare(
+            PrepareConfig(
+                str(tmp_path / "target"), str(tmp_path / f"{part}.txt"), str(tmp_path / part), max_new_tokens=8
+            )
+        )
+    argv = ["--config", str(distill_file(name)), *ON_CPU, "--target", str(tmp_path / "target")]
+    argv += ["--completions", f"[{tmp_path / 'train'}]", "--heldout", f"[{tmp_path / 'heldout'}]"]
+    if draft_shape is not None:
+        argv += ["--draft", str(tmp_path / "draft")]
+    options = {"output_dir": tmp_path / "out", "per_device_train_batch_size": 2, "max_steps": 2, "eval_steps": 1}
+    options |= {"save_steps": 1, "logging_steps": 1, "report_to": "none", "disable_tqdm": "true"}
+    argv += [part for key, value in options.items() for part in (f"--training.{key}", str(value))]
+    trainer = command.distill(parse_config(DistillConfig, argv))
+
+    assert len(history(trainer, "loss")) == 2 and all(value > 0 for value in history(trainer, "loss"))
+    assert trainer.model.is_gradient_checkpointing
+    lengths = history(trainer, "eval_mean_acceptance_length")
+    assert len(lengths) == 4 and trainer.state.best_metric == max(lengths[1:3])
+    saved = AutoConfig.from_pretrained(tmp_path / "out")
+    assert saved.vocab_size == rows["target"]
+    assert saved.num_hidden_layers == (4 if draft_shape is None else 1)
+    assert all(torch.isfinite(value).all() for value in weights(tmp_path / "out").values())
+
+
+def launched(name: str, monkeypatch):
+    """What `accelerate launch` makes of a config, without starting anything."""
+    argv = ["--config_file", str(CONFIGS / "accelerate" / f"{name}.yaml"), "-m", "draftsmith.distill"]
+    for variable in list(os.environ):
+        if variable.startswith(("ACCELERATE_", "FSDP_")):
+            monkeypatch.delenv(variable)
+    parser = launch_command_parser()
+    args = parser.parse_args(argv)
+    args.nondefault = set()
+    args, defaults, from_file = _validate_launch_command(args)
+    fields = [*defaults.deepspeed_config, *(["mixed_precision"] if from_file else [])]
+    args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as `launch_command` goes on
+    return args, {action.dest for action in parser._actions}
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "accelerate").glob("*.yaml")))
+def test_accelerate_knows_all_keys(name, monkeypatch):
+    path = CONFIGS / "accelerate" / f"{name}.yaml"
+    config = load_config_from_file(str(path))  # refuses unknown keys, but not those of inner sections
+    _, known = launched(name, monkeypatch)
+    assert set(config.fsdp_config or {}) | set(config.deepspeed_config or {}) <= known
+    assert config.num_processes == (2 if name == "cpu-2" else 8) and config.num_machines == 1
+    assert f"--config_file configs/accelerate/{name}.yaml" in path.read_text()
+
+
+def test_fsdp2_is_what_is_launched(monkeypatch):
+    args, _ = launched("fsdp2", monkeypatch)
+    assert args.use_fsdp and not args.use_deepspeed and args.mixed_precision == "bf16"
+    for name, value in prepare_multi_gpu_env(args).items():
+        if name.startswith("FSDP_"):
+            monkeypatch.setenv(name, value)
+    plugin = FullyShardedDataParallelPlugin()
+    assert plugin.fsdp_version == 2 and plugin.reshard_after_forward is True
+    assert str(plugin.state_dict_type).endswith("FULL_STATE_DICT")
+    # The target is wrapped by nothing: it must be loaded by each process.
+    assert plugin.cpu_ram_efficient_loading is False and not plugin.activation_checkpointing
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(SHAPES / "distilgpt2.json")
+        plugin.set_auto_wrap_policy(AutoModelForCausalLM.from_config(shape))
+    assert {cls.__name__ for cls in plugin.auto_wrap_policy.keywords["transformer_layer_cls"]} == {"GPT2Block"}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_zero_is_what_is_launched(stage, monkeypatch):
+    pytest.importorskip("deepspeed")
+    monkeypatch.chdir(ROOT)  # where the file in it is looked up from
+    args, _ = launched(f"zero{stage}", monkeypatch)
+    assert args.use_deepspeed and not args.use_fsdp
+    for name, value in prepare_deepspeed_cmd_env(args)[1].items():
+        if name.startswith("ACCELERATE_"):
+            monkeypatch.setenv(name, value)
+    plugin = DeepSpeedPlugin()
+    assert plugin.zero_stage == stage and not plugin.zero3_init_flag
+    found = {key: value for key, value in plugin.hf_ds_config.config.items() if key != "steps_per_print"}  # added
+    assert found == json.loads((CONFIGS / "deepspeed" / f"zero{stage}.json").read_text())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_trainer_fills_in_all_of_zero(stage, tmp_path, tokenizer):
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    training = TrainingArguments(
+        output_dir=str(tmp_path), bf16=True, use_cpu=True, per_device_train_batch_size=4, gradient_accumulation_steps=3
+    )
+    model = shrunken("distilgpt2", len(tokenizer), 1)
+    try:
+        config = HfTrainerDeepSpeedConfig(str(CONFIGS / "deepspeed" / f"zero{stage}.json"))
+        config.trainer_config_process(training)
+        config.trainer_config_finalize(training, model, num_training_steps=10)
+    finally:
+        unset_hf_deepspeed_config()
+    filled = config.config
+    assert "auto" not in json.dumps(filled)
+    assert filled["bf16"] == {"enabled": True} and filled["fp16"] == {"enabled": False}
+    assert filled["gradient_clipping"] == training.max_grad_norm
+    read = DeepSpeedConfig(filled)
+    assert read.zero_optimization_stage == stage and read.zero_enabled
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (4, 3)
+    assert read.zero_config.reduce_bucket_size == 32 * 32
+    if stage == 3:
+        assert read.zero_config.gather_16bit_weights_on_model_save
+        assert read.zero_config.param_persistence_threshold == 10 * 32
