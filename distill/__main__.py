@@ -9,6 +9,7 @@ import torch
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.drafts import finish_draft, make_draft
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.cached_laws import CachedCollator, FoundLaws, find_laws
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data import training_examples
 from draftsmith.train.models import (
@@ -21,7 +22,6 @@ from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.packing import pack, require_packing
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.runs import last_checkpoint
-from draftsmith.train.teacher_cache import CachedCollator, FoundLaws, find_laws
 from draftsmith.train.vocabulary import check_compatible_tokenizer
 
 

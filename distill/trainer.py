@@ -29,6 +29,7 @@ from draftsmith.distill.drafts import merged_state
 from draftsmith.distill.on_policy import coin, continued, prompts_of
 from draftsmith.distill.sharding import check_sharding, shard_decoder
 from draftsmith.train.acceptance import acceptance_metrics, replay_features, replay_sums
+from draftsmith.train.cached_laws import cached_law
 from draftsmith.train.data import IGNORED, CompletionCollator, GroupedByLength, sample_ids
 from draftsmith.train.heads import Head, head_of, last_hidden, require_split
 from draftsmith.train.lean import lean_features, lean_sum
@@ -36,7 +37,6 @@ from draftsmith.train.models import tokenizer_size
 from draftsmith.train.objective import Objective
 from draftsmith.train.runs import move_files, told_of_full_disk
 from draftsmith.train.teacher import CachedLaw, LiveLaw, TeacherLaw
-from draftsmith.train.teacher_cache import cached_law
 
 OfHidden = Callable[[Tensor, Head], Any]
 """(last hidden states (B, T, H), the head) → what the draft's forward is to return."""

@@ -51,8 +51,8 @@ def write_shard(path: Path, shard: pa.Table) -> None:
     write_aside(path, buffer.getvalue().to_pybytes())
 
 
-def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """Read the manifest of a directory of completions; None where there is none.
+def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | None:
+    """Read the manifest of a directory of completions, or of another schema; None where there is none.
 
     Raises:
         InputError: it is no JSON, or of another schema.
@@ -60,13 +60,13 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     path = directory / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
         raise InputError(f"{path}: expected JSON, found: {error}") from error
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != SCHEMA:
-        raise InputError(f"{path}: expected schema {SCHEMA!r}, found {schema!r}")
+    if schema != expected:
+        raise InputError(f"{path}: expected schema {expected!r}, found {schema!r}")
     return manifest
 
 

@@ -15,7 +15,6 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -25,14 +24,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Law
 from draftsmith.train import lean, models
-from draftsmith.train.data import IGNORED
 from draftsmith.train.heads import Head, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.shards import MANIFEST, read_manifest, read_shard, write_aside
@@ -164,8 +161,8 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
         _settle(output, _manifest(config, vocab_size))
         missing = []
         for source in sources:
-            shard = _read(output / source.name)
-            if shard is not None and _samples(shard) == source.samples:
+            shard = read_laws(output / source.name)
+            if shard is not None and samples_of(shard) == source.samples:
                 summary.kept += len(source.samples)
                 _count(summary, source)
             else:
@@ -200,14 +197,14 @@ def _sources(number: int, path: str) -> list[_Source]:
         logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
     sources = []
     for file in files:
-        texts = _texts(file)
+        texts = texts_of(file)
         positions = sum(sum(mask[1:]) for _, _, mask in texts)
         samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
         sources.append(_Source(file, f"{number:03d}-{file.name}", samples, positions))
     return sources
 
 
-def _texts(file: Path) -> list[tuple[str, list[int], list[int]]]:
+def texts_of(file: Path) -> list[tuple[str, list[int], list[int]]]:
     """Read ids, tokens and loss masks of a shard of completions."""
     shard = read_shard(file)
     if shard is None:
@@ -221,7 +218,8 @@ def checksum(input_ids: Sequence[int], loss_mask: Sequence[int] = ()) -> int:
     return zlib.crc32(np.asarray(loss_mask, np.int8).tobytes(), zlib.crc32(np.asarray(input_ids, np.int32).tobytes()))
 
 
-def _samples(shard: pa.Table) -> tuple[tuple[str, int], ...]:
+def samples_of(shard: pa.Table) -> tuple[tuple[str, int], ...]:
+    """Return the id and the text's checksum of each sample that a shard has the laws of."""
     return tuple(zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True))
 
 
@@ -258,7 +256,7 @@ def _write(
     start = time.perf_counter()
     with tqdm(total=summary.samples, initial=summary.kept, unit="sample", desc="cache") as bar:
         for source in missing:
-            texts = _texts(source.completions)
+            texts = texts_of(source.completions)
             lengths = [len(ids) for _, ids, _ in texts]
             order = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)
             laws: dict[int, CachedLaw] = {}
@@ -337,7 +335,7 @@ def _write_shard(path: Path, source: _Source, laws: list[CachedLaw]) -> None:
     write_aside(path, buffer.getvalue().to_pybytes())
 
 
-def _read(path: Path, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table | None:
+def read_laws(path: Path, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table | None:
     """Read a shard of a cache, checksums and all; None where there is none, or one that is cut, damaged or foreign."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -354,7 +352,7 @@ def _manifest(config: CacheConfig, vocab_size: int) -> dict[str, Any]:
         "settings": {name: getattr(config, name) for name in ("k", *LAW, "dtype")},
         "vocab_size": vocab_size,
         "target": {"path": config.target} | identity(config.target, config.trust_remote_code),
-        "completions": [{"path": path, "sha256": _digest(path)} for path in config.completions],
+        "completions": [{"path": path, "sha256": digest(path)} for path in config.completions],
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},
     }
 
@@ -365,7 +363,7 @@ def identity(target: str, trust_remote_code: bool = False) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "generation_config.json"}
 
 
-def _digest(completions: str) -> str:
+def digest(completions: str) -> str:
     """Identify completions by their manifest, which determines every token of them."""
     try:
         return hashlib.sha256((Path(completions) / MANIFEST).read_bytes()).hexdigest()
@@ -375,23 +373,9 @@ def _digest(completions: str) -> str:
         ) from error
 
 
-def _read_manifest(directory: Path) -> dict[str, Any] | None:
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON, found: {error}") from error
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != SCHEMA:
-        raise InputError(f"{path}: expected schema {SCHEMA!r}, found {schema!r}")
-    return manifest
-
-
 def _settle(directory: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a new cache, or require that the one there was begun from the same settings and inputs."""
-    before = _read_manifest(directory)
+    before = read_manifest(directory, SCHEMA)
     if before is None:
         if any(directory.glob("*.parquet")):
             raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
@@ -412,174 +396,3 @@ def _settle(directory: Path, manifest: dict[str, Any]) -> None:
     if then != now:
         paths = (", ".join(part["path"] for part in each["completions"]) for each in (before, manifest))
         raise InputError("completions: expected {} as they were, found {}".format(*paths) + way_out)
-
-
-Places = dict[tuple[str, int], tuple[Path, int]]
-"""(a sample's id, the checksum of its tokens) → (shard, row)."""
-
-
-@dataclass(frozen=True)
-class FoundLaws:
-    """Where the laws of samples are."""
-
-    k: int
-    places: Places
-
-
-def find_laws(
-    caches: Sequence[str],
-    completions: Sequence[str],
-    target: str,
-    vocab_size: int,
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    max_length: int | None = None,
-    trust_remote_code: bool = False,
-) -> FoundLaws:
-    """Find the laws of every sample of some completions.
-
-    Args:
-        caches: directories that `make_cache` wrote; together they have the laws of all completions.
-        completions: directories.
-        target: the target that the draft is trained for; its weights need not be there.
-        vocab_size: its tokenizer's.
-        temperature: of the training; that of the caches.
-        top_k: likewise.
-        top_p: likewise.
-        max_length: samples are cut to so many tokens.
-        trust_remote_code: of a target that is a hub id.
-
-    Raises:
-        InputError: a cache is missing, malformed, damaged, of another law, target or k than the rest; or completions or
-            samples of them without laws: names them.
-    """
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    known = identity(target, trust_remote_code)
-    owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    widths: dict[str, int] = {}
-    for path in caches:
-        manifest = _read_manifest(Path(path))
-        if manifest is None:
-            raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
-        settings = manifest["settings"]
-        for name, value in law.items():
-            if settings[name] != value:
-                raise InputError(
-                    f"{name}: expected {settings[name]}, which the laws in {path} are of, found {value}; train with "
-                    f"that, or run draftsmith cache with --{name} {value}"
-                )
-        if manifest["vocab_size"] != vocab_size:
-            raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
-        for name in known.keys() & manifest["target"].keys():
-            if known[name] != manifest["target"][name]:
-                raise InputError(
-                    f"teacher_cache: expected laws of {target}, found in {path} those of {manifest['target']['path']}, "
-                    f"whose {name} is another"
-                )
-        widths[path] = settings["k"]
-        if widths[path] != widths[caches[0]]:
-            raise InputError(
-                f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
-                f"in {path}"
-            )
-        for number, part in enumerate(manifest["completions"]):
-            owners.setdefault(part["sha256"], (Path(path), number))
-    places: Places = {}
-    for path in completions:
-        owner = owners.get(_digest(path))
-        if owner is None:
-            raise InputError(
-                f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
-                f"{', '.join(caches)}; run draftsmith cache"
-            )
-        places.update(_places(path, *owner, max_length))
-    return FoundLaws(widths[caches[0]], places)
-
-
-def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
-    rows: dict[tuple[str, int], tuple[Path, int]] = {}
-    for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
-        shard = _read(file, columns=["id", "text"])
-        if shard is None:
-            raise _damaged(file)
-        rows.update((sample, (file, row)) for row, sample in enumerate(_samples(shard)))
-    places: Places = {}
-    lacking = []
-    for file in sorted(Path(path).glob("shard-*.parquet")):
-        for name, ids, mask in _texts(file):
-            place = rows.get((name, checksum(ids, mask)))
-            if place is None:
-                lacking.append(name)
-            else:
-                places[name, checksum(ids[:max_length])] = place
-    if lacking:
-        raise InputError(
-            f"teacher_cache: expected the laws of all {len(places) + len(lacking)} samples of {path}, found none in "
-            f"{cache} for {', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}; run draftsmith cache again"
-        )
-    return places
-
-
-def _damaged(file: Path) -> InputError:
-    return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
-
-
-@lru_cache(maxsize=32)
-def _row_group(file: Path, number: int) -> pa.Table:
-    table = _read(file, number)
-    if table is None:
-        raise _damaged(file)
-    return table
-
-
-class CachedCollator:
-    """Adds to a batch, under `teacher`, the laws of its loss positions, in the order of `hidden[:, :-1][chosen]`.
-
-    Positions are one behind the other over rows, and over the samples of packed rows: `ids` (N, k) int32, `log_p`
-    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_law` makes floats of their bits; a Trainer under
-    DeepSpeed would round floats to the draft's dtype on the way.
-    """
-
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], laws: FoundLaws):
-        self.collator = collator
-        self.laws = laws
-
-    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate samples of `id`, `input_ids` and `labels`, or packed rows, of `ids` and `position_ids` as well."""
-        batch = self.collator(samples)
-        found = [self._laws(*text) for sample in samples for text in _unpacked(sample)]
-        columns = {name: np.concatenate([part[name] for part in found]) for name in NUMBERS}
-        # Last, since the Trainer takes the first tensor's length for the number of rows.
-        batch["teacher"] = {
-            name: torch.from_numpy(column.view(f"int{8 * column.itemsize}")) for name, column in columns.items()
-        }
-        return batch
-
-    def _laws(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
-        file, row = self.laws.places[name, checksum(input_ids)]
-        table = _row_group(file, row // ROW_GROUP)
-        values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
-        for column in ("ids", "log_p"):
-            values[column] = values[column].reshape(-1, self.laws.k)
-        return {column: value[:count] for column, value in values.items()}
-
-
-def _unpacked(sample: dict[str, Any]) -> list[tuple[str, list[int], int]]:
-    """Return id, tokens and the count of loss positions of a sample, or of each in a packed row."""
-    input_ids, labels = sample["input_ids"], sample["labels"]
-    if "position_ids" in sample:
-        names = sample["ids"]
-        starts = [at for at, position in enumerate(sample["position_ids"]) if position == 0]
-    else:
-        names, starts = [sample["id"]], [0]
-    return [
-        (name, input_ids[start:end], sum(label != IGNORED for label in labels[start + 1 : end]))
-        for name, start, end in zip(names, starts, [*starts[1:], len(input_ids)], strict=True)
-    ]
-
-
-def cached_law(columns: dict[str, Tensor]) -> CachedLaw:
-    """Return the laws that a `CachedCollator` added to a batch."""
-    return CachedLaw(**{name: columns[name].view(dtype) for name, dtype in NUMBERS.items()})

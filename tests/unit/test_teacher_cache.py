@@ -17,6 +17,7 @@ from draftsmith.decode.sampling import Law
 from draftsmith.scripts import cache as command
 from draftsmith.train import teacher_cache
 from draftsmith.train.acceptance import replay_features
+from draftsmith.train.cached_laws import CachedCollator, cached_law, find_laws
 from draftsmith.train.cli import run
 from draftsmith.train.completions import PrepareConfig, load_completions, prepare
 from draftsmith.train.data import CompletionCollator, training_examples
@@ -26,7 +27,7 @@ from draftsmith.train.lean import lean_features, lean_sum
 from draftsmith.train.objective import NAMES, Objective
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import CachedLaw, LiveLaw
-from draftsmith.train.teacher_cache import CacheConfig, CachedCollator, cached_law, find_laws, make_cache
+from draftsmith.train.teacher_cache import CacheConfig, make_cache
 
 N, V = 40, 23
 FOLLOWS = torch.tensor([i % 7 != 0 for i in range(N)])

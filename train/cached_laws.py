@@ -1,0 +1,198 @@
+"""Training from a teacher cache: the laws of each batch, found by the sample they belong to."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.data import IGNORED
+from draftsmith.train.shards import read_manifest
+from draftsmith.train.teacher import CachedLaw
+from draftsmith.train.teacher_cache import (
+    NUMBERS,
+    ROW_GROUP,
+    SCHEMA,
+    checksum,
+    digest,
+    identity,
+    read_laws,
+    samples_of,
+    texts_of,
+)
+
+Places = dict[tuple[str, int], tuple[Path, int]]
+"""(a sample's id, the checksum of its tokens) → (shard, row)."""
+
+
+@dataclass(frozen=True)
+class FoundLaws:
+    """Where the laws of samples are."""
+
+    k: int
+    places: Places
+
+
+def find_laws(
+    caches: Sequence[str],
+    completions: Sequence[str],
+    target: str,
+    vocab_size: int,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    max_length: int | None = None,
+    trust_remote_code: bool = False,
+) -> FoundLaws:
+    """Find the laws of every sample of some completions.
+
+    Args:
+        caches: directories that `make_cache` wrote; together they have the laws of all completions.
+        completions: directories.
+        target: the target that the draft is trained for; its weights need not be there.
+        vocab_size: its tokenizer's.
+        temperature: of the training; that of the caches.
+        top_k: likewise.
+        top_p: likewise.
+        max_length: samples are cut to so many tokens.
+        trust_remote_code: of a target that is a hub id.
+
+    Raises:
+        InputError: a cache is missing, malformed, damaged, of another law, target or k than the rest; or completions or
+            samples of them without laws: names them.
+    """
+    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    known = identity(target, trust_remote_code)
+    owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
+    widths: dict[str, int] = {}
+    for path in caches:
+        manifest = read_manifest(Path(path), SCHEMA)
+        if manifest is None:
+            raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
+        settings = manifest["settings"]
+        for name, value in law.items():
+            if settings[name] != value:
+                raise InputError(
+                    f"{name}: expected {settings[name]}, which the laws in {path} are of, found {value}; train with "
+                    f"that, or run draftsmith cache with --{name} {value}"
+                )
+        if manifest["vocab_size"] != vocab_size:
+            raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
+        for name in known.keys() & manifest["target"].keys():
+            if known[name] != manifest["target"][name]:
+                raise InputError(
+                    f"teacher_cache: expected laws of {target}, found in {path} those of {manifest['target']['path']}, "
+                    f"whose {name} is another"
+                )
+        widths[path] = settings["k"]
+        if widths[path] != widths[caches[0]]:
+            raise InputError(
+                f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
+                f"in {path}"
+            )
+        for number, part in enumerate(manifest["completions"]):
+            owners.setdefault(part["sha256"], (Path(path), number))
+    places: Places = {}
+    for path in completions:
+        owner = owners.get(digest(path))
+        if owner is None:
+            raise InputError(
+                f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
+                f"{', '.join(caches)}; run draftsmith cache"
+            )
+        places.update(_places(path, *owner, max_length))
+    return FoundLaws(widths[caches[0]], places)
+
+
+def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
+    rows: dict[tuple[str, int], tuple[Path, int]] = {}
+    for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
+        shard = read_laws(file, columns=["id", "text"])
+        if shard is None:
+            raise _damaged(file)
+        rows.update((sample, (file, row)) for row, sample in enumerate(samples_of(shard)))
+    places: Places = {}
+    lacking = []
+    for file in sorted(Path(path).glob("shard-*.parquet")):
+        for name, ids, mask in texts_of(file):
+            place = rows.get((name, checksum(ids, mask)))
+            if place is None:
+                lacking.append(name)
+            else:
+                places[name, checksum(ids[:max_length])] = place
+    if lacking:
+        raise InputError(
+            f"teacher_cache: expected the laws of all {len(places) + len(lacking)} samples of {path}, found none in "
+            f"{cache} for {', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}; run draftsmith cache again"
+        )
+    return places
+
+
+def _damaged(file: Path) -> InputError:
+    return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
+
+
+@lru_cache(maxsize=32)
+def _row_group(file: Path, number: int) -> pa.Table:
+    table = read_laws(file, number)
+    if table is None:
+        raise _damaged(file)
+    return table
+
+
+class CachedCollator:
+    """Adds to a batch, under `teacher`, the laws of its loss positions, in the order of `hidden[:, :-1][chosen]`.
+
+    Positions are one behind the other over rows, and over the samples of packed rows: `ids` (N, k) int32, `log_p`
+    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_law` makes floats of their bits; a Trainer under
+    DeepSpeed would round floats to the draft's dtype on the way.
+    """
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], laws: FoundLaws):
+        self.collator = collator
+        self.laws = laws
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate samples of `id`, `input_ids` and `labels`, or packed rows, of `ids` and `position_ids` as well."""
+        batch = self.collator(samples)
+        found = [self._laws(*text) for sample in samples for text in _unpacked(sample)]
+        columns = {name: np.concatenate([part[name] for part in found]) for name in NUMBERS}
+        # Last, since the Trainer takes the first tensor's length for the number of rows.
+        batch["teacher"] = {
+            name: torch.from_numpy(column.view(f"int{8 * column.itemsize}")) for name, column in columns.items()
+        }
+        return batch
+
+    def _laws(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
+        file, row = self.laws.places[name, checksum(input_ids)]
+        table = _row_group(file, row // ROW_GROUP)
+        values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
+        for column in ("ids", "log_p"):
+            values[column] = values[column].reshape(-1, self.laws.k)
+        return {column: value[:count] for column, value in values.items()}
+
+
+def _unpacked(sample: dict[str, Any]) -> list[tuple[str, list[int], int]]:
+    """Return id, tokens and the count of loss positions of a sample, or of each in a packed row."""
+    input_ids, labels = sample["input_ids"], sample["labels"]
+    if "position_ids" in sample:
+        names = sample["ids"]
+        starts = [at for at, position in enumerate(sample["position_ids"]) if position == 0]
+    else:
+        names, starts = [sample["id"]], [0]
+    return [
+        (name, input_ids[start:end], sum(label != IGNORED for label in labels[start + 1 : end]))
+        for name, start, end in zip(names, starts, [*starts[1:], len(input_ids)], strict=True)
+    ]
+
+
+def cached_law(columns: dict[str, Tensor]) -> CachedLaw:
+    """Return the laws that a `CachedCollator` added to a batch."""
+    return CachedLaw(**{name: columns[name].view(dtype) for name, dtype in NUMBERS.items()})
