@@ -120,7 +120,9 @@ def load_tokenizer(
     _require_config(path, field)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
+    except StrictDataclassError as error:  # of the model's config, which says what tokenizer to load
+        raise InputError(f"{field}: expected a causal LM in {path}, found: {' '.join(str(error).split())}") from error
+    except (OSError, ValueError) as error:
         raise InputError(f"{field}: expected a tokenizer in {path}, found: {_first_line(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
