@@ -96,10 +96,22 @@ class CachedModel:
         max_length: tokens of a row at most.
         block: tokens fed in one forward at most, after the prompt; rejected ones need room behind the last length.
         compiled: run blocks through `torch.compile`, with static shapes.
+        wants_hidden: keep in `hidden` what the head saw in the last forward.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int, max_length: int, block: int = 1, compiled: bool = False):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        rows: int,
+        max_length: int,
+        block: int = 1,
+        compiled: bool = False,
+        wants_hidden: bool = False,
+    ):
         self.model, self.compiled, self._rows = model, compiled, rows
+        self.wants_hidden = wants_hidden
+        self.hidden: Tensor | None = None
+        """Of the positions whose logits the last forward returned, (B, keep, H)."""
         self._active: list[int] | None = None  # the rows that are left, where shapes are fixed
         config = model.config.get_text_config()
         slots = max_length + block
@@ -182,7 +194,11 @@ class CachedModel:
                 self._causal[k] = above
             mask = self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
         logits = self._run(tokens, mask, positions, k if keep is None else keep)
-        return logits if self._active is None else logits[self._active]
+        if self._active is None:
+            return logits
+        if self.hidden is not None:
+            self.hidden = self.hidden[self._active]
+        return logits[self._active]
 
     def keep_path(self, row: int, start: int, path: Sequence[int]) -> None:
         """Move the accepted tokens of a tree, entries `path` of the block that began at `start`, to behind its first.
@@ -274,8 +290,25 @@ class CachedModel:
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
             inputs["logits_to_keep"] = keep
-        call = _compiled(self.model) if (self.compiled if compiled is None else compiled) else self.model
-        return call(input_ids=tokens, past_key_values=self.cache, use_cache=True, **inputs).logits[:, -keep:]
+        inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
+        if self.compiled if compiled is None else compiled:
+            output = _compiled(self.model)(output_hidden_states=self.wants_hidden, **inputs)
+            if self.wants_hidden:
+                self.hidden = output.hidden_states[-1][:, -keep:]
+        elif self.wants_hidden:
+            # Not `output_hidden_states`: a long prompt's would be kept of every layer.
+            hook = self.model.get_output_embeddings().register_forward_pre_hook(self._see)
+            try:
+                output = self.model(**inputs)
+            finally:
+                hook.remove()
+            self.hidden = cast(Tensor, self.hidden)[:, -keep:]
+        else:
+            output = self.model(**inputs)
+        return output.logits[:, -keep:]
+
+    def _see(self, head: Any, args: tuple[Tensor, ...]) -> None:
+        self.hidden = args[0]
 
 
 def _rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:

@@ -103,6 +103,24 @@ def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.searchsorted(cumulative, u, right=True).clamp_(max=len(p_V) - 1)
 
 
+def draw_without_replacement(q_V: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Draw siblings of a tree, each from what its earlier ones left.
+
+    Returns:
+        Tokens, (count,) int64, and the distribution that each was drawn from, (count, V): all zero where nothing was
+        left, and the token means nothing.
+    """
+    tokens, laws = torch.zeros(count, dtype=torch.long, device=q_V.device), q_V.new_zeros(count, len(q_V))
+    for sibling in range(count):
+        if not bool(q_V.any()):
+            break
+        token = draw(q_V, generator)
+        tokens[sibling], laws[sibling] = token[0], q_V
+        q_V = q_V.scatter(0, token, 0.0)
+        q_V = q_V / q_V.sum().clamp(min=torch.finfo(q_V.dtype).tiny)
+    return tokens, laws
+
+
 def align_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     """Cut logits (…, V') to the target's V entries, or fill up with minus infinity: padding is never proposed."""
     if logits.shape[-1] < vocab_size:

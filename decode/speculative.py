@@ -148,8 +148,11 @@ def _decode(
     generators = [row.generator for row in rows]
     plan = draft_length if isinstance(draft_length, Plan) else None
     longest = draft_length if isinstance(draft_length, int) else draft_length.longest
-    largest = proposer.start(Task(law, vocab_size, generators, max_length, longest, not rule.lossy, compiled))
-    target = CachedModel(model, len(rows), max_length, block=1 + largest, compiled=compiled)
+    task = Task(law, vocab_size, generators, max_length, longest, not rule.lossy, compiled, target=model)
+    largest = proposer.start(task)
+    target = CachedModel(
+        model, len(rows), max_length, 1 + largest, compiled, wants_hidden=getattr(proposer, "wants_hidden", False)
+    )
     if plan is not None:
         plan.start(model, len(rows), max(row.length for row in rows), compiled)
     fed = False
@@ -168,7 +171,8 @@ def _decode(
             verdict = rule.verify(law, p_logits, contexts, draft, row.generator)
             if verdict.path:
                 target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])
-            outcomes.append(Outcome(verdict.path, p_logits))
+            hidden = None if target.hidden is None else target.hidden[i, : len(p_logits)]
+            outcomes.append(Outcome(verdict.path, p_logits, hidden))
             tokens = [*draft.tokens[verdict.path].tolist(), verdict.token] if verdict.path else [verdict.token]
             emitted, done = row.emit(tokens)
             # Where the text ends inside the draft, what was drafted after its end is no failure of the drafter.

@@ -11,7 +11,7 @@ from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded
 from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
-from draftsmith.decode.sampling import align_vocabulary, draw
+from draftsmith.decode.sampling import align_vocabulary, draw, draw_without_replacement
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -232,13 +232,8 @@ class DraftModelProposer:
                     if laws is None:
                         tokens[row, children] = scores.topk(len(children)).indices
                         continue
-                    for child in children:  # without replacement: each from what its earlier siblings left
-                        if not bool(q.any()):
-                            break  # the law ran out of tokens; a q of zeros says that nothing was drawn here
-                        token = draw(q, self._generators[row])
-                        tokens[row, child], laws[row, child] = token[0], q
-                        q = q.scatter(0, token, 0.0)
-                        q = q / q.sum().clamp(min=torch.finfo(q.dtype).tiny)
+                    drawn_tokens, drawn_laws = draw_without_replacement(q, len(children), self._generators[row])
+                    tokens[row, children], laws[row, children] = drawn_tokens, drawn_laws
             parents = [node for node, d in enumerate(tree.depths) if d == depth and tree.children[node + 1]]
             if not parents:
                 break

@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
@@ -45,6 +46,8 @@ class Task:
     """Whether siblings of a tree may be drawn under sampling; a lossy rule wants them deterministic."""
     compiled: bool
     """Whether to run models compiled, with static shapes."""
+    target: PreTrainedModel | None = None
+    """The target, for drafters that use weights of its."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Outcome:
     """The accepted nodes, from the root's child down; one token that was not drafted follows them."""
     logits: Tensor
     """The target's, (K + 1, V): the root's first, then the nodes'."""
+    hidden: Tensor | None = None
+    """The hidden states behind those logits, (K + 1, H), for a proposer that `wants_hidden`."""
 
 
 class Proposer(Protocol):
@@ -63,7 +68,8 @@ class Proposer(Protocol):
     The loop calls `start` once, then alternates `propose` and `commit`, and `select` where rows end. To add a
     proposer, implement these four methods (`StatelessProposer` has all but `propose`); nothing is registered. What
     `probabilities` says must be what was drawn from: the decoder is lossless only then. Whether a node is drafted may
-    depend on what was drafted before it, never on its own token.
+    depend on what was drafted before it, never on its own token. A proposer whose attribute `wants_hidden` is true gets
+    the target's hidden states with the outcomes.
     """
 
     def start(self, task: Task) -> int:

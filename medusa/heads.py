@@ -1,0 +1,319 @@
+"""Medusa heads: small networks on a target's last hidden state that guess the tokens after the next one.
+
+Medusa (Cai et al. 2024, section 2.1): head k ≥ 1 sees h_t, the hidden state that the target predicts token t + 1 from,
+and predicts token t + k + 1. Here heads count from 0, so head i predicts token t + 2 + i. Hydra heads (Ankner et al.
+2024, section 3) see the embeddings of the tokens between too, t + 1 … t + 1 + i.
+
+Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' own, K heads.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.tree import Tree
+from draftsmith.train.heads import Head, head_of
+
+LM_HEADS = ("own", "shared")
+
+
+class MedusaConfig(PretrainedConfig):
+    """The shape of the heads, in the names that vLLM reads (`model_type` "medusa").
+
+    Args:
+        hidden_size: H of the target.
+        vocab_size: V, the width of the target's logits.
+        num_heads: K.
+        num_hidden_layers: residual blocks a head, each with weights of its own.
+        truncated_vocab_size: D, tokens that heads can draft; V if None.
+        medusa_fc_bias: whether the blocks' linear maps have a bias.
+        original_lm_head: one language-model head for all K in place of one each.
+        lm_head_bias: whether language-model heads have a bias, as the target's has.
+        logit_scale: multiplies logits, as in the target.
+        final_logit_softcapping: bounds logits, as in the target.
+        hydra: whether a head sees the tokens that were drafted before it.
+        medusa_choices: the tree to draft, in Medusa's notation (`Tree.from_choices`); a chain of K if None.
+        base_model_name_or_path: the target that they were trained on.
+    """
+
+    model_type = "medusa"
+
+    def __init__(
+        self,
+        hidden_size: int = 4096,
+        vocab_size: int = 32000,
+        num_heads: int = 4,
+        num_hidden_layers: int = 1,
+        truncated_vocab_size: int | None = None,
+        medusa_fc_bias: bool = False,
+        original_lm_head: bool = False,
+        lm_head_bias: bool = False,
+        logit_scale: float = 1.0,
+        final_logit_softcapping: float | None = None,
+        hydra: bool = False,
+        medusa_choices: list[list[int]] | None = None,
+        base_model_name_or_path: str | None = None,
+        **kwargs: Any,
+    ):
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.num_heads, self.num_hidden_layers = num_heads, num_hidden_layers
+        self.truncated_vocab_size = vocab_size if truncated_vocab_size is None else truncated_vocab_size
+        self.medusa_fc_bias, self.original_lm_head = medusa_fc_bias, original_lm_head
+        self.lm_head_bias, self.logit_scale = lm_head_bias, logit_scale
+        self.final_logit_softcapping = final_logit_softcapping
+        self.hydra, self.medusa_choices = hydra, medusa_choices
+        self.base_model_name_or_path = base_model_name_or_path
+        super().__init__(**{"architectures": ["MedusaModel"], "tie_word_embeddings": False, **kwargs})
+
+    def check(self) -> "MedusaConfig":
+        """Return the config, or raise an InputError that names the first field that cannot be."""
+        for name in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name}: expected at least 1, found {value!r}")
+        if self.truncated_vocab_size > self.vocab_size:
+            raise InputError(
+                f"truncated_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
+                f"{self.truncated_vocab_size}"
+            )
+        if self.medusa_choices is not None:
+            check_depth(Tree.from_choices(self.medusa_choices), self.num_heads)
+        return self
+
+
+def check_depth(tree: Tree, num_heads: int) -> Tree:
+    """Return a tree that so many heads can draft, or raise an InputError."""
+    if not 1 <= tree.depth <= num_heads:
+        raise InputError(f"tree: expected a depth between 1 and the {num_heads} heads, found {tree.depth}")
+    return tree
+
+
+class MedusaBlock(nn.Module):
+    """The residual blocks of one head: h ← h + SiLU(W h), W zero at first, so that it begins as the target's h.
+
+    Of a Hydra head the first W is wider: it sees h and the embeddings of the tokens before, one behind the other.
+    """
+
+    def __init__(self, hidden_size: int, layers: int, bias: bool, seen: int):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Linear(hidden_size * (1 if layer else 1 + seen), hidden_size, bias=bias) for layer in range(layers)
+        )
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Return (…, H) of the target's hidden states, (…, H), and the embeddings before, (…, seen · H) or None."""
+        for place, layer in enumerate(self.layers):
+            wide = hidden if place or embeddings is None else torch.cat([hidden, embeddings], dim=-1)
+            hidden = hidden + nn.functional.silu(layer(wide))
+        return hidden
+
+
+class LMHead(nn.Linear):
+    """A linear map to logits, whose forward can hand itself to a loss that is taken in pieces.
+
+    Sharded training holds weights together inside of the forward of their own module alone.
+    """
+
+    def forward(self, hidden: Tensor, then: Callable[[Tensor], Any] | None = None) -> Any:
+        """Return `then(hidden)`, or logits where there is none."""
+        return super().forward(hidden) if then is None else then(hidden)
+
+
+class MedusaHeads(PreTrainedModel):
+    """K heads; the target stays an ordinary model and is no part of them.
+
+    `save_pretrained`, `from_pretrained` and `push_to_hub` are the library's, in safetensors. `token_map`, (D,) int64,
+    says which of the target's tokens a truncated vocabulary holds.
+    """
+
+    config_class = MedusaConfig
+    base_model_prefix = ""
+    main_input_name = "hidden"
+    _no_split_modules = ("MedusaBlock", "LMHead")
+
+    def __init__(self, config: MedusaConfig):
+        super().__init__(config.check())
+        size, count = config.hidden_size, config.num_heads
+        self.blocks = nn.ModuleList(
+            MedusaBlock(size, config.num_hidden_layers, config.medusa_fc_bias, i + 1 if config.hydra else 0)
+            for i in range(count)
+        )
+        narrow, bias = config.truncated_vocab_size, config.lm_head_bias
+        if config.original_lm_head:
+            self.lm_head = LMHead(size, narrow, bias=bias)
+        else:
+            self.lm_heads = nn.ModuleList(LMHead(size, narrow, bias=bias) for _ in range(count))
+        self.token_map: Tensor | None
+        self.register_buffer("token_map", torch.arange(narrow) if narrow < config.vocab_size else None)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Blocks begin as the identity; language-model heads are set by `of_target` or read."""
+        if isinstance(module, MedusaBlock):
+            for parameter in module.parameters():
+                nn.init.zeros_(parameter)
+
+    @classmethod
+    def of_target(
+        cls,
+        target: PreTrainedModel,
+        num_heads: int = 4,
+        num_layers: int = 1,
+        lm_heads: str = "own",
+        bias: bool = False,
+        hydra: bool = False,
+        token_map: Tensor | None = None,
+        path: str | None = None,
+    ) -> "MedusaHeads":
+        """Return untrained heads for a target: each predicts what the target's own head would.
+
+        Args:
+            target: a causal LM, its head tied or not.
+            num_heads: K.
+            num_layers: residual blocks a head.
+            lm_heads: "own", a copy of the target's head for each, or "shared", one copy for all.
+            bias: whether the blocks have biases.
+            hydra: whether heads see the tokens that were drafted before them.
+            token_map: ids of the target's that heads may draft, (D,) int64, each once; all if None.
+            path: the target's name, kept in the config.
+
+        Raises:
+            InputError: counts below 1, or a token map with an id twice or beyond the vocabulary.
+        """
+        if lm_heads not in LM_HEADS:
+            raise InputError(f"lm_heads: expected one of {', '.join(LM_HEADS)}, found {lm_heads!r}")
+        head = head_of(target)
+        vocab_size, hidden_size = head.weight.shape
+        config = MedusaConfig(
+            hidden_size,
+            vocab_size,
+            num_heads,
+            num_layers,
+            truncated_vocab_size=None if token_map is None else len(token_map),
+            medusa_fc_bias=bias,
+            original_lm_head=lm_heads == "shared",
+            lm_head_bias=head.bias is not None,
+            logit_scale=head.scale,
+            final_logit_softcapping=head.softcap,
+            hydra=hydra,
+            base_model_name_or_path=path,
+        )
+        heads = cls(config)
+        with torch.no_grad():
+            for own in heads.all_lm_heads:
+                kept = slice(None) if token_map is None else token_map.to(head.weight.device)
+                own.weight.copy_(head.weight[kept])
+                if head.bias is not None:
+                    own.bias.copy_(head.bias[kept])
+        if heads.token_map is not None and token_map is not None:
+            heads.token_map.copy_(token_map)
+        return heads.check_map()
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> "MedusaHeads":  # type: ignore[override]
+        """Load heads that `save_pretrained` wrote, or others under the same names.
+
+        Raises:
+            InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
+                cannot be, or tensors that are missing, not expected or of another shape.
+        """
+        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto", **kwargs}
+        try:
+            heads, info = super().from_pretrained(path, *args, **options)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            text = " ".join(str(error).split())
+            raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found: {text}") from error
+        for kind, what in (("missing_keys", "missing"), ("unexpected_keys", "not expected")):
+            if info[kind]:
+                names = sorted(info[kind])
+                raise InputError(
+                    f"{path}: expected the tensors of {heads.config.num_heads} heads, found {len(names)} {what}: "
+                    f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+                )
+        return heads.check_map()
+
+    @property
+    def all_lm_heads(self) -> list[LMHead]:
+        """The language-model heads: K of them, or one."""
+        return [self.lm_head] if self.config.original_lm_head else list(self.lm_heads)  # type: ignore[arg-type]
+
+    def lm_head_of(self, index: int) -> LMHead:
+        """Return the language-model head of head `index`."""
+        own = self.all_lm_heads
+        return own[0] if self.config.original_lm_head else own[index]
+
+    def head(self, index: int) -> Head:
+        """Return the map of head `index` from its block's output to logits over its own vocabulary, (D, H)."""
+        own, config = self.lm_head_of(index), self.config
+        return Head(own.weight, own.bias, config.logit_scale, config.final_logit_softcapping)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+        """Return logits over the target's vocabulary, (…, K, V); −∞ for tokens that heads cannot draft.
+
+        Args:
+            hidden: what the target's head saw, (…, H).
+            embeddings: of the tokens after it, (…, K, H); needed of Hydra heads alone.
+            heads: which heads, all K if None.
+        """
+        chosen = range(self.config.num_heads) if heads is None else heads
+        return torch.stack([self.logits(i, hidden, embeddings) for i in chosen], dim=-2)
+
+    def logits(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Return the logits of one head over the target's vocabulary, (…, V).
+
+        Args:
+            index: which, from 0.
+            hidden: (…, H).
+            embeddings: of the tokens t + 1 … t + 1 + `index` at least, (…, index + 1, H); for Hydra heads alone.
+        """
+        return self.widened(self.head(index)(self.states(index, hidden, embeddings)))
+
+    def states(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Return what the language-model head of head `index` sees, (…, H); arguments as in `logits`."""
+        return self.blocks[index](hidden, self.seen(index, embeddings))
+
+    def seen(self, index: int, embeddings: Tensor | None) -> Tensor | None:
+        """Return what block `index` sees of the embeddings, (…, (index + 1) · H); None of a Medusa head."""
+        if not self.config.hydra:
+            return None
+        if embeddings is None:
+            raise InputError("embeddings: expected those of the tokens before, which Hydra heads see, found none")
+        return embeddings[..., : index + 1, :].flatten(-2)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, (…, V), of those over the heads' own, (…, D)."""
+        if self.token_map is None:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        wide[..., self.token_map] = logits
+        return wide
+
+    def check_fits(self, target: PreTrainedModel) -> None:
+        """Raise an InputError where a target has another hidden size or vocabulary than the heads were made for."""
+        vocab_size, hidden_size = head_of(target).weight.shape
+        for name, found in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            if getattr(self.config, name) != found:
+                raise InputError(
+                    f"medusa: expected heads with the target's {name} {found}, found {getattr(self.config, name)}"
+                )
+
+    def check_map(self) -> "MedusaHeads":
+        """Return the heads, or raise an InputError where `token_map` names a token twice, or one that is none."""
+        if self.token_map is not None and self.token_map.device.type != "meta":
+            ids = self.token_map
+            outside = bool(((ids < 0) | (ids >= self.config.vocab_size)).any())
+            if outside or len(ids.unique()) != len(ids):
+                raise InputError(f"token_map: expected different ids below {self.config.vocab_size}, found others")
+        return self
+
+    @property
+    def tree(self) -> Tree:
+        """What to draft: the tree that was searched, or a chain of all heads."""
+        choices = self.config.medusa_choices
+        return Tree.chain(self.config.num_heads) if choices is None else Tree.from_choices(choices)

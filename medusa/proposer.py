@@ -1,0 +1,132 @@
+"""Medusa heads as a drafter: no model of its own, one matrix product a head, and the target's hidden states."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
+from draftsmith.decode.sampling import draw_without_replacement
+from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.medusa.heads import MedusaHeads, check_depth
+
+
+class MedusaProposer:
+    """Drafts a chain or a tree from the hidden state that the last round left (Cai et al. 2024, section 2.1).
+
+    At T=0 siblings are a head's most likely tokens; under sampling they are drawn from the head's distribution without
+    replacement, so that the exact rule stays lossless. The first round of a text has no hidden state to draft from: it
+    drafts nothing, and emits the token that the prompt's forward gives.
+
+    Args:
+        heads: of this target.
+        tree: what to draft; by default the heads' own tree, or a chain of all of them. Cut to the draft length.
+
+    Raises:
+        InputError: the tree is deeper than there are heads.
+    """
+
+    wants_hidden = True
+
+    def __init__(self, heads: MedusaHeads, tree: Tree | None = None):
+        self.heads = heads.eval()
+        self.tree = check_depth(heads.tree if tree is None else tree, heads.config.num_heads)
+
+    def start(self, task: Task) -> int:
+        """Begin with no hidden states."""
+        if task.target is None:
+            raise InputError("medusa: expected the target that the heads were trained on, found none")
+        self.heads.check_fits(task.target)
+        self._embed: Any = task.target.get_input_embeddings()
+        self._task, self._generators = task, list(task.generators)
+        self._tree, _ = self.tree.pruned(task.draft_length)
+        widest = max(map(len, self._tree.children))
+        if widest > self.heads.config.truncated_vocab_size:
+            raise InputError(
+                f"tree: expected at most {self.heads.config.truncated_vocab_size} siblings, as many as the heads have "
+                f"tokens, found {widest}"
+            )
+        self._hidden: list[Tensor | None] = [None] * len(self._generators)
+        return len(self._tree)
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft for each row; nothing in a text's first round."""
+        empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
+        drafts = [empty] * len(contexts)
+        rows = [row for row, k in enumerate(draft_lengths) if k > 0 and self._hidden[row] is not None]
+        if not rows:
+            return drafts
+        depth = max(draft_lengths[row] for row in rows)
+        tree, _ = self._tree.pruned(depth)
+        hidden = torch.stack([h for row in rows if (h := self._hidden[row]) is not None])
+        found = self._drafted(
+            [contexts[row] for row in rows], hidden.to(self.heads.device, self.heads.dtype), rows, tree
+        )
+        for row, draft in zip(rows, found, strict=True):
+            own, kept = tree.pruned(draft_lengths[row])
+            q, confidence = draft.probabilities, draft.confidence
+            drafts[row] = Proposal(
+                draft.tokens[kept],
+                None if q is None else q[kept],
+                own,
+                None if confidence is None else confidence[kept],
+            )
+        return drafts
+
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the hidden state of the last token that was fed and stands."""
+        for row, outcome in enumerate(outcomes):
+            assert outcome.hidden is not None
+            # A copy: the view would keep the whole block's.
+            self._hidden[row] = outcome.hidden[outcome.path[-1] + 1 if outcome.path else 0].clone()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows alone."""
+        self._hidden = [self._hidden[row] for row in rows]
+        self._generators = [self._generators[row] for row in rows]
+
+    def _drafted(self, contexts: list[Tensor], hidden: Tensor, rows: list[int], tree: Tree) -> list[Proposal]:
+        """Draft the tree for these rows, whose hidden states are (B, H), a head at a time."""
+        law, draw_siblings = self._task.law, self._task.draw_siblings
+        tokens = contexts[0].new_zeros(len(rows), len(tree))
+        confidence = hidden.new_zeros(len(rows), len(tree), dtype=torch.float32)
+        laws: Tensor | None = None
+        for depth in range(tree.depth):
+            parents = [n for n, d in enumerate((0, *tree.depths), ROOT) if d == depth and tree.children[n + 1]]
+            # Where neither head nor law looks at what was drafted, all nodes of a depth have the same law.
+            alike = law.context_free and not self.heads.config.hydra
+            for group in [parents] if alike else [[node] for node in parents]:
+                texts = [
+                    torch.cat([text, own[tree.path(group[0])]]) for text, own in zip(contexts, tokens, strict=True)
+                ]
+                scores = law.scores(self._logits(depth, hidden, texts), texts)  # (B, V)
+                families = [list(tree.children[node + 1]) for node in group]
+                if not (law.do_sample and draw_siblings):
+                    top = scores.topk(max(map(len, families))).indices
+                    for children in families:
+                        tokens[:, children] = top[:, : len(children)]
+                    if not draw_siblings:  # a lossy rule may ask for it
+                        confidence[:, sum(families, [])] = scores.softmax(-1).amax(-1, keepdim=True).float()
+                    continue
+                q = scores.softmax(-1)
+                laws = q.new_zeros(len(rows), len(tree), q.shape[-1]) if laws is None else laws
+                for b, row in enumerate(rows):
+                    for children in families:
+                        drawn = draw_without_replacement(q[b], len(children), self._generators[row])
+                        tokens[b, children], laws[b, children] = drawn
+        return [
+            Proposal(tokens[b], None if laws is None else laws[b], tree, None if draw_siblings else confidence[b])
+            for b in range(len(rows))
+        ]
+
+    def _logits(self, depth: int, hidden: Tensor, texts: list[Tensor]) -> Tensor:
+        """Return the logits of head `depth` at the end of each text with its path, (B, V)."""
+        embeddings = None
+        if self.heads.config.hydra:
+            # Of the emitted token that was not fed yet, and of the path.
+            before = torch.stack([text[-(depth + 1) :] for text in texts])
+            embeddings = self._embed(before).to(hidden)
+        return self.heads.logits(depth, hidden, embeddings)
