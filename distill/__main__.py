@@ -12,12 +12,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cached_laws import CachedCollator, FoundLaws, find_laws
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data import training_examples
-from draftsmith.train.models import (
-    check_head,
-    load_model,
-    load_tokenizer,
-    tokenizer_size,
-)
+from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.packing import pack, require_packing
 from draftsmith.train.provenance import write_run_record

@@ -135,7 +135,7 @@ class MedusaHeads(PreTrainedModel):
     config_class = MedusaConfig
     base_model_prefix = ""
     main_input_name = "hidden"
-    _no_split_modules = ("MedusaBlock", "LMHead")
+    _no_split_modules = ["MedusaBlock", "LMHead"]  # noqa: RUF012
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config.check())
@@ -225,10 +225,11 @@ class MedusaHeads(PreTrainedModel):
         """
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto", **kwargs}
         try:
-            heads, info = super().from_pretrained(path, *args, **options)
+            found: Any = super().from_pretrained(path, *args, **options)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             text = " ".join(str(error).split())
             raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found: {text}") from error
+        heads, info = found
         for kind, what in (("missing_keys", "missing"), ("unexpected_keys", "not expected")):
             if info[kind]:
                 names = sorted(info[kind])

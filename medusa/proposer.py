@@ -106,10 +106,11 @@ class MedusaProposer:
                 families = [list(tree.children[node + 1]) for node in group]
                 if not (law.do_sample and draw_siblings):
                     top = scores.topk(max(map(len, families))).indices
+                    sure = None if draw_siblings else scores.softmax(-1).amax(-1, keepdim=True).float()
                     for children in families:
                         tokens[:, children] = top[:, : len(children)]
-                    if not draw_siblings:  # a lossy rule may ask for it
-                        confidence[:, sum(families, [])] = scores.softmax(-1).amax(-1, keepdim=True).float()
+                        if sure is not None:  # a lossy rule may ask for it
+                            confidence[:, children] = sure
                     continue
                 q = scores.softmax(-1)
                 laws = q.new_zeros(len(rows), len(tree), q.shape[-1]) if laws is None else laws

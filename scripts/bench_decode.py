@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -18,75 +19,51 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.decode.errors import InputError
 from draftsmith.scripts.benchmarks import (
-    ASSETS,
+    PairConfig,
     Result,
-    benchmark_prompts,
     forward_costs,
     interleaved,
     interval,
+    load_pair,
     over,
     summary,
     timed,
 )
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 
 @dataclass
-class BenchConfig:
+class BenchConfig(PairConfig):
     """Time the decoder at T=0 beside plain decoding and the library's assisted generation."""
 
-    target: str = str(ASSETS / "tiny-target")
-    """The target: a model directory or hub id."""
-    draft: str = str(ASSETS / "tiny-draft")
-    """A draft model with the target's tokenizer."""
-    prompts: str | None = None
-    """A file of prompts; held-out modules of the standard library if None."""
-    limit: int = 16
-    """Prompts decoded, by every method."""
     draft_length: int = 3
     """γ, drafted tokens a round."""
-    max_new_tokens: int = 96
-    """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
-    max_prompt_tokens: int = 48
-    """Keep the last so many tokens of a longer prompt."""
     batch_size: int = 8
     """Rows decoded together, compared with one row at a time; 1 leaves the comparison out."""
     compiled: bool = True
     """Also time compiled forwards, after minutes of compilation."""
     peer: bool = True
     """Also time the library's assisted generation."""
-    dtype: str = "float32"
-    """Weights and arithmetic of both models."""
-    threads: int | None = None
-    """CPU threads; torch's default if None."""
-    output: str | None = None
-    """A JSON file for the figures."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "draft_length", "max_new_tokens", "max_prompt_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        super().__post_init__()
+        self.require_counts("draft_length", "batch_size")
 
 
 def bench(config: BenchConfig, console: Console) -> dict[str, Any]:
     """Run the benchmark, print its tables and return the figures."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    tokenizer = load_tokenizer(config.target, field="target")
-    target = load_model(config.target, field="target", dtype=config.dtype)
-    draft = load_model(config.draft, field="draft", dtype=config.dtype)
-    target.generation_config.eos_token_id = None
+    target, draft, prompts = load_pair(config, load_tokenizer(config.target, field="target"))
     for name, value in (
         ("num_assistant_tokens", config.draft_length),
         ("num_assistant_tokens_schedule", "constant"),
         ("assistant_confidence_threshold", 0.0),
     ):
         setattr(draft.generation_config, name, value)
-    prompts = benchmark_prompts(config.prompts, config.limit, config.max_prompt_tokens, tokenizer)
     methods = _methods(config, target, draft)
     results = interleaved(methods, prompts)
     figures: dict[str, Any] = {"environment": environment(target.device, config.dtype), "config": vars(config)}
@@ -116,7 +93,7 @@ def bench(config: BenchConfig, console: Console) -> dict[str, Any]:
 def _methods(
     config: BenchConfig, target: PreTrainedModel, draft: PreTrainedModel
 ) -> dict[str, Callable[[Tensor], Any]]:
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
+    options = config.options
     generate: Any = target.generate
 
     def assisted(ids: Tensor) -> Tensor:
@@ -169,7 +146,7 @@ def _outside(decode: Callable[[Tensor], Any], models: Sequence[PreTrainedModel],
         with _clocked(models) as seconds:
             total, _ = timed(lambda ids=ids: decode(ids))  # type: ignore[misc]
         shares.append(1 - sum(seconds) / total)
-    return sorted(shares)[len(shares) // 2]
+    return median_high(shares)
 
 
 def _limit(
@@ -181,8 +158,7 @@ def _limit(
         if f"plain{suffix}" not in results:
             continue
         tau = sum((c for _, _, c in results[f"speculative{suffix}"] if c), Counts()).mean_acceptance_length() or 0.0
-        length = config.max_prompt_tokens + config.max_new_tokens // 2
-        t1, block, step = forward_costs(target, draft, config.draft_length, length, compiled=bool(suffix))
+        t1, block, step = forward_costs(target, draft, config.draft_length, config.middle, compiled=bool(suffix))
         limit = tau * t1 / (config.draft_length * step + block)
         speedup = over(results[f"speculative{suffix}"], results[f"plain{suffix}"])
         limits[f"speculative{suffix}"] = {
@@ -203,7 +179,7 @@ def _batches(
     width = max(ids.shape[1] for ids in rows)
     batch = torch.cat([torch.nn.functional.pad(ids, (width - ids.shape[1], 0)) for ids in rows])
     mask = torch.cat([torch.nn.functional.pad(torch.ones_like(ids), (width - ids.shape[1], 0)) for ids in rows])
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
+    options = config.options
 
     def speculative(ids: Tensor, mask: Tensor | None = None) -> Any:
         proposer = DraftModelProposer(draft)
@@ -226,10 +202,9 @@ def _batches(
             torch.equal(row[-config.max_new_tokens :], own.sequences[0, -config.max_new_tokens :])
             for row, (_, own) in zip(output.sequences, alone, strict=True)
         )
-        median = sorted(ratios)[len(ratios) // 2]
         found[name] = {
-            "tokens_per_second": tokens / sorted(together_seconds)[len(together_seconds) // 2],
-            "over_one_row_at_a_time": {"value": median, "range": [min(ratios), max(ratios)]},
+            "tokens_per_second": tokens / median_high(together_seconds),
+            "over_one_row_at_a_time": {"value": median_high(ratios), "range": [min(ratios), max(ratios)]},
             "rows_identical": f"{same} of {len(rows)}",
         }
     return found

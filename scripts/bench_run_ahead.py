@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -21,55 +22,36 @@ from draftsmith.decode import DecodeOutput, DraftModelProposer, autoregressive_g
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.run_ahead import RunAheadProposer
 from draftsmith.scripts.benchmarks import (
-    ASSETS,
+    PairConfig,
     Result,
-    benchmark_prompts,
     forward_costs,
     interleaved,
     interval,
+    load_pair,
     over,
     summary,
 )
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
+from draftsmith.train.models import check_same_tokenizer, load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 AHEAD_THREADS = 1
 
 
 @dataclass
-class RunAheadConfig:
+class RunAheadConfig(PairConfig):
     """Time a draft that runs ahead beside plain decoding and a draft that does not, at T=0."""
 
-    target: str = str(ASSETS / "tiny-target")
-    """The target: a model directory or hub id."""
-    draft: str = str(ASSETS / "tiny-draft")
-    """A draft model with the target's tokenizer."""
     draft_device: str | None = None
     """Where the draft runs, such as cuda:1 or cpu; where the target does if None."""
-    prompts: str | None = None
-    """A file of prompts; held-out modules of the standard library if None."""
-    limit: int = 16
-    """Prompts decoded, by every method."""
     repeats: int = 3
     """How often; of each prompt's times the median counts."""
     draft_lengths: tuple[int, ...] = (1, 2, 3, 4)
     """The γ to try, drafted tokens a round."""
-    max_new_tokens: int = 96
-    """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
-    max_prompt_tokens: int = 48
-    """Keep the last so many tokens of a longer prompt."""
-    dtype: str = "float32"
-    """Weights and arithmetic of both models."""
-    threads: int | None = None
-    """CPU threads in all; torch's default if None."""
-    output: str | None = None
-    """A JSON file for the figures."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "repeats", "max_new_tokens", "max_prompt_tokens"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        super().__post_init__()
+        self.require_counts("repeats")
         if not self.draft_lengths or min(self.draft_lengths) < 1:
             raise InputError(f"draft_lengths: expected values from 1 on, found {list(self.draft_lengths)}")
         if self.threads is not None and self.threads < 1:
@@ -99,13 +81,10 @@ def bench(config: RunAheadConfig, console: Console) -> dict[str, Any]:
     torch.set_num_threads(threads)
     tokenizer = load_tokenizer(config.target, field="target")
     check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
-    target = load_model(config.target, field="target", dtype=config.dtype)
-    draft = load_model(config.draft, field="draft", dtype=config.dtype, device=config.draft_device)
-    target.generation_config.eos_token_id = None
-    prompts = benchmark_prompts(config.prompts, config.limit, config.max_prompt_tokens, tokenizer)
+    target, draft, prompts = load_pair(config, tokenizer, config.draft_device)
     fewer = max(1, threads - AHEAD_THREADS) if draft.device.type == "cpu" else threads
 
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
+    options = config.options
     aheads = {k: Ahead(target, draft, k, options) for k in config.draft_lengths}
     methods: dict[str, Callable[[Tensor], Any]] = {"plain": lambda ids: autoregressive_generate(target, ids, **options)}
     for k, ahead in aheads.items():
@@ -131,8 +110,7 @@ def bench(config: RunAheadConfig, console: Console) -> dict[str, Any]:
         waiting, running = results[f"in turns, γ={k}"], results[f"ahead, γ={k}"]
         alike = results.get(f"in turns, fewer threads, γ={k}", waiting)
         share = ahead.used / ahead.rounds
-        length = config.max_prompt_tokens + config.max_new_tokens // 2
-        _, block, step = _with_threads(fewer, threads, forward_costs)(target, draft, k, length)
+        _, block, step = _with_threads(fewer, threads, forward_costs)(target, draft, k, config.middle)
         figures["draft_lengths"][k] = {
             "in_turns": summary(waiting, results["plain"]),
             "in_turns_fewer_threads": summary(alike, results["plain"]),
@@ -163,7 +141,7 @@ def _with_threads(threads: int, otherwise: int, function: Callable[..., Any]) ->
 
 def _medians(runs: list[list[Result]]) -> list[Result]:
     """Return each prompt's result with the median of its seconds; tokens and counts are the same in every run."""
-    return [(sorted(s for s, _, _ in seen)[len(seen) // 2], *seen[0][1:]) for seen in zip(*runs, strict=True)]
+    return [(median_high(s for s, _, _ in seen), *seen[0][1:]) for seen in zip(*runs, strict=True)]
 
 
 def _print(figures: dict[str, Any], console: Console) -> None:

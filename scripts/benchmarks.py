@@ -1,8 +1,10 @@
-"""What the benchmarks share: prompts, methods timed in turns, ratios of their speeds, and what a forward costs."""
+"""What the benchmarks share: a pair, prompts, methods timed in turns, ratios of speeds, and what a forward costs."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -12,15 +14,75 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import Counts
 from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.intervals import rate_ratio, ratio
 from draftsmith.train.corpus import code_prompts, stdlib_modules
-from draftsmith.train.models import default_device
+from draftsmith.train.models import default_device, load_model
 from draftsmith.train.prompts import encode_prompt, read_prompts
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
 Result = tuple[float, int, Counts | None]
 """Seconds, tokens and counts of one decoded prompt."""
+
+
+@dataclass
+class PairConfig:
+    """What a benchmark of a pair's decoding is told, whatever it compares."""
+
+    target: str = str(ASSETS / "tiny-target")
+    """The target: a model directory or hub id."""
+    draft: str = str(ASSETS / "tiny-draft")
+    """A draft model with the target's tokenizer."""
+    prompts: str | None = None
+    """A file of prompts; held-out modules of the standard library if None."""
+    limit: int = 16
+    """Prompts decoded, by every method."""
+    max_new_tokens: int = 96
+    """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
+    max_prompt_tokens: int = 48
+    """Keep the last so many tokens of a longer prompt."""
+    dtype: str = "float32"
+    """Weights and arithmetic of both models."""
+    threads: int | None = None
+    """CPU threads in all; torch's default if None."""
+    output: str | None = None
+    """A JSON file for the figures."""
+
+    def __post_init__(self) -> None:
+        self.require_counts("limit", "max_new_tokens", "max_prompt_tokens")
+
+    def require_counts(self, *names: str) -> None:
+        """Require that these fields are 1 or more."""
+        for name in names:
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How every method decodes: greedily, to one length."""
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
+
+    @property
+    def middle(self) -> int:
+        """A text's length in the middle of decoding, where forwards cost what they cost on average."""
+        return self.max_prompt_tokens + self.max_new_tokens // 2
+
+
+def load_pair(
+    config: PairConfig, tokenizer: PreTrainedTokenizerBase, draft_device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedModel, list[Tensor]]:
+    """Return a target that passes over ends of text, its draft, and the prompts, (1, T) each.
+
+    Args:
+        config: names them.
+        tokenizer: the target's.
+        draft_device: where the draft runs; where the target does if None.
+    """
+    target = load_model(config.target, field="target", dtype=config.dtype)
+    draft = load_model(config.draft, field="draft", dtype=config.dtype, device=draft_device)
+    target.generation_config.eos_token_id = None
+    return target, draft, benchmark_prompts(config.prompts, config.limit, config.max_prompt_tokens, tokenizer)
 
 
 def benchmark_prompts(
@@ -109,7 +171,7 @@ def forward_costs(
             elapsed, _ = timed(lambda cached=cached, tokens=tokens: cached.feed(tokens, [length])[0, 0, 0].item())  # type: ignore[misc]
             if repeat >= 5:
                 own.append(elapsed)
-    t1, tk, d = (sorted(own)[len(own) // 2] for own in seconds)
+    t1, tk, d = map(median_high, seconds)
     return t1, tk, d
 
 

@@ -3,9 +3,7 @@
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
+from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.teacher_cache import CacheConfig, CacheSummary, make_cache
 
@@ -36,12 +34,7 @@ def _print(summary: CacheSummary) -> None:
         if positions
         else "nothing to write",
     }
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(name, value)
-    console = Console()
-    console.print(table)
-    console.print(f"teacher cache: {summary.output}", soft_wrap=True, highlight=False, markup=False)
+    print_summary(rows, "teacher cache", summary.output)
 
 
 if __name__ == "__main__":

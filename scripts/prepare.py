@@ -6,10 +6,7 @@ The target runs here, or on a server (`--endpoint`); or its answers are in the r
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.completions import CompletionsSummary, PrepareConfig, prepare
 
@@ -46,12 +43,7 @@ def _print(summary: CompletionsSummary) -> None:
         rows["nothing to learn"] = f"{len(summary.untrainable)} samples: {_names(summary.untrainable)}"
     if summary.left_out:
         rows["left out"] = f"{len(summary.left_out)} too long for the target's positions: {_names(summary.left_out)}"
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
-    console = Console()
-    console.print(table)
-    console.print(f"completions: {summary.output}", soft_wrap=True, highlight=False, markup=False)
+    print_summary(rows, "completions", summary.output)
 
 
 def _names(ids: list[str]) -> str:

@@ -7,35 +7,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
-from served import COUNT, OTHER_END, Served
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from prepare_inputs import save_target, write_prompts
+from served import COUNT, Served
+from transformers import GenerationConfig
 
 from draftsmith.train import completions, endpoint
 from draftsmith.train.completions import PrepareConfig, load_completions, prepare
-from draftsmith.train.tokenizer import train_bpe
-
-WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
 
 
 @pytest.fixture(scope="module")
 def remote_target(tmp_path_factory):
-    """A random Llama with a padded vocabulary, two ends of text, and settings that must not reach the server."""
-    path = tmp_path_factory.mktemp("target")
-    tokenizer = train_bpe(WORDS, 290)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=320, max_position_embeddings=128, initializer_range=0.3, num_key_value_heads=2, **shape)
-    )
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with torch.no_grad():
-        model.lm_head.weight[[end, OTHER_END]] *= 1.3
-        model.lm_head.weight[len(tokenizer) :] = 0
-    leaks = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0}
-    model.generation_config = GenerationConfig(eos_token_id=[end, OTHER_END], pad_token_id=pad, **leaks)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return save_target(tmp_path_factory.mktemp("target"), ends=1.3, padding=0)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +30,7 @@ def described(remote_target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def remote_prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    texts = [" ".join(WORDS[: 1 + i % len(WORDS)]) for i in range(COUNT)]
-    path.write_text("".join(json.dumps({"prompt": text, "id": f"p{i}"}) + "\n" for i, text in enumerate(texts)))
-    return path
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", COUNT)
 
 
 @pytest.fixture(scope="module")

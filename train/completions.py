@@ -7,7 +7,6 @@ where it stopped and ends with the bytes that an uninterrupted run writes (those
 itself).
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -35,10 +34,9 @@ from draftsmith.train.samples import Batch as Batch
 from draftsmith.train.samples import CompletionsSummary as CompletionsSummary
 from draftsmith.train.samples import completed_shard, given_shard
 from draftsmith.train.samples import make_batches as make_batches
-from draftsmith.train.shards import SCHEMA, read_manifest, read_shard, settle_manifest, write_shard
+from draftsmith.train.shards import SCHEMA, output_directory, read_manifest, read_shard, settle_manifest, write_shard
 
 logger = logging.getLogger(__name__)
-
 
 Write = Callable[[Batch, pa.Table], None]
 
@@ -70,10 +68,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
         _check_context(config, batches[0])
     if config.endpoint is not None:
         source |= {"endpoint": config.endpoint, "model": served_model(config)}
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        for leftover in output.glob(".*.partial"):
-            leftover.unlink()
+    with output_directory(output, lambda: f"{summary.kept + summary.written} of {len(prompts)} completions"):
         settle_manifest(output, _manifest(config, source, prompts, encoded, masks, len(batches)))
         missing = []
         for batch in batches:
@@ -85,15 +80,6 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
                 missing.append(batch)
         if missing:
             _complete(config, tokenizer, source.get("model"), masks, missing, summary)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise InputError(f"output: expected a directory to write in, found: {error}") from error
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise InputError(
-            f"output: no space left for {output}: {summary.kept + summary.written} of {len(prompts)} completions are "
-            "kept; free some space and run the same command again"
-        ) from error
     return summary
 
 
@@ -145,7 +131,7 @@ def set_generation_config(
     ends = end_of_sequence_ids(model.generation_config, tokenizer)
     warpers = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     # Rows that pad the vocabulary to a round number are no tokens, but an untruncated distribution reaches them.
-    no_tokens = list(range(len(tokenizer), model.config.get_text_config().vocab_size))
+    no_tokens = list(range(tokenizer_size(tokenizer), model.config.get_text_config().vocab_size))
     model.generation_config = GenerationConfig(
         max_new_tokens=config.max_new_tokens,
         eos_token_id=ends or None,

@@ -1,8 +1,11 @@
 """A directory of completions on disk: its manifest, its shards, both written so that a kill harms nothing."""
 
+import errno
 import json
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,32 @@ COLUMNS = pa.schema(
 )
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def output_directory(output: Path, kept: Callable[[], str]) -> Iterator[None]:
+    """Make a directory to write shards in, without what a kill left half written, and tell of a failure in one line.
+
+    Args:
+        output: the directory; its parents are made too.
+        kept: says what is there when the disk is full, such as "6 of 11 completions".
+
+    Raises:
+        InputError: the directory cannot be made or written in, or the disk is full; what was written is kept.
+    """
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        for leftover in output.glob(".*.partial"):
+            leftover.unlink()
+        yield
+    except (FileExistsError, NotADirectoryError, PermissionError) as error:
+        raise InputError(f"output: expected a directory to write in, found: {error}") from error
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            raise
+        raise InputError(
+            f"output: no space left for {output}: {kept()} are kept; free some space and run the same command again"
+        ) from error
 
 
 def read_shard(path: Path) -> pa.Table | None:

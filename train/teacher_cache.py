@@ -6,7 +6,6 @@ the deployment: the k tokens say nothing of the tail's mass at another temperatu
 renamed, so that a run that was killed goes on where it stopped.
 """
 
-import errno
 import hashlib
 import json
 import logging
@@ -32,7 +31,7 @@ from draftsmith.decode.sampling import Law
 from draftsmith.train import lean, models
 from draftsmith.train.heads import Head, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
-from draftsmith.train.shards import MANIFEST, read_manifest, read_shard, write_aside
+from draftsmith.train.shards import MANIFEST, output_directory, read_manifest, read_shard, write_aside
 from draftsmith.train.teacher import CachedLaw, LiveLaw
 
 SCHEMA = "draftsmith.teacher/1"
@@ -154,10 +153,7 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
     output = Path(config.output)
     sources = [source for number, path in enumerate(config.completions) for source in _sources(number, path)]
     summary = CacheSummary(output, sum(len(source.samples) for source in sources))
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        for leftover in output.glob(".*.partial"):
-            leftover.unlink()
+    with output_directory(output, lambda: f"the laws of {summary.kept + summary.written} of {summary.samples} samples"):
         _settle(output, _manifest(config, vocab_size))
         missing = []
         for source in sources:
@@ -175,15 +171,6 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
             check_head(model, tokenizer, "target")
             require_split(model, "target")
             _write(config, model, vocab_size, missing, summary)
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise InputError(f"output: expected a directory to write in, found: {error}") from error
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
-            raise
-        raise InputError(
-            f"output: no space left for {output}: the laws of {summary.kept + summary.written} of {summary.samples} "
-            "samples are kept; free some space and run the same command again"
-        ) from error
     return summary
 
 

@@ -17,23 +17,14 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from unit.test_retokenized import permuted
 
-from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.proposers.draft_model import DynamicTree
 from draftsmith.decode.speculative import Round
 from draftsmith.scripts import cli as commands
 from draftsmith.scripts import generate as module
-from draftsmith.scripts.generate import (
-    STYLES,
-    Detokenizer,
-    GenerateConfig,
-    Plain,
-    Progress,
-    Terminal,
-    generate,
-    kinds_of,
-    main,
-    row_end,
-)
+from draftsmith.scripts import live_view
+from draftsmith.scripts.generate import GenerateConfig, generate, main
+from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal, kinds_of, row_end
 from draftsmith.train import cli
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
@@ -428,7 +419,7 @@ def test_a_lossy_rule_says_how_far_it_departs(pair, capsys, rule, temperature):
 def test_where_the_texts_part_is_counted_from_the_first_new_token(pair):
     config = GenerateConfig(str(pair / "target"), PROMPT, proposer="blind", dtype="bfloat16")
     progress = Progress(Plain(io.StringIO()), Detokenizer(load_tokenizer(pair / "target"), [1]))
-    progress.counts += module.Counts.of_round(1, 0, 1)
+    progress.counts += Counts.of_round(1, 0, 1)
     progress.seconds = 0.5
 
     def compared(own: list[int], other: list[int]) -> str:
@@ -449,7 +440,7 @@ def test_an_interrupt_leaves_the_text_and_sums_up(pair, capsys, monkeypatch, tok
             signal.raise_signal(signal.SIGINT)
         return kinds_of(round)
 
-    monkeypatch.setattr(module, "kinds_of", interrupt)
+    monkeypatch.setattr(live_view, "kinds_of", interrupt)
     out, err = ran(capsys, flags(pair, compare=True, rule="typical"), 130)
     written = [token for round in rounds[:3] for token in round.tokens]
     assert seen == rounds[:4] and out == PROMPT + tokenizer.decode(written) + "\n"
@@ -461,7 +452,7 @@ def test_an_interrupt_leaves_the_text_and_sums_up(pair, capsys, monkeypatch, tok
 
 def test_an_interrupted_terminal_gets_its_cursor_back(pair, monkeypatch):
     console, errors = terminal(), silent()
-    monkeypatch.setattr(module, "kinds_of", lambda round: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(live_view, "kinds_of", lambda round: signal.raise_signal(signal.SIGINT))
     config = GenerateConfig(str(pair / "target"), PROMPT, str(pair / "draft"), max_new_tokens=8, dtype="float32")
     assert generate(config, console, errors) == 130
     assert shown(console).lines() == [*PROMPT.split("\n"), ""]

@@ -13,47 +13,29 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from prepare_inputs import save_target, write_prompts
+from served import OTHER_END, rows
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train import completions, shards
 from draftsmith.train.cli import parse_config
 from draftsmith.train.completions import PrepareConfig, load_completions, prepare, split_empty
-from draftsmith.train.tokenizer import train_bpe
 
-WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
 COUNT = 11  # in batches of 2: five full ones and a last one of a single row
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A random Llama with a padded vocabulary, and a generation config full of settings that must not leak."""
-    path = tmp_path_factory.mktemp("target")
-    tokenizer = train_bpe(WORDS, 290)
-    torch.manual_seed(0)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=320, max_position_embeddings=128, initializer_range=0.3, num_key_value_heads=2, **shape)
-    )
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with torch.no_grad():  # louder than the rest: the end of a text, and the padding, which wins unless it is barred
-        model.lm_head.weight[[end, 77]] *= 2
-        model.lm_head.weight[len(tokenizer) :] *= 3
-    leaks = {"do_sample": True, "top_k": 1, "temperature": 0.01, "repetition_penalty": 5.0, "max_length": 3}
-    model.generation_config = GenerationConfig(eos_token_id=[end, 77], pad_token_id=pad, **leaks)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    # The padding is louder than the rest: it wins unless it is barred.
+    return save_target(tmp_path_factory.mktemp("target"), ends=2, padding=3)
 
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    texts = [" ".join(WORDS[: 1 + i % len(WORDS)]) for i in range(COUNT)]
-    records = [{"prompt": text, "id": f"p{i}", "category": [None, "code"][i % 2]} for i, text in enumerate(texts)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", COUNT)
 
 
 @pytest.fixture
@@ -82,10 +64,6 @@ def flags(config: PrepareConfig) -> list[str]:
     return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
 
 
-def rows(config: PrepareConfig) -> list[dict]:
-    return load_completions(config.output).to_list()
-
-
 def fail_at_call(monkeypatch, module, name: str, calls: int, error: BaseException) -> None:
     real, made = getattr(module, name), []
 
@@ -102,7 +80,7 @@ def test_samples_are_prompt_and_completion_with_an_exact_mask(config):
     cfg = config(max_new_tokens=40)
     summary = prepare(cfg)
     tokenizer = completions.load_tokenizer(cfg.target)
-    ends, reasons = {tokenizer.eos_token_id, 77}, set()
+    ends, reasons = {tokenizer.eos_token_id, OTHER_END}, set()
     texts = {p.id: p for p in completions.read_prompts(cfg.prompts)}
     for row in rows(cfg):
         ids, length = row["input_ids"], row["prompt_length"]
@@ -146,7 +124,7 @@ def test_greedy_is_the_argmax_and_sampling_inherits_nothing(config):
     generation = completions.set_generation_config(config("sampled"), model, tokenizer)
     processors = model._get_logits_processor(model._prepare_generation_config(generation)[0], 1)
     assert [type(p).__name__ for p in processors] == ["SuppressTokensLogitsProcessor"]
-    assert generation.eos_token_id == [tokenizer.eos_token_id, 77]
+    assert generation.eos_token_id == [tokenizer.eos_token_id, OTHER_END]
     # the model's top_k=1 and temperature 0.01 would leave a single answer
     many = config("sampled", prompts=str(Path(greedy.output).parent / "many.txt"), batch_size=32, max_new_tokens=1)
     Path(many.prompts).write_text("def\n" * 64)
@@ -154,6 +132,19 @@ def test_greedy_is_the_argmax_and_sampling_inherits_nothing(config):
     last = [row["input_ids"][-1] for row in rows(many)]
     assert len(set(last)) > 10
     assert last[:32] != last[32:]  # each batch has its own seed
+
+
+def test_a_token_behind_a_gap_in_the_ids_is_not_barred(config):
+    cfg = config()
+    model, tokenizer = completions.load_model(cfg.target), completions.load_tokenizer(cfg.target)
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocab = backend["model"]["vocab"]
+    vocab[max(vocab, key=vocab.get)] = 300
+    gapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(backend)), pad_token=tokenizer.pad_token
+    )
+    assert len(gapped) == len(tokenizer) < 300
+    assert completions.set_generation_config(cfg, model, gapped).suppress_tokens == list(range(301, 320))
 
 
 def test_completions_do_not_depend_on_what_was_sampled_before(config, whole):
