@@ -87,7 +87,7 @@ def with_trainer(config: ThroughputConfig, target: PreTrainedModel, train: Datas
             load_model(config.draft, device="cpu").requires_grad_(True),
             target,
             load_tokenizer(config.draft),
-            DistillConfig(config.target, config.completions, config.draft, training=arguments),
+            DistillConfig(config.target, config.completions, draft=config.draft, training=arguments),
             train,
             callbacks=[clock],
         )

@@ -4,15 +4,13 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from safetensors import SafetensorError, safe_open
 from transformers import (
@@ -27,9 +25,9 @@ from draftsmith.decode.cache import check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.retokenized import matching_ids
-from draftsmith.scripts.generate import PICTURES
+from draftsmith.scripts import loss_masks
+from draftsmith.scripts.findings import SYMBOLS, Finding, State, report
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import load_completions
 from draftsmith.train.masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import (
     DTYPES,
@@ -39,11 +37,7 @@ from draftsmith.train.models import (
     load_tokenizer,
     tokenizer_size,
 )
-from draftsmith.train.prompts import encode_prompt, read_samples
 
-State = Literal["ok", "warning", "error"]
-SYMBOLS = {"ok": "✓", "warning": "!", "error": "✗"}
-STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 BLOCKS = (1, 2, 4, 5, 8)  # 5 is what γ = 4 verifies
 GAMMA = 4
 CONTEXT = 64
@@ -92,17 +86,6 @@ class DoctorConfig:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a check found."""
-
-    state: State
-    name: str
-    text: str
-    remedy: str = ""
-    """A way out, where something is not well."""
-
-
-@dataclass(frozen=True)
 class Side:
     """A target or a draft, without its weights."""
 
@@ -128,28 +111,6 @@ class Side:
     def positions(self) -> int | None:
         """The longest text, in tokens; None where the architecture has no such limit."""
         return getattr(self.config, "max_position_embeddings", None)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A sample to train on."""
-
-    name: str
-    ids: list[int]
-    mask: list[int]
-    answered: bool = True
-    """Whether it holds an answer; if not, the target is to write it."""
-    left_out: tuple[str, ...] = ()
-    """Why some of the assistant's turns are not learned from, a reason each."""
-
-
-@dataclass
-class Samples:
-    """All samples, and those that cannot be encoded."""
-
-    all: list[Sample] = field(default_factory=list)
-    refused: list[str] = field(default_factory=list)
-    """The error of each sample that is refused."""
 
 
 def load(config: DoctorConfig) -> tuple[list[Side], list[Finding]]:
@@ -415,127 +376,6 @@ def _room(model: PreTrainedModel) -> int:
     return CONTEXT if limit is None else max(limit - max(BLOCKS), 1)
 
 
-def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase) -> Samples:
-    """Read and mask the samples of `prompts` or `completions`.
-
-    Raises:
-        InputError: a source that cannot be read.
-    """
-    samples = Samples()
-    if config.completions is not None:
-        rows = load_completions(config.completions)
-        for row in rows.select(range(min(len(rows), config.limit or len(rows)))):
-            samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
-    elif config.prompts is not None:
-        for prompt in read_samples(config.prompts, split=config.split, limit=config.limit):
-            try:
-                if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
-                    masked = mask_conversation(prompt.messages, tokenizer, prompt.id)
-                    samples.all.append(
-                        Sample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
-                    )
-                else:
-                    ids = encode_prompt(prompt, tokenizer)
-                    samples.all.append(Sample(prompt.id, ids, [0] * len(ids), answered=False))
-            except InputError as error:
-                samples.refused.append(str(error))
-    return samples
-
-
-def check_masks(samples: Samples) -> Iterator[Finding]:
-    """Count the loss tokens, and what trains nothing."""
-    answered = [sample for sample in samples.all if sample.answered]
-    if samples.refused:
-        yield Finding(
-            "error",
-            "samples",
-            f"{len(samples.refused)} cannot be used; {samples.refused[0]}",
-            "leave them out, or let the target write the answers (prepare)",
-        )
-    reasons = Counter(reason for sample in answered for reason in sample.left_out)
-    if reasons:
-        cut = sum(len(sample.left_out) > 0 for sample in answered)
-        yield Finding(
-            "warning",
-            "turns",
-            f"{reasons.total()} assistant turns in {cut} samples do not count: {'; '.join(sorted(reasons))}",
-            "fine if meant so; else take a chat template that keeps them, or a sample for each turn",
-        )
-    empty = [sample.name for sample in answered if not any(sample.mask)]
-    prompts = len(samples.all) - len(answered)
-    loss, total = sum(sum(sample.mask) for sample in answered), sum(len(sample.mask) for sample in answered)
-    said = f"{loss} of {total} tokens count in {len(answered)} samples with an answer, {len(empty)} with an empty mask"
-    if prompts:
-        said += f"; {prompts} more end with the user's turn, for the target to answer"
-    if answered and len(empty) == len(answered):
-        yield Finding("error", "loss masks", said, "there is nothing to learn: give samples with answers")
-    elif empty:
-        yield Finding("warning", "loss masks", f"{said}: {', '.join(empty[:5])}", "they train nothing: leave them out")
-    elif samples.all:
-        yield Finding("ok", "loss masks", said)
-
-
-def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Return a sample's text: in green the tokens that count, the rest dimmed, special tokens bold, line ends marked.
-
-    A character whose tokens differ in their masks goes with its last one.
-    """
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    kinds = [(bit, token in special) for token, bit in zip(sample.ids, sample.mask, strict=True)]
-    text, shown, end = Text(), "", 0
-    for (bit, bold), stretch in groupby(kinds):
-        end += len(list(stretch))
-        # Decoded from the beginning: what a token says may depend on the one before, as spaces do.
-        options: Any = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-        whole = str(tokenizer.decode(sample.ids[:end], **options))
-        if end < len(sample.ids):
-            whole = whole.rstrip("\ufffd")
-        piece, shown = whole[len(shown) :].replace("\n", "↵\n").translate(PICTURES), max(whole, shown, key=len)
-        text.append(piece, ("green" if bit else "dim") + (" bold" if bold else ""))
-    return text
-
-
-def bracketed(text: Text) -> Text:
-    """Return the text with its green stretches in ⟦⟧, for where there are no colours."""
-    plain, parts, end = text.plain, list[str](), 0
-    green = [span for span in text.spans if "green" in str(span.style)]
-    for i, span in enumerate(green):
-        joined = i > 0 and green[i - 1].end == span.start
-        parts += [plain[end : span.start], "" if joined else "⟦", plain[span.start : span.end]]
-        end = span.end
-        if i + 1 == len(green) or green[i + 1].start != end:
-            parts.append("⟧")
-    return Text("".join([*parts, plain[end:]]))
-
-
-def report(finding: Finding, console: Console) -> None:
-    """Print a finding: with a hanging indent on a terminal, in one line elsewhere."""
-    text = Text(finding.text)
-    if finding.remedy:
-        text.append(f" → {finding.remedy}", "dim")
-    symbol = Text(SYMBOLS[finding.state], STYLES[finding.state])
-    if not console.is_terminal:
-        console.print(Text.assemble(symbol, f" {finding.name}: ", text), soft_wrap=True, highlight=False)
-        return
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=1)
-    grid.add_column(width=14, no_wrap=True)
-    grid.add_column(overflow="fold")
-    grid.add_row(symbol, Text(finding.name, "bold"), text)
-    console.print(grid, highlight=False)
-
-
-def show(samples: Samples, count: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
-    """Print the first samples, coloured by what counts in the loss."""
-    colours = console.is_terminal and not console.no_color
-    for sample in samples.all[:count]:
-        text = coloured(sample, tokenizer)
-        title = f"sample {sample.name!r}: {len(sample.ids)} tokens, {sum(sample.mask)} count in the loss"
-        console.print(Text.assemble("\n", (title, "bold underline")), soft_wrap=True)
-        end = "" if text.plain.endswith("\n") else "\n"
-        console.print(text if colours else bracketed(text), soft_wrap=True, highlight=False, end=end)
-
-
 def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     """Print all findings and the samples asked for; 2 where the pair or the samples cannot be used, else 0."""
     findings: list[Finding] = []
@@ -554,10 +394,12 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     sampled = config.prompts is not None or config.completions is not None
     if sampled and sides and sides[0].role == "target":
         with errors.status("reading the samples"):
-            samples = read(config, sides[0].tokenizer)
-        for finding in check_masks(samples):
+            samples = loss_masks.read(
+                config.prompts, config.completions, sides[0].tokenizer, config.split, config.limit
+            )
+        for finding in loss_masks.check_masks(samples):
             found(finding)
-        show(samples, config.show_mask, sides[0].tokenizer, console)
+        loss_masks.show(samples, config.show_mask, sides[0].tokenizer, console)
     states = Counter(finding.state for finding in findings)
     counts = ", ".join(f"{states[state]} {SYMBOLS[state]}" for state in ("ok", "warning", "error"))
     console.print(Text(f"\n{counts}"), highlight=False)

@@ -1,6 +1,7 @@
 """Batches of target completions."""
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
     """Read completions that `draftsmith prepare` wrote, as `id`, `input_ids` and `labels`.
 
     Labels are the tokens themselves where the loss mask is 1, and −100 on the prompt. Samples without a single loss
-    token are left out, counted and named. `index` numbers the rows of what is returned.
+    token are left out, counted and named. `index` numbers the rows of what is returned, and with
+    several directories `source` is a row's own.
 
     Args:
         paths: completion directories.
@@ -48,7 +50,9 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
                 f"{path}: {len(empty)} of {len(empty) + len(dataset)} samples have no token to learn from and are "
                 f"left out: {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}"
             )
-        parts.append(dataset.map(label).select_columns(["id", "input_ids", "labels"]))
+        part = dataset.map(label).select_columns(["id", "input_ids", "labels"])
+        # An id is of one sample in its directory alone: most are numbers of lines.
+        parts.append(part.add_column("source", [path] * len(part)) if len(paths) > 1 else part)
     return numbered(concatenate_datasets(parts))
 
 
@@ -61,11 +65,19 @@ def numbered(dataset: Dataset) -> Dataset:
 
 
 def sample_ids(dataset: Dataset, index: Sequence[int]) -> list[str]:
-    """Return the ids of the samples in some rows of a data set, of `training_examples` or packed."""
+    """Return the ids of the samples in some rows of a data set, of `training_examples` or packed.
+
+    Where they come from several directories, each has its own before it.
+    """
     rows = dataset.select(index)
-    if "ids" in rows.column_names:
-        return [name for names in rows["ids"] for name in names]
-    return list(rows["id"])
+
+    def of_each(column: str) -> list[str]:
+        if f"{column}s" in rows.column_names:  # packed
+            return list(chain.from_iterable(rows[f"{column}s"]))
+        return list(rows[column]) if column in rows.column_names else []
+
+    ids, sources = of_each("id"), of_each("source")
+    return [f"{source}: {name}" for source, name in zip(sources, ids, strict=True)] if sources else ids
 
 
 class GroupedByLength(LengthGroupedSampler):

@@ -58,7 +58,8 @@ def pack(dataset: Dataset, length: int) -> Dataset:
         return pa.LargeListArray.from_arrays(offsets, values)  # as a data set may have more than 2³¹ tokens
 
     columns = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
-    packed = {"ids": rows(table["id"].combine_chunks(), samples)}
+    names = [name for name in ("id", "source") if name in table.column_names]
+    packed = {f"{name}s": rows(table[name].combine_chunks(), samples) for name in names}
     return numbered(Dataset(pa.table(packed | {name: rows(values, tokens) for name, values in columns.items()})))
 
 

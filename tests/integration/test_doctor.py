@@ -5,32 +5,19 @@ import json
 
 import pytest
 from conftest import TEXTS, tiny_llama
+from families import tiny_model
 from rich.cells import cell_len
 from rich.console import Console
-from transformers import (
-    GPTNeoConfig,
-    GPTNeoForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import T5Config, T5ForConditionalGeneration
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs
 from draftsmith.scripts import cli, doctor
-from draftsmith.scripts.doctor import (
-    Finding,
-    Sample,
-    Samples,
-    bracketed,
-    check_masks,
-    coloured,
-    main,
-    smallest_acceptance,
-)
+from draftsmith.scripts.doctor import main, smallest_acceptance
+from draftsmith.scripts.findings import SYMBOLS, Finding, report
+from draftsmith.scripts.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.runs import save_model
@@ -157,16 +144,12 @@ def test_what_is_wrong_with_a_draft_is_said_in_its_line(damage, name, expected, 
     assert err.count("\n") == (code == 2) and err.startswith(f"error: {name}: " if code else "")
 
 
-SMALL = {"hidden_size": 16, "vocab_size": 300}
-
-
 @pytest.mark.parametrize(
     ("model", "name", "expected"),
     [
-        (lambda: MambaForCausalLM(MambaConfig(**SMALL, num_hidden_layers=1, state_size=4)), "rollback",
+        (lambda: tiny_model("mamba", vocab_size=300), "rollback",
          "draft: expected a model with a key-value cache, found MambaForCausalLM, whose recurrent state"),
-        (lambda: GPTNeoForCausalLM(GPTNeoConfig(
-            **SMALL, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]])), "rollback",
+        (lambda: tiny_model("gpt-neo", vocab_size=300), "rollback",
          "draft: expected full or sliding attention layers, found local ones in GPTNeoForCausalLM"),
         (lambda: T5ForConditionalGeneration(T5Config(
             vocab_size=300, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)), "draft",
@@ -316,18 +299,18 @@ def test_every_token_is_shown_once_in_its_colour_and_characters_stay_whole():
 def test_a_terminal_gets_colours_and_a_hanging_indent():
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard", width=60, no_color=False)
-    doctor.report(Finding("warning", "positions", "a long text " * 9, "a way out"), console)
+    report(Finding("warning", "positions", "a long text " * 9, "a way out"), console)
     plain = Console(file=(whole := io.StringIO()), width=60)
-    doctor.report(Finding("warning", "positions", "a long text " * 9, "a way out"), plain)
+    report(Finding("warning", "positions", "a long text " * 9, "a way out"), plain)
     rows = [row for row in file.getvalue().splitlines() if row]
     assert "\x1b[33m!" in rows[0] and len(rows) > 2 and rows[1].startswith(" " * 17)
     assert len(whole.getvalue().splitlines()) == 1 and "positions: a long text" in whole.getvalue()
     tokenizer = byte_level(trim_offsets=False)
     ids = tokenizer.encode(TEXTS[0])
     file.truncate(0)
-    doctor.show(Samples([Sample("x", ids, [0, 1] + [1] * (len(ids) - 2))]), 1, tokenizer, console)
+    show(Samples([Sample("x", ids, [0, 1] + [1] * (len(ids) - 2))]), 1, tokenizer, console)
     assert "\x1b[32m" in file.getvalue() and "⟦" not in file.getvalue()
-    assert all(cell_len(symbol) == 1 for symbol in doctor.SYMBOLS.values())
+    assert all(cell_len(symbol) == 1 for symbol in SYMBOLS.values())
 
 
 @pytest.mark.parametrize(

@@ -7,29 +7,9 @@ import pytest
 import torch
 from conftest import tiny_llama
 from datasets import Dataset
+from families import VOCAB, tiny_model
 from torch import Tensor
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    BloomConfig,
-    FalconConfig,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-    MambaConfig,
-    MistralConfig,
-    OPTConfig,
-    Phi3Config,
-    PhiConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3NextConfig,
-    TrainingArguments,
-)
+from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 from transformers.modeling_flash_attention_utils import _is_packed_sequence, prepare_fa_kwargs_from_position_ids
 
 from draftsmith.decode.errors import InputError
@@ -39,64 +19,16 @@ from draftsmith.train.data import IGNORED, CompletionCollator, numbered
 from draftsmith.train.heads import last_hidden
 from draftsmith.train.packing import pack, packs, require_packing
 
-VOCAB, HIDDEN, WINDOW = 64, 32, 8
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 32,  # fewer than a row's tokens
-    "initializer_range": 0.3,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-GROUPED = {"num_key_value_heads": 2, "intermediate_size": 2 * HIDDEN}
-GEMMA = {
-    **GROUPED,
-    "head_dim": 8,
-    "query_pre_attn_scalar": 8,
-    "sliding_window": WINDOW,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-PACKING = {
-    "llama": (LlamaConfig, GROUPED),
-    "qwen2": (Qwen2Config, GROUPED),
-    "qwen2-window": (
-        Qwen2Config,
-        {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
-    ),
-    "qwen3": (Qwen3Config, {**GROUPED, "head_dim": 8}),
-    "mistral": (MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
-    "gemma2": (Gemma2Config, GEMMA),
-    "gemma3": (Gemma3TextConfig, GEMMA),
-    "gpt2": (GPT2Config, {}),
-    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
-    "phi": (PhiConfig, GROUPED),
-    "phi3": (Phi3Config, {**GROUPED, "sliding_window": WINDOW}),
-}
+PACKING = [
+    "llama", "qwen2", "qwen2-window", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt-neox", "phi", "phi3",
+]  # fmt: skip
 # Families that do not hand positions to the mask, have a mask or a recurrence of their own, or take no positions.
-REFUSED = {
-    "opt": (OPTConfig, {"ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN}),
-    "falcon": (FalconConfig, {"alibi": False}),
-    "gpt-oss": (
-        GptOssConfig,
-        {**GEMMA, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}},
-    ),
-    "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),
-    "mamba": (MambaConfig, {}),
-    "qwen3-next": (
-        Qwen3NextConfig,
-        {**GROUPED, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "mlp_only_layers": [0, 1]},
-    ),
-}
+REFUSED = ["opt", "falcon", "gpt-oss", "bloom", "mamba", "qwen3-next"]
 EAGER_ONLY = ("gemma2",)
 
 
 def build(name: str, **options: object) -> PreTrainedModel:
-    config, own = (PACKING | REFUSED)[name]
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
+    return tiny_model(name, max_position_embeddings=32, **options)  # fewer than a row's tokens
 
 
 def samples(sizes: list[int], vocab_size: int = VOCAB, seed: int = 0) -> Dataset:
@@ -210,7 +142,7 @@ def trainer(tmp_path, tokenizer, dataset: Dataset, divergence: str, rows: int, n
         per_device_train_batch_size=rows, max_steps=3, logging_steps=1, learning_rate=3e-3,
         remove_unused_columns=False, lr_scheduler_type="constant",
     )  # fmt: skip
-    config = DistillConfig("target", "draft", ["none"], training=arguments, divergence=divergence)
+    config = DistillConfig("target", ["none"], draft="draft", training=arguments, divergence=divergence)
     return DistillTrainer(draft, target, tokenizer, config, dataset)
 
 

@@ -21,25 +21,22 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts import plan
 from draftsmith.train import lean
-from draftsmith.train.cli import run
-from draftsmith.train.data import training_examples
-from draftsmith.train.heads import last_hidden
-from draftsmith.train.memory import (
+from draftsmith.train.activations import (
     Affine,
     Batch,
-    Footprint,
     LiveBytes,
-    Weights,
     fake_mode,
-    held_bytes,
-    optimizer_bytes,
     shadow,
-    target_bytes,
     trace_cache,
     trace_draft,
     trace_forward,
     trace_loss,
 )
+from draftsmith.train.cli import run
+from draftsmith.train.data import training_examples
+from draftsmith.train.heads import last_hidden
+from draftsmith.train.memory import Footprint
+from draftsmith.train.model_states import Weights, held_bytes, optimizer_bytes, target_bytes
 from draftsmith.train.models import load_model
 from draftsmith.train.objective import NAMES, Objective
 from draftsmith.train.optimizer import MuonAdamW

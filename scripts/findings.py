@@ -1,0 +1,40 @@
+"""What a check found: its line in the terminal."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+State = Literal["ok", "warning", "error"]
+SYMBOLS = {"ok": "✓", "warning": "!", "error": "✗"}
+STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found."""
+
+    state: State
+    name: str
+    text: str
+    remedy: str = ""
+    """A way out, where something is not well."""
+
+
+def report(finding: Finding, console: Console) -> None:
+    """Print a finding: with a hanging indent on a terminal, in one line elsewhere."""
+    text = Text(finding.text)
+    if finding.remedy:
+        text.append(f" → {finding.remedy}", "dim")
+    symbol = Text(SYMBOLS[finding.state], STYLES[finding.state])
+    if not console.is_terminal:
+        console.print(Text.assemble(symbol, f" {finding.name}: ", text), soft_wrap=True, highlight=False)
+        return
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=1)
+    grid.add_column(width=14, no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(symbol, Text(finding.name, "bold"), text)
+    console.print(grid, highlight=False)

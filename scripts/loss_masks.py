@@ -1,0 +1,157 @@
+"""Which tokens of samples count in the loss: counted, and shown in the terminal."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.findings import Finding
+from draftsmith.scripts.live_view import PICTURES
+from draftsmith.train.completions import load_completions
+from draftsmith.train.masks import mask_conversation
+from draftsmith.train.prompts import encode_prompt, read_samples
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample to train on."""
+
+    name: str
+    ids: list[int]
+    mask: list[int]
+    answered: bool = True
+    """Whether it holds an answer; if not, the target is to write it."""
+    left_out: tuple[str, ...] = ()
+    """Why some of the assistant's turns are not learned from, a reason each."""
+
+
+@dataclass
+class Samples:
+    """All samples, and those that cannot be encoded."""
+
+    all: list[Sample] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    """The error of each sample that is refused."""
+
+
+def read(
+    prompts: str | None,
+    completions: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    split: str = "train",
+    limit: int | None = None,
+) -> Samples:
+    """Read samples with their loss masks.
+
+    Args:
+        prompts: conversations with the assistant's answers, or prompts, as `prepare` reads them.
+        completions: a directory that `prepare` wrote, read in their place where given.
+        tokenizer: the target's.
+        split: of a directory or hub id of prompts.
+        limit: read the first so many samples only.
+
+    Raises:
+        InputError: a source that cannot be read.
+    """
+    samples = Samples()
+    if completions is not None:
+        rows = load_completions(completions)
+        for row in rows.select(range(min(len(rows), limit or len(rows)))):
+            samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
+    elif prompts is not None:
+        for prompt in read_samples(prompts, split=split, limit=limit):
+            try:
+                if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
+                    masked = mask_conversation(prompt.messages, tokenizer, prompt.id)
+                    samples.all.append(
+                        Sample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
+                    )
+                else:
+                    ids = encode_prompt(prompt, tokenizer)
+                    samples.all.append(Sample(prompt.id, ids, [0] * len(ids), answered=False))
+            except InputError as error:
+                samples.refused.append(str(error))
+    return samples
+
+
+def check_masks(samples: Samples) -> Iterator[Finding]:
+    """Count the loss tokens, and what trains nothing."""
+    answered = [sample for sample in samples.all if sample.answered]
+    if samples.refused:
+        yield Finding(
+            "error",
+            "samples",
+            f"{len(samples.refused)} cannot be used; {samples.refused[0]}",
+            "leave them out, or let the target write the answers (prepare)",
+        )
+    reasons = Counter(reason for sample in answered for reason in sample.left_out)
+    if reasons:
+        cut = sum(len(sample.left_out) > 0 for sample in answered)
+        yield Finding(
+            "warning",
+            "turns",
+            f"{reasons.total()} assistant turns in {cut} samples do not count: {'; '.join(sorted(reasons))}",
+            "fine if meant so; else take a chat template that keeps them, or a sample for each turn",
+        )
+    empty = [sample.name for sample in answered if not any(sample.mask)]
+    prompts = len(samples.all) - len(answered)
+    loss, total = sum(sum(sample.mask) for sample in answered), sum(len(sample.mask) for sample in answered)
+    said = f"{loss} of {total} tokens count in {len(answered)} samples with an answer, {len(empty)} with an empty mask"
+    if prompts:
+        said += f"; {prompts} more end with the user's turn, for the target to answer"
+    if answered and len(empty) == len(answered):
+        yield Finding("error", "loss masks", said, "there is nothing to learn: give samples with answers")
+    elif empty:
+        yield Finding("warning", "loss masks", f"{said}: {', '.join(empty[:5])}", "they train nothing: leave them out")
+    elif samples.all:
+        yield Finding("ok", "loss masks", said)
+
+
+def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """Return a sample's text: in green the tokens that count, the rest dimmed, special tokens bold, line ends marked.
+
+    A character whose tokens differ in their masks goes with its last one.
+    """
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    kinds = [(bit, token in special) for token, bit in zip(sample.ids, sample.mask, strict=True)]
+    text, shown, end = Text(), "", 0
+    for (bit, bold), stretch in groupby(kinds):
+        end += len(list(stretch))
+        # Decoded from the beginning: what a token says may depend on the one before, as spaces do.
+        options: Any = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        whole = str(tokenizer.decode(sample.ids[:end], **options))
+        if end < len(sample.ids):
+            whole = whole.rstrip("\ufffd")
+        piece, shown = whole[len(shown) :].replace("\n", "↵\n").translate(PICTURES), max(whole, shown, key=len)
+        text.append(piece, ("green" if bit else "dim") + (" bold" if bold else ""))
+    return text
+
+
+def bracketed(text: Text) -> Text:
+    """Return the text with its green stretches in ⟦⟧, for where there are no colours."""
+    plain, parts, end = text.plain, list[str](), 0
+    green = [span for span in text.spans if "green" in str(span.style)]
+    for i, span in enumerate(green):
+        joined = i > 0 and green[i - 1].end == span.start
+        parts += [plain[end : span.start], "" if joined else "⟦", plain[span.start : span.end]]
+        end = span.end
+        if i + 1 == len(green) or green[i + 1].start != end:
+            parts.append("⟧")
+    return Text("".join([*parts, plain[end:]]))
+
+
+def show(samples: Samples, count: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:
+    """Print the first samples, coloured by what counts in the loss."""
+    colours = console.is_terminal and not console.no_color
+    for sample in samples.all[:count]:
+        text = coloured(sample, tokenizer)
+        title = f"sample {sample.name!r}: {len(sample.ids)} tokens, {sum(sample.mask)} count in the loss"
+        console.print(Text.assemble("\n", (title, "bold underline")), soft_wrap=True)
+        end = "" if text.plain.endswith("\n") else "\n"
+        console.print(text if colours else bracketed(text), soft_wrap=True, highlight=False, end=end)

@@ -1,0 +1,96 @@
+"""Tiny random models of the families that drafts and targets come from, by name."""
+
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoConfig,
+    GPTNeoXConfig,
+    GptOssConfig,
+    JambaConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    MistralConfig,
+    OPTConfig,
+    Phi3Config,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+)
+
+VOCAB, HIDDEN, WINDOW = 64, 32, 8
+BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+GROUPED = {"num_key_value_heads": 2, "intermediate_size": 2 * HIDDEN}
+GEMMA = {**GROUPED, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": WINDOW}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_type": "default"}}
+FULL = "full_attention"
+
+# Windows stay where a family has them, in one of two layers if it has both kinds.
+FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, GROUPED),
+    "qwen2": (Qwen2Config, GROUPED),
+    "qwen2-window": (
+        Qwen2Config,
+        {**GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    ),
+    "qwen3": (Qwen3Config, {**GROUPED, "head_dim": 8}),
+    "mistral": (MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
+    "gemma2": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0}),
+    "gemma3": (Gemma3TextConfig, {**GEMMA, "layer_types": ["sliding_attention", FULL]}),
+    "gpt2": (GPT2Config, {}),
+    "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
+    "gpt-oss": (GptOssConfig, {**GEMMA, **EXPERTS}),
+    "opt": (OPTConfig, {"ffn_dim": 2 * HIDDEN, "word_embed_proj_dim": HIDDEN}),
+    "phi": (PhiConfig, GROUPED),
+    "phi3": (Phi3Config, {**GROUPED, "sliding_window": WINDOW}),
+    "falcon": (FalconConfig, {"alibi": False}),
+}
+# Those whose cache cannot drop rejected tokens, or that take no positions for them.
+UNFIT: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
+    "mamba": (MambaConfig, {}),
+    "jamba": (JambaConfig, {**GROUPED, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "recurrent-gemma": (RecurrentGemmaConfig, {**GROUPED, "lru_width": HIDDEN}),
+    "qwen3-next": (
+        Qwen3NextConfig,
+        {**GROUPED, "head_dim": 8, "layer_types": ["linear_attention", FULL], "mlp_only_layers": [0, 1]},
+    ),
+    "lfm2": (Lfm2Config, {**GROUPED, "layer_types": ["conv", FULL]}),
+    "llama4": (
+        Llama4TextConfig,
+        {**GROUPED, "head_dim": 8, "intermediate_size_mlp": 2 * HIDDEN, "num_local_experts": 2},
+    ),
+    "gpt-neo": (GPTNeoConfig, {"attention_types": [[["global", "local"], 1]]}),
+    "falcon-alibi": (FalconConfig, {"alibi": True}),
+    "bloom": (BloomConfig, {}),
+}
+
+
+def tiny_model(name: str, **options: Any) -> PreTrainedModel:
+    """A family's model, with fields of its config as given; the same weights every time."""
+    config, own = (FAMILIES | UNFIT)[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**{**BASE, **own, **options})).eval().requires_grad_(False)
+    model.generation_config.pad_token_id = 0
+    return model

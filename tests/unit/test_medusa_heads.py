@@ -1,0 +1,333 @@
+"""Heads on hand-made hidden states: their formulas, their files, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import tiny_llama
+from families import tiny_model
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import silu
+from transformers import CohereConfig, CohereForCausalLM
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.tree import Tree
+from draftsmith.medusa import MedusaConfig, MedusaHeads
+from draftsmith.train.heads import last_hidden
+
+HIDDEN, VOCAB, K = 8, 13, 3
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+def randomised(heads: MedusaHeads, seed: int = 0) -> MedusaHeads:
+    """The heads with blocks that do something."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return heads.eval().requires_grad_(False)
+
+
+def small(**options) -> MedusaHeads:
+    return randomised(MedusaHeads(MedusaConfig(HIDDEN, VOCAB, K, **options)))
+
+
+def hidden_states(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+
+def scaled_cohere():
+    torch.manual_seed(0)
+    config = CohereConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, logit_scale=0.3
+    )
+    return CohereForCausalLM(config).eval()
+
+
+TARGETS = {
+    "own head": lambda: tiny_llama(0),
+    "tied head": lambda: tiny_model("gpt2"),
+    "head with a bias": lambda: with_bias(tiny_model("phi")),
+    "soft cap": lambda: tiny_model("gemma2"),
+    "logit scale": scaled_cohere,
+}
+
+
+def with_bias(model):
+    """A bias that says something; it begins as zero."""
+    model.get_output_embeddings().bias.copy_(torch.randn(64, generator=torch.Generator().manual_seed(1)))
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, {"lm_heads": "shared"}, {"hydra": True, "num_layers": 2, "bias": True}], ids=str)
+@pytest.mark.parametrize("name", TARGETS)
+def test_untrained_heads_are_the_targets_own(name, options):
+    target = TARGETS[name]()
+    heads = MedusaHeads.of_target(target, K, **options)
+    with torch.no_grad():
+        hidden = last_hidden(target, input_ids=IDS)
+        embeddings = target.get_input_embeddings()(IDS[:, :K]).expand(1, IDS.shape[1], K, -1)
+        expected = target(IDS).logits
+        logits = heads(hidden, embeddings)
+    assert logits.shape == (1, IDS.shape[1], K, expected.shape[-1])
+    torch.testing.assert_close(logits, expected[:, :, None].expand_as(logits), atol=1e-5, rtol=1e-5)
+    assert expected.std() > 0.01
+    # Copies: training the heads leaves the target as it is.
+    before = target.get_output_embeddings().weight.clone()
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(1.0)
+    assert torch.equal(target.get_output_embeddings().weight, before)
+
+
+def test_own_heads_are_separate_and_a_shared_one_is_one():
+    target = tiny_llama(0)
+    own, shared = (MedusaHeads.of_target(target, K, lm_heads=kind) for kind in ("own", "shared"))
+    assert len({head.weight.data_ptr() for head in own.all_lm_heads}) == len(own.all_lm_heads) == K
+    assert len(shared.all_lm_heads) == 1
+    assert all(shared.lm_head_of(i) is shared.lm_head for i in range(K))
+    size, vocab = target.config.hidden_size, target.config.vocab_size
+    assert own.num_parameters() == K * (size * size + vocab * size)
+    assert shared.num_parameters() == K * size * size + vocab * size
+    blocks = own.blocks  # trap 18: one block n times
+    assert len({block.layers[0].weight.data_ptr() for block in blocks}) == K
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_medusa_is_its_formula(shared, bias):
+    """Medusa, section 2.1: softmax(W2 · (SiLU(W1 · h) + h)), block after block."""
+    heads = small(num_hidden_layers=2, medusa_fc_bias=bias, original_lm_head=shared, logit_scale=0.5)
+    tensors, hidden = heads.state_dict(), hidden_states(5)
+    for i in range(K):
+        x = hidden
+        for layer in range(2):
+            x = x + silu(
+                x @ tensors[f"blocks.{i}.layers.{layer}.weight"].T
+                + (tensors[f"blocks.{i}.layers.{layer}.bias"] if bias else 0)
+            )
+        w2 = tensors["lm_head.weight" if shared else f"lm_heads.{i}.weight"]
+        torch.testing.assert_close(heads.logits(i, hidden), 0.5 * (x @ w2.T))
+        torch.testing.assert_close(heads(hidden)[:, i], 0.5 * (x @ w2.T))
+    assert torch.equal(heads(hidden, heads=[2, 0]), heads(hidden)[:, [2, 0]])
+
+
+def test_logits_are_capped_as_the_targets_are_and_biased():
+    heads = small(final_logit_softcapping=2.0, lm_head_bias=True)
+    tensors, hidden = heads.state_dict(), hidden_states(5)
+    x = hidden + silu(hidden @ tensors["blocks.1.layers.0.weight"].T)
+    raw = x @ tensors["lm_heads.1.weight"].T + tensors["lm_heads.1.bias"]
+    torch.testing.assert_close(heads.logits(1, hidden), 2 * torch.tanh(raw / 2))
+    assert raw.abs().max() > 2
+
+
+def test_hydra_is_its_formula():
+    """Hydra, section 3: the first map sees h and the embeddings of the tokens between, in their order."""
+    heads = small(num_hidden_layers=2, hydra=True)
+    tensors, hidden = heads.state_dict(), hidden_states(5)
+    embeddings = hidden_states(5, K) * 2
+    for i in range(K):
+        weight = tensors[f"blocks.{i}.layers.0.weight"]
+        assert weight.shape == (HIDDEN, (2 + i) * HIDDEN)
+        parts = [hidden, *(embeddings[:, j] for j in range(i + 1))]
+        wide = sum(part @ weight[:, HIDDEN * j : HIDDEN * (j + 1)].T for j, part in enumerate(parts))
+        x = hidden + silu(wide)
+        x = x + silu(x @ tensors[f"blocks.{i}.layers.1.weight"].T)
+        torch.testing.assert_close(heads.logits(i, hidden, embeddings), x @ tensors[f"lm_heads.{i}.weight"].T)
+        # Exactly the tokens between are looked at: what comes after is not.
+        assert torch.equal(
+            heads.logits(i, hidden, embeddings[:, : i + 1]), heads.logits(i, hidden, embeddings)
+        )
+        swapped = embeddings.clone()
+        swapped[:, i] += 1.0
+        assert not torch.allclose(heads.logits(i, hidden, swapped), heads.logits(i, hidden, embeddings))
+    with pytest.raises(InputError, match="embeddings: expected those of the tokens before"):
+        heads.logits(0, hidden)
+
+
+def test_a_truncated_vocabulary_is_minus_infinity_elsewhere():
+    target, kept = tiny_llama(0), torch.tensor([90, 3, 5, 41])
+    heads = MedusaHeads.of_target(target, K, token_map=kept)
+    hidden = last_hidden(target, input_ids=IDS)
+    logits, expected = heads(hidden), target(IDS).logits[:, :, None].expand(-1, -1, K, -1)
+    torch.testing.assert_close(logits[..., kept], expected[..., kept], atol=1e-5, rtol=1e-5)
+    others = torch.ones(97, dtype=torch.bool)
+    others[kept] = False
+    assert (logits[..., others] == float("-inf")).all()
+    assert heads.config.truncated_vocab_size == 4 and heads.lm_heads[0].weight.shape == (4, 32)
+
+
+VARIANTS = {
+    "medusa": {},
+    "shared head": {"original_lm_head": True},
+    "biases": {"medusa_fc_bias": True, "lm_head_bias": True, "num_hidden_layers": 2},
+    "hydra": {"hydra": True, "medusa_choices": [[0], [1], [0, 0]]},
+    "scaled and capped": {"logit_scale": 0.5, "final_logit_softcapping": 3.0},
+    "truncated": {"truncated_vocab_size": 5},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_saved_heads_load_as_they_were(tmp_path, name):
+    heads = small(**VARIANTS[name])
+    if heads.token_map is not None:
+        heads.token_map.copy_(torch.tensor([12, 0, 7, 3, 4]))
+    heads.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert set(tensors) == set(heads.state_dict())
+    loaded = MedusaHeads.from_pretrained(tmp_path)
+    assert not loaded.training and loaded.dtype == torch.float32
+    hidden, embeddings = hidden_states(5), hidden_states(5, K)
+    assert torch.equal(loaded(hidden, embeddings), heads(hidden, embeddings))
+    assert loaded.config.to_diff_dict() == MedusaConfig.from_pretrained(tmp_path).to_diff_dict()
+    choices = heads.config.medusa_choices
+    assert loaded.tree == (Tree.chain(K) if choices is None else Tree.from_choices(choices))
+    config = json.loads((tmp_path / "config.json").read_text())
+    # What vLLM reads; keys that hold "num" and "heads" beside "num_heads" would be renamed there.
+    for key in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size"):
+        assert type(config[key]) is int
+    assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+    assert [key for key in config if "num" in key and "heads" in key] == ["num_heads"]
+    assert [key for key in config if "num" in key and "layers" in key] == ["num_hidden_layers"]
+
+
+def test_half_precision_heads_stay_so(tmp_path):
+    heads = small().to(torch.bfloat16)
+    heads.save_pretrained(tmp_path)
+    loaded = MedusaHeads.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.bfloat16
+    assert torch.equal(loaded(hidden_states(5).bfloat16()), heads(hidden_states(5).bfloat16()))
+    assert MedusaHeads.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 0}, "num_heads: expected at least 1, found 0"),
+        ({"num_heads": "four"}, "num_heads: expected at least 1, found 'four'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: expected at least 1, found 0"),
+        ({"truncated_vocab_size": 14}, "truncated_vocab_size: expected at most the vocabulary's 13 tokens, found 14"),
+        (
+            {"medusa_choices": [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]},
+            "tree: expected a depth between 1 and the 3 heads, found 4",
+        ),
+        ({"medusa_choices": []}, "tree: expected a depth between 1 and the 3 heads, found 0"),
+        ({"medusa_choices": [[1]]}, "tree: expected the sibling [0] of [1] too"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(options, message):
+    with pytest.raises(InputError) as error:
+        MedusaHeads(MedusaConfig(**{"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_heads": K, **options}))
+    assert str(error.value) == message
+
+
+def test_bad_arguments_of_the_target_are_refused():
+    target = tiny_llama(0)
+    for ids in ([1, 2, 2], [1, 97], [-1, 3]):
+        with pytest.raises(InputError) as error:
+            MedusaHeads.of_target(target, K, token_map=torch.tensor(ids))
+        assert str(error.value) == "token_map: expected different ids below 97, found others"
+    with pytest.raises(InputError, match="lm_heads: expected one of own, shared, found 'both'"):
+        MedusaHeads.of_target(target, K, lm_heads="both")
+    with pytest.raises(InputError, match="num_heads: expected at least 1, found 0"):
+        MedusaHeads.of_target(target, 0)
+    MedusaHeads.of_target(target, K).check_fits(tiny_llama(5))
+    for other, message in (
+        (tiny_llama(0, hidden=64), "medusa: expected heads with the target's hidden_size 64, found 32"),
+        (tiny_llama(0, 98), "medusa: expected heads with the target's vocab_size 98, found 97"),
+    ):
+        with pytest.raises(InputError) as error:
+            MedusaHeads.of_target(target, K).check_fits(other)
+        assert str(error.value) == message
+
+
+def edited(change):
+    """A damage done to the tensors' file."""
+
+    def damage(directory):
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def configured(**fields):
+    """A damage done to the config."""
+
+    def damage(directory):
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return damage
+
+
+def cut_short(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def pickled(directory):
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    torch.save(tensors, directory / "pytorch_model.bin")
+
+
+DAMAGES = {
+    "missing": (
+        edited(lambda tensors: tensors.pop("blocks.1.layers.0.weight")),
+        "expected the tensors of 3 heads, found 1 missing: blocks.1.layers.0.weight",
+    ),
+    "no token map": (
+        edited(lambda tensors: tensors.pop("token_map")),
+        "expected the tensors of 3 heads, found 1 missing: token_map",
+    ),
+    "unexpected": (
+        edited(lambda tensors: tensors.update({"blocks.0.layers.0.bias": torch.zeros(HIDDEN)})),
+        "expected the tensors of 3 heads, found 1 not expected: blocks.0.layers.0.bias",
+    ),
+    "fewer heads": (configured(num_heads=2), "found 2 not expected: blocks.2.layers.0.weight, lm_heads.2.weight"),
+    "more heads": (configured(num_heads=4), "found 2 missing: blocks.3.layers.0.weight, lm_heads.3.weight"),
+    "another shape": (
+        edited(lambda tensors: tensors.update({"lm_heads.0.weight": torch.zeros(5, HIDDEN + 1)})),
+        "lm_heads.0.weight",
+    ),
+    "another hidden size": (configured(hidden_size=HIDDEN + 1), "blocks.0.layers.0.weight"),
+    "token map with doubles": (
+        edited(lambda tensors: tensors.update(token_map=torch.tensor([1, 2, 2, 3, 4]))),
+        f"token_map: expected different ids below {VOCAB}, found others",
+    ),
+    "token map beyond the vocabulary": (
+        edited(lambda tensors: tensors.update(token_map=torch.tensor([1, 2, VOCAB, 3, 4]))),
+        f"token_map: expected different ids below {VOCAB}, found others",
+    ),
+    "a config that cannot be": (configured(num_heads=0), "num_heads: expected at least 1, found 0"),
+    "a number in words": (configured(hidden_size="eight"), "hidden_size"),
+    "no JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json"),
+    "no tensors": (lambda directory: (directory / "model.safetensors").unlink(), "safetensors"),
+    "cut short": (cut_short, "expected Medusa heads"),
+    "garbage": (lambda directory: (directory / "model.safetensors").write_bytes(b"\x01" * 99), "expected Medusa heads"),
+    "a pickle": (pickled, "safetensors"),
+    "nothing": (shutil.rmtree, "expected Medusa heads"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_heads_are_refused_in_one_line(tmp_path, name):
+    damage, message = DAMAGES[name]
+    directory = tmp_path / "heads"
+    small(truncated_vocab_size=5).save_pretrained(directory)
+    MedusaHeads.from_pretrained(directory)
+    damage(directory)
+    with pytest.raises(InputError) as error:
+        MedusaHeads.from_pretrained(directory)
+    text = str(error.value)
+    assert message in text and str(directory) in text and "\n" not in text, text
+
+
+def test_another_kind_of_model_is_refused(tmp_path):
+    tiny_llama(0).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="expected"):
+        MedusaHeads.from_pretrained(tmp_path)

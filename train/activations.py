@@ -1,0 +1,313 @@
+"""Activations, traced without data and without a GPU.
+
+They follow no formula for one family: the models' own forward and backward, and our own loss, run on tensors that have
+shapes and no data (`FakeTensorMode`), and every storage is counted from its allocation to its release. So the figures
+have what PyTorch keeps for the backward of each operation, two copies of a norm's input and a dropout's mask included,
+and follow the code when it changes.
+
+For a GPT layer in half precision on s tokens of b rows with hidden size h, Korthikanti et al. 2022 (section 4.1) count
+34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). What is
+found here is above that by what eager kernels keep besides: intermediate results of activations and norms that are
+written in several operations, and with padding an additive mask of 2·b·s² bytes a layer.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+from draftsmith.train import lean
+from draftsmith.train.heads import head_of, last_hidden
+from draftsmith.train.model_states import Precision
+from draftsmith.train.objective import Objective
+from draftsmith.train.teacher import CachedLaw, LiveLaw, TeacherLaw
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the storages that operations allocate, while they live, on fake tensors and on real ones."""
+
+    def __init__(self, given: Iterable[Tensor] = ()):
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._given = list(given)
+        """Not counted, and kept: a storage's number is that of another once it is released."""
+        for tensor in self._given:
+            self._sizes[tensor.untyped_storage()._cdata] = 0
+
+    def restart(self) -> None:
+        """Look for the peak from here on."""
+        self.peak = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._release, storage._cdata)
+        return out
+
+    def _release(self, number: int) -> None:
+        self.now -= self._sizes.pop(number)
+
+
+@dataclass(frozen=True)
+class Affine:
+    """Bytes that grow with the number of rows."""
+
+    constant: float = 0.0
+    per_row: float = 0.0
+
+    @classmethod
+    def through(cls, few: int, at_few: float, many: int, at_many: float) -> "Affine":
+        """Return what has these values for these numbers of rows."""
+        slope = (at_many - at_few) / (many - few)
+        return cls(at_few - slope * few, slope)
+
+    def __call__(self, rows: float) -> float:
+        """Return the bytes of so many rows."""
+        return self.constant + self.per_row * rows
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a draft's step, weights and their gradients left out."""
+
+    in_loss: Affine
+    """While the loss is taken: what is kept for the backward, and the copies of weights that autocast made."""
+    kept: Affine
+    """After it."""
+    backward: Affine
+    """The most at any time of the decoder's backward, of which `kept` is a part."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is fed."""
+
+    length: int
+    """Tokens of a row."""
+    rows: int = 1
+    """For which figures are exact. Peaks are the largest of several affine functions of the rows: between this number
+    and four times as many the figures are at most too high, beyond them by little too low."""
+    packed: bool = False
+    """Rows have positions in place of a mask."""
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of rows that traces are taken at."""
+        return self.rows, 4 * self.rows
+
+    def affine(self, at_few: float, at_many: float) -> Affine:
+        """Return what was found at `sizes`, for any number of rows."""
+        few, many = self.sizes
+        return Affine.through(few, at_few, many, at_many)
+
+    def inputs(self, rows: int) -> dict[str, Tensor]:
+        """Return a batch of so many rows, (B, T) each, of padded texts or packed ones."""
+        ids = torch.zeros(rows, self.length, dtype=torch.long)
+        return {"input_ids": ids, "position_ids" if self.packed else "attention_mask": torch.ones_like(ids)}
+
+    def chosen(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""
+        places = hidden.new_zeros(len(hidden) * (self.length - 1), dtype=torch.long)
+        return hidden[:, :-1][places, places]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Return a mode in which models are built and run without data."""
+    return FakeTensorMode()
+
+
+def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
+    """Give a model of the meta device tensors of a mode, in place; it then runs as if it were on the CPU.
+
+    Args:
+        mode: that it is to run in.
+        model: with any tensors; tied ones stay tied.
+        half: make its weights half precision, whatever they were.
+    """
+    made: dict[int, Tensor] = {}
+    with mode:
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(parameter) not in made:
+                    empty = torch.empty(parameter.shape, dtype=torch.bfloat16 if half else parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                setattr(module, name, made[id(parameter)])
+            for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+@contextmanager
+def _precision(precision: Precision) -> Iterator[None]:
+    # float16 takes the same bytes. FSDP's half-precision copies run under autocast too, which changes little.
+    with torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext():
+        yield
+
+
+def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: Batch, precision: Precision) -> Affine:
+    """Return the most bytes beyond its weights that a model's forward takes at any time without gradients.
+
+    Args:
+        mode: that the model was built in.
+        model: the target, or a draft that is evaluated.
+        batch: what it is fed.
+        precision: "autocast", or anything else for the weights' own.
+    """
+    peaks = []
+    for rows in batch.sizes:
+        with mode, torch.no_grad():
+            inputs = batch.inputs(rows)
+            with LiveBytes([*_tensors(model), *inputs.values()]) as live, _precision(precision):
+                batch.chosen(last_hidden(model.eval(), **inputs))
+            peaks.append(live.peak)
+    return batch.affine(*peaks)
+
+
+class _Loss(torch.autograd.Function):
+    """Stands in for a loss: takes hidden states, and returns a gradient of their size in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        ctx.like = hidden.new_empty(()).expand(hidden.shape)
+        return hidden.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return torch.zeros_like(ctx.like, memory_format=torch.contiguous_format)
+
+
+def trace_draft(
+    mode: FakeTensorMode, draft: PreTrainedModel, batch: Batch, precision: Precision, checkpointing: bool
+) -> Activations:
+    """Return what a draft's training step holds, by running its forward and backward on fake tensors.
+
+    Args:
+        mode: that the draft was built in.
+        draft: with `requires_grad` where it trains; in half precision for "half". Its attention must have no dropout:
+            without a GPU that would run as separate operations.
+        batch: what it is fed.
+        precision: how it computes.
+        checkpointing: recompute each layer's activations in the backward (Chen et al. 2016).
+    """
+    found = []
+    for rows in batch.sizes:
+        with mode:
+            draft.train()
+            if checkpointing:
+                draft.activation_checkpointing_enable({"use_reentrant": False})
+            # Held throughout: gradients add up in them.
+            for parameter in draft.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            inputs = batch.inputs(rows)
+            with LiveBytes([*_tensors(draft), *inputs.values()]) as live:
+                with _precision(precision):
+                    whole = last_hidden(draft, **inputs)  # the loss is taken while the forward still has it
+                    hidden = batch.chosen(whole)
+                    in_loss = live.now
+                    total = _Loss.apply(hidden)
+                    del hidden, whole
+                kept = live.now
+                live.restart()
+                total.backward()
+            backward = live.peak
+            draft.activation_checkpointing_disable()
+            draft.zero_grad()
+            found.append((in_loss, kept, backward))
+    return Activations(*(batch.affine(*pair) for pair in zip(*found, strict=True)))
+
+
+def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: Batch, precision: Precision) -> Affine:
+    """Return the bytes of a draft's keys and values for texts as long as the batch."""
+    sizes = []
+    for rows in batch.sizes:
+        with mode, torch.no_grad():
+            inputs = batch.inputs(rows)
+            with LiveBytes([*_tensors(draft), *inputs.values()]) as live, _precision(precision):
+                decoder: Any = draft.eval().get_decoder()
+                cache = decoder(**inputs, use_cache=True).past_key_values
+                sizes.append(live.now)
+                del cache
+    return batch.affine(*sizes)
+
+
+def trace_loss(
+    mode: FakeTensorMode,
+    objective: Objective,
+    draft: PreTrainedModel,
+    target: PreTrainedModel | None,
+    positions: int,
+    precision: Precision,
+    k: int = 32,
+) -> tuple[float, float]:
+    """Return the most bytes that the loss takes in the forward, and in its own backward down to the hidden states.
+
+    The gradients to hidden states and head are part of both, the hidden states themselves of neither.
+
+    Args:
+        mode: that the models were built in.
+        objective: what is minimised.
+        draft: as in `trace_draft`.
+        target: in its own dtype; None for laws from a teacher cache.
+        positions: that the loss is taken over.
+        precision: how the draft computes.
+        k: tokens of a cached law.
+    """
+    vocabulary = common_vocabulary(draft, target)
+    with mode:
+        q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
+        labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
+        law: TeacherLaw | None = None
+        if not objective.needs_target:
+            given = []
+        elif target is None:
+            law = CachedLaw(
+                torch.zeros(positions, k, dtype=torch.int32),
+                torch.zeros(positions, k).half(),
+                *torch.zeros(2, positions),
+            )
+            given = [law.ids, law.log_p, law.log_tail]
+        else:
+            hidden = _hidden(target, positions)
+            law = LiveLaw(hidden, head_of(target).cut(vocabulary))
+            given = [*_tensors(target), hidden]
+        for parameter in draft.parameters():
+            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        with LiveBytes([*_tensors(draft), *given, q_hidden, labels, weights]) as live:
+            with _precision(precision):
+                head = head_of(draft).cut(vocabulary)
+                total = lean.lean_sum(objective.features, weights, labels, q_hidden, head, law)[0]
+            forward = live.peak
+            live.restart()
+            total.backward()
+        draft.zero_grad()
+    return float(forward), float(live.peak)
+
+
+def common_vocabulary(*models: PreTrainedModel | None) -> int:
+    """Return the number of tokens that the heads of all these models have; None is no model."""
+    return min(len(head_of(model).weight) for model in models if model is not None)
+
+
+def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = None) -> Tensor:
+    head = head_of(model).weight
+    return torch.zeros(positions, head.shape[1], dtype=dtype or head.dtype)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [*model.parameters(), *model.buffers(), *gradients]

@@ -1,0 +1,197 @@
+"""Weights, gradients and optimiser states: sums of tensor sizes, divided over GPUs as each strategy divides them.
+
+Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states, beside the activations of a step (`activations`).
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.heads import head_of
+
+Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+Precision = Literal["float32", "autocast", "half"]
+"""How a draft computes: in float32; from float32 weights under autocast; from half-precision copies of them."""
+
+Placement = Literal["whole", "sharded", "8bit", "4bit", "elsewhere"]
+"""How a target lies on the GPUs that train the draft."""
+
+# DeepSpeed's stage3_max_live_parameters: weights that ZeRO-3 keeps gathered, as long as they will be used again.
+LIVE_PARAMETERS = 10**9
+# bitsandbytes: two bytes of state, and a float32 scale for 256 values of each; small tensors and embeddings in full.
+BLOCK, SMALL = 256, 4096
+ADAM = ("adamw_torch", "adamw_torch_fused", "paged_adamw", "paged_adamw_32bit", "adamw_anyprecision", "stable_adamw")
+ADAM_8BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit")
+LION = ("lion_32bit", "paged_lion_32bit")
+OPTIMIZERS = (*ADAM, *ADAM_8BIT, *LION, "adafactor", "sgd")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How many numbers a model has."""
+
+    all: int
+    """Parameters, tied ones once."""
+    trained: int
+    """Those that have gradients."""
+    buffers: int
+    """Bytes of tables that are no parameters."""
+    largest_unit: int
+    """Parameters of the largest part that FSDP gathers at a time: a layer, or untied embeddings."""
+    tail: int
+    """Parameters that FSDP leaves gathered: those of the head and of the final norm."""
+    bucket: int
+    """Numbers that DeepSpeed reduces together, twice over: what the Trainer makes of "auto" (hidden size squared)."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "Weights":
+        """Count a model's."""
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        ends = {id(p) for end in (embeddings, head) for p in end.parameters()}
+        layers = _layers(model)
+        units = [_count(layer.parameters()) for layer in layers] + [_count(embeddings.parameters())]
+        inside = {id(p) for layer in layers for p in layer.parameters()} | ends
+        rest = [p for p in model.parameters() if id(p) not in inside]
+        return cls(
+            all=_count(model.parameters()),
+            trained=_count(p for p in model.parameters() if p.requires_grad),
+            buffers=sum(buffer.nbytes for buffer in model.buffers()),
+            largest_unit=max(units),
+            tail=_count(head.parameters()) + _count(rest),
+            bucket=model.config.get_text_config().hidden_size ** 2,
+        )
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def target_bytes(target: PreTrainedModel, placement: Placement, gpus: int) -> dict[str, float]:
+    """Return the bytes that a frozen target takes on each GPU at all times.
+
+    * "whole": all of it, in its own dtype.
+    * "sharded": a share of the decoder, two layers and the embeddings gathered while it computes, and a whole head.
+    * "8bit", "4bit": linear maps but the head in a byte or half of one (Dettmers et al. 2022 and 2023, with a float32
+      scale for a row, or for 64 numbers), and one of them at a time in the dtype of computing.
+    * "elsewhere": on a device of its own, and a head here.
+
+    Args:
+        target: in its dtype.
+        placement: as above.
+        gpus: over so many it is shared.
+    """
+    dtype, weights = head_of(target).weight.dtype, Weights.of(target)
+    if placement == "whole":
+        return {f"target: weights in {dtype}, whole".replace("torch.", ""): float(weights.all * dtype.itemsize)}
+    head = head_of(target).weight
+    if placement == "elsewhere":
+        return {"target: the head": float(head.nbytes)}
+    if placement == "sharded":
+        embeddings = target.get_input_embeddings().weight
+        decoder = weights.all - (0 if embeddings is head else head.numel())
+        layers = [_count(layer.parameters()) for layer in _layers(target)]
+        gathered = 2 * max(layers) + decoder - sum(layers)
+        return {
+            "target: a share of the weights, the head whole": dtype.itemsize * (decoder / gpus + head.numel()),
+            "target: gathered weights": float(dtype.itemsize * gathered),
+        }
+    linear = [
+        module.weight
+        for module in target.modules()
+        if isinstance(module, nn.Linear | Conv1D) and module.weight is not head
+    ]
+    numbers, rows = _count(linear), sum(len(weight) for weight in linear)
+    small = numbers + 4 * rows if placement == "8bit" else numbers / 2 + 4 * numbers / 64
+    return {
+        f"target: weights in {placement}, whole": small + (weights.all - numbers) * dtype.itemsize,
+        "target: a matrix in the dtype of computing": float(max(map(Tensor.numel, linear)) * dtype.itemsize),
+    }
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for part in model.modules() if isinstance(part, nn.ModuleList) for module in part]
+
+
+def optimizer_bytes(model: PreTrainedModel, name: str) -> int:
+    """Return the bytes of an optimiser's states for the parameters that train, not sharded.
+
+    AdamW has two float32 moments and a step count for each tensor; "muon" (`MuonAdamW`) one momentum for matrices that
+    are neither embeddings nor head, and AdamW's for the rest; 8-bit variants (Dettmers et al. 2022) a byte for each
+    moment, with a float32 scale a block of 256, but for embeddings and small tensors.
+
+    Args:
+        model: the draft.
+        name: one of `OPTIMIZERS`, as `training.optim` has it, or muon.
+
+    Raises:
+        InputError: another name.
+    """
+    if name not in (*OPTIMIZERS, "muon"):
+        raise InputError(f"training.optim: expected one of {', '.join(OPTIMIZERS)}, found {name!r}")
+    ends = {id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()}
+    total = 0
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        n, is_matrix = parameter.numel(), parameter.ndim == 2
+        if name == "sgd":
+            continue
+        if name == "adafactor":
+            total += 4 * (sum(parameter.shape) if is_matrix else n)
+        elif name in LION or (name == "muon" and is_matrix and id(parameter) not in ends):
+            total += 4 * n
+        elif name in ADAM_8BIT and n >= SMALL and id(parameter) not in ends:
+            total += 2 * n + 2 * 4 * -(-n // BLOCK)
+        else:
+            total += 8 * n + 4
+    return total
+
+
+def held_bytes(weights: Weights, states: int, strategy: Strategy, gpus: int, precision: Precision) -> dict[str, float]:
+    """Return the bytes that a draft takes on each GPU at all times, by what they are for.
+
+    * DDP: everything whole, and buckets of the gradients' size to send them from (`gradient_as_bucket_view` is off).
+    * ZeRO (Rajbhandari et al. 2020, section 5): working weights and gradients in the precision of computing, and
+      float32 weights with the states, divided over the GPUs from stage 1 on, gradients from 2 on, working weights from
+      3 on.
+    * FSDP2: float32 weights, gradients and states divided; two layers gathered at a time, and head and norm always.
+
+    Args:
+        weights: the draft's.
+        states: `optimizer_bytes`.
+        strategy: how the draft is spread.
+        gpus: over so many.
+        precision: how it computes.
+    """
+    working = 2 if precision == "half" else 4
+    if strategy == "ddp":
+        return {
+            "draft: weights": 4 * weights.all + weights.buffers,
+            "draft: gradients": 4 * weights.trained,
+            "draft: DDP's buckets": 4 * weights.trained if gpus > 1 else 0,
+            "draft: optimiser states": states,
+        }
+    if strategy == "fsdp2":
+        gathered = weights.tail + 2 * weights.largest_unit if gpus > 1 else 0
+        return {
+            "draft: weights": 4 * weights.all / gpus + weights.buffers,
+            "draft: gradients": 4 * weights.trained / gpus,
+            "draft: optimiser states": states / gpus,
+            "draft: gathered weights": working * gathered,
+            "draft: gradients on their way": working * min(gathered, weights.trained),
+        }
+    stage = int(strategy[-1])
+    gathered = min(weights.all, LIVE_PARAMETERS) if stage == 3 and gpus > 1 else 0
+    return {
+        "draft: weights": working * weights.all / (gpus if stage == 3 else 1) + weights.buffers,
+        "draft: float32 weights": 4 * weights.trained / gpus,
+        "draft: gradients": working * weights.trained / (gpus if stage >= 2 else 1),
+        "draft: optimiser states": states / gpus,
+        "draft: gathered weights": working * gathered,
+        "draft: ZeRO's buckets": 2 * working * min(weights.bucket, weights.trained),
+    }

@@ -1,0 +1,99 @@
+"""What every training run is told, whatever it trains against the target."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from transformers import TrainingArguments
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.models import QUANTIZATIONS
+
+
+@dataclass
+class RecipeConfig:
+    """Learn from a target, on completions that it wrote (`draftsmith prepare`)."""
+
+    acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha")
+    """What checkpoints may be chosen by."""
+
+    target: str
+    """The frozen teacher: a model directory or hub id."""
+    completions: list[str]
+    """Completion directories to train on."""
+    heldout: list[str] = field(default_factory=list)
+    """Completion directories to measure acceptance on; needed where `training.eval_strategy` is not "no"."""
+    training: TrainingArguments = field(default_factory=TrainingArguments)
+    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained."""
+    temperature: float = 1.0
+    """Divides both models' logits in the loss and in replay: the temperature that the pair is deployed at."""
+    top_k: int = 0
+    """The deployment's top-k, in the loss and in replay; 0 for none."""
+    top_p: float = 1.0
+    """The deployment's top-p, in the loss and in replay."""
+    max_length: int | None = None
+    """Cut samples to this many tokens."""
+    prompt_loss: bool = False
+    """Learn at the positions of the prompts too: more to learn from in the same forwards, off the text that is going to
+    be drafted."""
+    packing: bool = False
+    """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
+    patience: int | None = None
+    """End training after so many evaluations without a better `training.metric_for_best_model`."""
+    target_dtype: str = "float32"
+    """The frozen target's dtype; what is trained is float32, under autocast where `training.bf16` asks for it."""
+    target_device: str | None = None
+    """Where the target lies: by default a whole copy on each process's own device; "auto" spreads one over all GPUs (of
+    a single process); or a device, such as cuda:1."""
+    target_quantization: str | None = None
+    """8bit or 4bit weights for the target, by bitsandbytes."""
+    target_sharded: bool = False
+    """Leave each process its share of the target's layers, in place of a whole copy, and gather each layer while it
+    computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
+    optimizer: str = "trainer"
+    """"trainer": what `training.optim` says; "muon": Muon on the matrices and AdamW on the rest, which learns faster in
+    short runs, for unsharded training (one process or DDP, no FSDP or ZeRO)."""
+    resume: bool = True
+    """Go on from the last checkpoint in `output_dir` if there is one."""
+    trust_remote_code: bool = False
+    """Run model code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        if not self.completions:
+            raise InputError("completions: expected at least one directory, found none")
+        if self.optimizer not in ("trainer", "muon"):
+            raise InputError(f"optimizer: expected trainer or muon, found {self.optimizer!r}")
+        if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
+            raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
+        if self.target_quantization not in (None, *QUANTIZATIONS):
+            raise InputError(
+                f"target_quantization: expected one of {', '.join(QUANTIZATIONS)}, found {self.target_quantization!r}"
+            )
+        for name in ("target_device", "target_quantization"):
+            if self.target_sharded and getattr(self, name):
+                raise InputError(f"target_sharded: expected false with {name}, found true")
+        if self.max_length is not None and self.max_length < 2:
+            raise InputError(f"max_length: expected at least 2, found {self.max_length}")
+        if self.packing and self.max_length is None:
+            raise InputError("max_length: expected the tokens of a packed row, found none")
+        self._select_on_acceptance()
+        self.training.remove_unused_columns = False  # the collator reads columns that no model does
+        if self.training.eval_strategy != "no" and not self.heldout:
+            raise InputError(
+                f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "
+                "found none"
+            )
+
+    def _select_on_acceptance(self) -> None:
+        """Choose checkpoints by acceptance: the loss can fall while acceptance falls."""
+        training = self.training
+        if self.patience is not None and not (training.load_best_model_at_end and self.patience >= 1):
+            raise InputError("patience: expected at least 1, and training.load_best_model_at_end")
+        if not training.load_best_model_at_end:
+            return
+        if training.metric_for_best_model == "loss":  # the library's default
+            training.metric_for_best_model, training.greater_is_better = "mean_acceptance_length", True
+        metric = str(training.metric_for_best_model).removeprefix("eval_")
+        if metric not in self.acceptance_metrics:
+            raise InputError(
+                f"training.metric_for_best_model: expected one of {', '.join(self.acceptance_metrics)}, found {metric}"
+            )

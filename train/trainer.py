@@ -1,0 +1,229 @@
+"""The Trainer as every recipe has it: a frozen target beside what is trained, and nothing lost on the way."""
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import Law
+from draftsmith.train.data import IGNORED, CompletionCollator, GroupedByLength, sample_ids
+from draftsmith.train.heads import Head, head_of, last_hidden, require_split
+from draftsmith.train.models import tokenizer_size
+from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.runs import move_files, told_of_full_disk
+from draftsmith.train.sharding import check_sharding, shard_decoder
+
+
+class RecipeTrainer(Trainer):
+    """`transformers.Trainer` with a frozen target, whole checkpoints, and errors that name the samples.
+
+    Losses are sums over the completion tokens of a part ÷ the token count of the whole global batch: accumulation steps
+    and processes with unequal token counts weigh by their tokens, so that the split of a batch does not change it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        config: RecipeConfig,
+        train_dataset: Dataset,
+        eval_dataset: Dataset | None = None,
+        **kwargs: Any,
+    ):
+        if target is not None:
+            require_split(target, "target")
+        self.recipe = config
+        super().__init__(
+            model=model,
+            args=config.training,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            data_collator=CompletionCollator(tokenizer),
+            processing_class=tokenizer,
+            **kwargs,
+        )
+        if config.patience is not None:
+            self.add_callback(EarlyStoppingCallback(config.patience))
+        self.tokenizer = tokenizer
+        self.law = Law.of(config.temperature, config.top_k, config.top_p)
+        # Either head may be padded beyond the tokenizer, to different sizes: entries that are no token have no law.
+        self.vocab_size = tokenizer_size(tokenizer)
+        self.target: Any = None if target is None else target.eval().requires_grad_(False)
+        """None where the laws come with the batches, out of a cache."""
+        self._head_here: Head | None = None
+        if self.target is not None and config.target_sharded:
+            self.target_head(self.args.device)
+            shard_decoder(self.target, self.args.device)
+        elif self.target is not None and config.target_device is None and config.target_quantization is None:
+            self.target.to(self.args.device)
+        # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
+        self.model_accepts_loss_kwargs = True
+        self._step_samples: list[int] = []
+        """Rows of the data set that the current step has seen."""
+        self._checkpoints: Path | None = None
+        """Where a checkpoint is being written."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Learn what shards the draft, before the library complains of it in its own terms."""
+        super().create_accelerator_and_postprocess()
+        check_sharding(self.accelerator, self.recipe.optimizer)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Read the data in an order that the seed and the epoch alone decide, grouped by length or not."""
+        loader = super().get_train_dataloader()
+        if self.args.train_sampling_strategy == "group_by_length":
+            size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            loader.set_sampler(GroupedByLength(self.train_dataset, size, self.args.seed))  # type: ignore[attr-defined]
+        return loader
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Take the batches of a step, and change them; what counts then is counted again, whatever the data said."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches = self.changed(batches)
+        if self.recipe.prompt_loss:
+            batches = [{**batch, "labels": _all_labels(batch)} for batch in batches]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Return what a step learns from in place of the data's batches; a recipe may have something to say."""
+        return batches
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Take a forward and a backward pass.
+
+        Raises:
+            InputError: the loss is not finite; names the samples.
+        """
+        self._step_samples.extend(inputs["index"].tolist())
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise InputError(self._not_finite("loss", loss.item()))
+        return loss
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        # float16 scales its loss, and skips the steps where the scaled gradients overflow.
+        if self.accelerator.scaler is None and grad_norm is not None and not math.isfinite(float(grad_norm)):
+            raise InputError(self._not_finite("gradient norm", float(grad_norm)))
+        self._step_samples.clear()
+        return grad_norm
+
+    def _not_finite(self, what: str, value: float) -> str:
+        return (
+            f"{what}: expected a finite number, found {value} in step {self.state.global_step + 1} on the samples "
+            f"{', '.join(sample_ids(self.train_dataset, self._step_samples))}; nothing was learned from them (look at "
+            "them, or lower training.learning_rate)"
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save aside, then rename: whatever happens meanwhile, every `checkpoint-N` is whole."""
+        directory = Path(str(self.args.output_dir))
+        aside = directory / ".checkpoint.partial"
+        if self.args.should_save:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._checkpoints = aside
+        try:
+            with told_of_full_disk(directory):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._checkpoints = None
+        self.accelerator.wait_for_everyone()
+        name = f"checkpoint-{self.state.global_step}"
+        if self.state.best_model_checkpoint == str(aside / name):
+            self.state.best_model_checkpoint = str(directory / name)
+        if self.args.should_save:
+            self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+            shutil.rmtree(directory / name, ignore_errors=True)
+            (aside / name).rename(directory / name)
+            aside.rmdir()
+            rotate_checkpoints(
+                str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
+            )
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(directory / name))
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Wait for the checkpoint's own name: uploads run in the background."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model whole; in checkpoints FSDP keeps it in shards where its `state_dict_type` says so."""
+        fsdp = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled and self._checkpoints is None else None
+        if fsdp is None:
+            return super().save_model(output_dir, _internal_call)
+        kind = fsdp.state_dict_type
+        fsdp.set_state_dict_type("FULL_STATE_DICT")  # the library saves nothing otherwise, and says nothing
+        super().save_model(output_dir, _internal_call)
+        fsdp.set_state_dict_type(kind)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model: aside, then each file renamed, so that no reader sees half of one."""
+        directory = Path(output_dir or str(self.args.output_dir))
+        aside = directory / ".model.partial"
+        if self._checkpoints is None:
+            state_dict = self.deployed_state(state_dict)
+        with told_of_full_disk(Path(str(self.args.output_dir))):
+            if self.args.should_save:
+                shutil.rmtree(aside, ignore_errors=True)
+            super()._save(str(aside), state_dict)
+            if self.args.should_save:
+                move_files(aside, directory)
+
+    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return the weights that are deployed, where they are others than those that a checkpoint goes on from."""
+        return state_dict
+
+    def averaged(self, total: Tensor, chosen: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """Return a part's summed loss ÷ the global batch's token count, or its own where that is not known."""
+        if num_items_in_batch is None:
+            return total / chosen.sum().clamp(min=1)
+        loss = total / num_items_in_batch
+        if self.args.average_tokens_across_devices:
+            # Gradients are averaged over processes; the count is already the sum over them.
+            loss = loss * self.accelerator.num_processes
+        return loss
+
+    def target_hidden(self, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
+        """Return what the target's head sees of a batch, (B, T, H), where the loss is taken."""
+        with torch.no_grad():
+            return last_hidden(self.target, **texts(inputs)).to(device)
+
+    def target_head(self, device: torch.device) -> Head:
+        """Return the target's head where the loss is taken: of a target elsewhere, a copy that is made once."""
+        if self._head_here is None:
+            self._head_here = head_of(self.target).cut(self.vocab_size).to(device)
+        return self._head_here
+
+
+def texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a model reads of a batch: packed rows have positions in place of a mask."""
+    return {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+
+
+def _all_labels(batch: dict[str, Tensor]) -> Tensor:
+    """Return the tokens of prompts and completions as labels, (B, T), but for the first of each text and padding."""
+    ids = batch["input_ids"]
+    if "position_ids" in batch:  # packed: padding has position 0, as the first token of a text has
+        return ids.where(batch["position_ids"] > 0, IGNORED)
+    labels = ids.where(batch["attention_mask"] == 1, IGNORED)
+    labels[:, 0] = IGNORED
+    return labels
