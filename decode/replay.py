@@ -62,6 +62,40 @@ def expected_rounds(a_BN: Tensor, lengths_B: Tensor, draft_length: int) -> Tenso
     return (starts[:, :n] * inside).sum(1)
 
 
+def expected_rounds_of_starts(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | None = None) -> Tensor:
+    """Return the expected rounds of each text, (B,), where what is drafted depends on where the round began.
+
+    The Markov chain of `expected_rounds`, with a_{t, j} in place of a_{t + j}.
+
+    Args:
+        a_BNK: the probability that a round from t accepts the token at t + j, given that it accepted those before,
+            (B, N, K); entries at or past a text's length are ignored.
+        lengths_B: the texts' lengths, (B,).
+        draft_length: γ ≤ K; K if None.
+    """
+    return start_probabilities(a_BNK, lengths_B, draft_length).sum(1)
+
+
+def start_probabilities(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | None = None) -> Tensor:
+    """Return s_t, the probability that a round starts at each position, (B, N); 0 past a text's length.
+
+    Arguments as in `expected_rounds_of_starts`.
+    """
+    batch, n, depth = a_BNK.shape
+    gamma = depth if draft_length is None else min(draft_length, depth)
+    inside = torch.arange(n, device=a_BNK.device)[None, :] < lengths_B[:, None]
+    # What lies past the end may be anything, and would spread.
+    a_BNK = torch.where(inside[..., None], a_BNK[..., :gamma], 0.0)
+    certain = a_BNK.new_ones(batch, n, 1)
+    reach = torch.cat([certain, a_BNK.cumprod(-1)], dim=-1)  # the first j tokens are accepted
+    accepts = reach * torch.cat([1 - a_BNK, certain], dim=-1)  # and no more
+    starts = a_BNK.new_zeros(batch, n + gamma + 1)
+    starts[:, 0] = 1.0
+    for t in range(n):
+        starts[:, t + 1 : t + gamma + 2] += starts[:, t, None] * accepts[:, t]
+    return torch.where(inside, starts[:, :n], 0.0)
+
+
 @dataclass(frozen=True)
 class ReplayedText:
     """One text's acceptance probabilities, from which every draft length is summed."""

@@ -14,10 +14,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.pytorch_utils import Conv1D
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.train.lora import LoraOptions, add_lora
 from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size, whole_weights
 from draftsmith.train.runs import move_files
 from draftsmith.train.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
@@ -25,32 +25,6 @@ from draftsmith.train.vocabulary import check_compatible_tokenizer, fit_vocabula
 # What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-ADAPTER = "default"
-
-
-@dataclass
-class LoraOptions:
-    """Low-rank adapters in place of full training (Hu et al. 2021, section 4.1): W + (alpha ÷ r)·B·A, W frozen."""
-
-    r: int = 16
-    """The rank."""
-    alpha: float = 32.0
-    """The scale, divided by the rank."""
-    dropout: float = 0.0
-    """Dropout on the adapters' inputs."""
-    target_modules: list[str] | None = None
-    """The ends of the modules' names, such as q_proj; all linear maps of the decoder if not given. Neither the
-    embeddings nor the head, whose weight the loss takes in pieces."""
-
-    def __post_init__(self) -> None:
-        if self.r < 1:
-            raise InputError(f"init.lora.r: expected at least 1, found {self.r}")
-        if self.alpha <= 0:
-            raise InputError(f"init.lora.alpha: expected more than 0, found {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"init.lora.dropout: expected at least 0 and less than 1, found {self.dropout}")
-        if self.target_modules is not None and not self.target_modules:
-            raise InputError("init.lora.target_modules: expected at least one name, found none")
 
 
 @dataclass
@@ -352,62 +326,6 @@ def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             reason = str(error).splitlines()[1].strip()
             raise InputError(f"init.share: expected embeddings of the target's shape, found: {reason}") from error
         own.requires_grad_(False)  # type: ignore[union-attr]
-
-
-def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Put adapters on a model's linear maps in place: it stays a PreTrainedModel, whose own weights are frozen."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise InputError("init.lora: expected peft to be installed (pip install peft), found none") from error
-
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    closed = {name for name, module in model.named_modules() if module in ends}
-    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)} - closed
-    chosen = linear if options.target_modules is None else set()
-    for wanted in options.target_modules or ():
-        found = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
-        if found & closed:
-            raise InputError(
-                f"init.lora.target_modules: expected neither embeddings nor head, found {wanted!r}: the loss takes the "
-                "head's weight in pieces"
-            )
-        if not found:
-            names = sorted({name.rpartition(".")[2] for name in linear})
-            raise InputError(f"init.lora.target_modules: expected names among {', '.join(names)}, found {wanted!r}")
-        chosen |= found
-    config = LoraConfig(
-        r=options.r,
-        lora_alpha=options.alpha,  # type: ignore[arg-type]
-        lora_dropout=options.dropout,
-        target_modules=sorted(chosen),
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
-    )
-    inject_adapter_in_model(config, model, ADAPTER)
-
-
-@torch.no_grad()
-def merged_state(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return a draft's weights with its adapters merged: W + (alpha ÷ r)·B·A under W's own name.
-
-    Args:
-        model: a draft of `make_draft`, with adapters or without; it is left as it is.
-        state: its state dict where the model in memory is sharded; the model's own if None.
-
-    Returns:
-        What `save_pretrained(state_dict=…)` writes as an ordinary model.
-    """
-    state = dict(model.state_dict() if state is None else state)
-    for key in [key for key in state if key.endswith(f".lora_A.{ADAPTER}.weight")]:
-        name = key.removesuffix(f".lora_A.{ADAPTER}.weight")
-        module: Any = model.get_submodule(name)
-        down, up = state.pop(key), state.pop(f"{name}.lora_B.{ADAPTER}.weight")
-        delta = module.scaling[ADAPTER] * (up.float() @ down.float())
-        weight = state.pop(f"{name}.base_layer.weight")
-        state[f"{name}.weight"] = (weight + (delta.T if module.fan_in_fan_out else delta)).to(weight.dtype)
-        if f"{name}.base_layer.bias" in state:
-            state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
-    return state
 
 
 def finish_draft(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> None:

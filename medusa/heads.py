@@ -7,7 +7,7 @@ and predicts token t + k + 1. Here heads count from 0, so head i predicts token 
 Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' own, K heads.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -254,16 +254,25 @@ class MedusaHeads(PreTrainedModel):
         own, config = self.lm_head_of(index), self.config
         return Head(own.weight, own.bias, config.logit_scale, config.final_logit_softcapping)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor | None = None, heads: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor | None = None,
+        embeddings: Tensor | None = None,
+        then: Callable[["MedusaHeads"], Any] | None = None,
+    ) -> Any:
         """Return logits over the target's vocabulary, (…, K, V); −∞ for tokens that heads cannot draft.
 
         Args:
             hidden: what the target's head saw, (…, H).
             embeddings: of the tokens after it, (…, K, H); needed of Hydra heads alone.
-            heads: which heads, all K if None.
+            then: called with the heads in place of all that, for a loss that is taken in pieces: training that is
+                sharded or spread over processes holds weights and gradients together inside of a forward alone.
         """
-        chosen = range(self.config.num_heads) if heads is None else heads
-        return torch.stack([self.logits(i, hidden, embeddings) for i in chosen], dim=-2)
+        if then is not None:
+            return then(self)
+        if hidden is None:
+            raise InputError("hidden: expected the target's hidden states, found none")
+        return torch.stack([self.logits(i, hidden, embeddings) for i in range(self.config.num_heads)], dim=-2)
 
     def logits(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return the logits of one head over the target's vocabulary, (…, V).

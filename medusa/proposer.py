@@ -62,9 +62,8 @@ class MedusaProposer:
         depth = max(draft_lengths[row] for row in rows)
         tree, _ = self._tree.pruned(depth)
         hidden = torch.stack([h for row in rows if (h := self._hidden[row]) is not None])
-        found = self._drafted(
-            [contexts[row] for row in rows], hidden.to(self.heads.device, self.heads.dtype), rows, tree
-        )
+        hidden = hidden.to(self.heads.device, self.heads.dtype)
+        found = self._drafted([contexts[row] for row in rows], hidden, rows, [draft_lengths[row] for row in rows], tree)
         for row, draft in zip(rows, found, strict=True):
             own, kept = tree.pruned(draft_lengths[row])
             q, confidence = draft.probabilities, draft.confidence
@@ -88,8 +87,13 @@ class MedusaProposer:
         self._hidden = [self._hidden[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
-    def _drafted(self, contexts: list[Tensor], hidden: Tensor, rows: list[int], tree: Tree) -> list[Proposal]:
-        """Draft the tree for these rows, whose hidden states are (B, H), a head at a time."""
+    def _drafted(
+        self, contexts: list[Tensor], hidden: Tensor, rows: list[int], draft_lengths: list[int], tree: Tree
+    ) -> list[Proposal]:
+        """Draft the tree for these rows, whose hidden states are (B, H), a head at a time.
+
+        Nothing is drawn deeper than a row's draft length: a row spends the random numbers that it would spend alone.
+        """
         law, draw_siblings = self._task.law, self._task.draw_siblings
         tokens = contexts[0].new_zeros(len(rows), len(tree))
         confidence = hidden.new_zeros(len(rows), len(tree), dtype=torch.float32)
@@ -115,7 +119,7 @@ class MedusaProposer:
                 q = scores.softmax(-1)
                 laws = q.new_zeros(len(rows), len(tree), q.shape[-1]) if laws is None else laws
                 for b, row in enumerate(rows):
-                    for children in families:
+                    for children in families if depth < draft_lengths[b] else ():
                         drawn = draw_without_replacement(q[b], len(children), self._generators[row])
                         tokens[b, children], laws[b, children] = drawn
         return [

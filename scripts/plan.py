@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.drafts import add_lora, make_draft
+from draftsmith.distill.drafts import make_draft
 from draftsmith.scripts.plan_report import GIB, report
 from draftsmith.train.activations import (
     Activations,
@@ -26,6 +26,7 @@ from draftsmith.train.activations import (
     trace_forward,
 )
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.lora import add_lora
 from draftsmith.train.memory import Footprint
 from draftsmith.train.model_states import (
     Placement,

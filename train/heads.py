@@ -47,6 +47,10 @@ class Head:
         """Return the head on a device: itself where it is there."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
+    def of(self, tokens: Tensor) -> "Head":
+        """Return the head of some tokens, (D,) int64, in that order: a copy."""
+        return replace(self, weight=self.weight[tokens], bias=None if self.bias is None else self.bias[tokens])
+
     def cut(self, vocab_size: int) -> "Head":
         """Return the head of the first entries: a view, whose gradients are those of the whole."""
         return replace(

@@ -1,9 +1,10 @@
 """Muon for the matrices, AdamW for the rest, behind one optimizer that the Trainer can schedule and checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 
@@ -12,11 +13,13 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Muon (Jordan et al. 2024) takes two-dimensional hidden weights only; its updates are scaled to AdamW's root mean
     square (Liu et al. 2025, section 2.2), so that one learning rate and one schedule serve both. The halves share
-    their parameter groups with this object: a scheduler that writes `param_groups` drives both.
+    their parameter groups with this object: a scheduler that writes `param_groups` drives both. `ends` are the modules
+    whose matrices are no hidden ones, by default the model's embeddings and head.
     """
 
-    def __init__(self, model: PreTrainedModel, lr: float, weight_decay: float):
-        ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    def __init__(self, model: PreTrainedModel, lr: float, weight_decay: float, ends: Sequence[nn.Module] | None = None):
+        if ends is None:
+            ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         embeddings = {id(p) for end in ends for p in end.parameters()}
         parameters = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in parameters if p.ndim == 2 and id(p) not in embeddings]

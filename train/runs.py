@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -18,15 +19,20 @@ def last_checkpoint(output_dir: str | None) -> str | None:
     return get_last_checkpoint(output_dir) if output_dir and Path(output_dir).is_dir() else None
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write a model and its tokenizer as an ordinary Hugging Face directory: aside first, then renamed.
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    directory: Path,
+    state_dict: dict[str, Tensor] | None = None,
+) -> None:
+    """Write a model, or other weights of its, and its tokenizer as a Hugging Face directory: aside first, then renamed.
 
     A directory of that name is replaced; a save that is interrupted leaves the old one whole, in its place or, between
     the two renames, as `.NAME.old`.
     """
     aside = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
+    model.save_pretrained(aside, state_dict=state_dict)
     tokenizer.save_pretrained(aside)
     if directory.exists():
         old = directory.with_name(f".{directory.name}.old")

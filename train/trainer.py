@@ -184,9 +184,13 @@ class RecipeTrainer(Trainer):
         with told_of_full_disk(Path(str(self.args.output_dir))):
             if self.args.should_save:
                 shutil.rmtree(aside, ignore_errors=True)
-            super()._save(str(aside), state_dict)
+            self.write_model(str(aside), state_dict)
             if self.args.should_save:
                 move_files(aside, directory)
+
+    def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
+        """Write the model into a directory, as the library does."""
+        super()._save(directory, state_dict)
 
     def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
         """Return the weights that are deployed, where they are others than those that a checkpoint goes on from."""

@@ -26,13 +26,12 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Law
 from draftsmith.distill.drafts import (
     DraftInit,
-    LoraOptions,
     finish_draft,
     make_draft,
-    merged_state,
 )
 from draftsmith.distill.trainer import _open
 from draftsmith.train.acceptance import replay_features
+from draftsmith.train.lora import LoraOptions, merged_state
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.runs import save_model
 from draftsmith.train.vocabulary import silence_padding

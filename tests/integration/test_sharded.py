@@ -20,7 +20,8 @@ from roads import configured, furthest, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.drafts import DraftInit, LoraOptions
+from draftsmith.distill.drafts import DraftInit
+from draftsmith.train.lora import LoraOptions
 from draftsmith.train.runs import save_model
 from draftsmith.train.shards import write_shard
 

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.drafts import DraftInit, LoraOptions, layer_indices
+from draftsmith.distill.drafts import DraftInit, layer_indices
 from draftsmith.train.cli import parse_config
+from draftsmith.train.lora import LoraOptions
 from draftsmith.train.vocabulary import check_compatible_tokenizer
 
 
@@ -57,10 +58,10 @@ def test_what_does_not_fit_together_is_refused(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"r": 0}, "init.lora.r: expected at least 1, found 0"),
-        ({"alpha": 0}, "init.lora.alpha: expected more than 0, found 0"),
-        ({"dropout": 1.0}, "init.lora.dropout: expected at least 0 and less than 1, found 1.0"),
-        ({"target_modules": []}, "init.lora.target_modules: expected at least one name, found none"),
+        ({"r": 0}, "lora.r: expected at least 1, found 0"),
+        ({"alpha": 0}, "lora.alpha: expected more than 0, found 0"),
+        ({"dropout": 1.0}, "lora.dropout: expected at least 0 and less than 1, found 1.0"),
+        ({"target_modules": []}, "lora.target_modules: expected at least one name, found none"),
     ],
 )
 def test_adapters_are_checked(options, message):

@@ -1,0 +1,104 @@
+"""What a training run of Medusa heads is told."""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.heads import LM_HEADS
+from draftsmith.train.lora import LoraOptions
+from draftsmith.train.objective import BLOCK_TERMS, Objective
+from draftsmith.train.recipe import RecipeConfig
+
+BACKBONES = ("frozen", "lora", "full")
+
+
+@dataclass
+class MedusaTrainingConfig(RecipeConfig):
+    """Train Medusa heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
+
+    acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha", "accuracy_1")
+
+    heads: str | None = None
+    """Heads to go on from: a directory that an earlier run left. Without one the fields below say what to make."""
+    num_heads: int = 4
+    """K: head i ≥ 1 guesses the token after the next i."""
+    num_layers: int = 1
+    """Residual blocks a head, each with weights of its own."""
+    lm_heads: str = "own"
+    """"own": each head has its own language-model head, a copy of the target's at first; "shared": one for all."""
+    train_lm_heads: bool = True
+    """Train language-model heads, or leave them as the target's and train the blocks alone."""
+    bias: bool = False
+    """Whether the blocks' linear maps have biases."""
+    hydra: bool = False
+    """Hydra heads: each sees the embeddings of the tokens before its own too, drafted ones included."""
+    draft_vocabulary: int | None = None
+    """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given."""
+    divergence: str | dict[str, float] = "forward_kl"
+    """What each head minimises: soft labels by forward_kl, jsd, tvd, … to the target's own law (of Medusa-2, as it was
+    before); hard labels by cross_entropy on the completions' tokens; or weights by name, for their sum."""
+    decay: float = 0.8
+    """λ_i = decay^(i − 1), the weight of head i's loss (Medusa, section 2.2.1)."""
+    backbone: str = "frozen"
+    """"frozen" (Medusa-1); or train the target with its heads (Medusa-2), by "lora" or in "full". Then what is decoded
+    afterwards is the new backbone's law, not the old one's."""
+    lora: LoraOptions = field(default_factory=LoraOptions)
+    """Adapters of the backbone; merged when it is saved."""
+    backbone_divergence: str = "forward_kl"
+    """What the backbone minimises: forward_kl to the target as it was (self-distillation), or cross_entropy on the
+    completions."""
+    backbone_weight: float = 1.0
+    """λ_0, the weight of the backbone's own loss; the heads' together have `heads_weight`."""
+    heads_weight: float = 0.2
+    """The weight of the heads' losses in joint training."""
+    head_learning_rate_multiplier: float = 4.0
+    """In joint training, the heads' learning rate over `training.learning_rate`, which the backbone has."""
+    warmup_heads: float = 0.0
+    """The share of the steps in which heads are trained alone, before the backbone is trained with them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.objective.couples:
+            raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
+        for name, known in (("lm_heads", LM_HEADS), ("backbone", BACKBONES)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name}: expected one of {', '.join(known)}, found {getattr(self, name)!r}")
+        if self.backbone_divergence not in ("forward_kl", "cross_entropy"):
+            raise InputError(
+                f"backbone_divergence: expected forward_kl or cross_entropy, found {self.backbone_divergence!r}"
+            )
+        if not self.decay > 0:
+            raise InputError(f"decay: expected more than 0, found {self.decay}")
+        if not 0 <= self.warmup_heads <= 1:
+            raise InputError(f"warmup_heads: expected a share between 0 and 1, found {self.warmup_heads}")
+        if self.heads is not None and self.draft_vocabulary is not None:
+            raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")
+        if self.joint and (self.target_quantization or self.target_sharded or self.target_device):
+            raise InputError(
+                f"backbone: expected frozen for a target that is quantised, sharded or elsewhere, found {self.backbone}"
+            )
+        if self.joint and self.target_dtype != "float32":
+            raise InputError(f"target_dtype: expected float32 where the backbone is trained, found {self.target_dtype}")
+        if self.joint and self.optimizer == "muon":
+            raise InputError("optimizer: expected trainer where the backbone is trained too, found muon")
+        if self.hydra and self.target_sharded:
+            raise InputError("hydra: expected false with target_sharded, whose embeddings lie in pieces, found true")
+        if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
+            raise InputError(f"draft_vocabulary: expected at least 1, found {self.draft_vocabulary}")
+
+    @property
+    def joint(self) -> bool:
+        """Whether the backbone is trained with the heads (Medusa-2)."""
+        return self.backbone != "frozen"
+
+    @property
+    def needs_original(self) -> bool:
+        """Whether joint training compares with the target as it was."""
+        return self.backbone_divergence != "cross_entropy" or self.objective.needs_target
+
+    @cached_property
+    def objective(self) -> Objective:
+        """What a head minimises."""
+        terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
+        return Objective(terms, self.temperature, self.top_k, self.top_p)

@@ -1,0 +1,306 @@
+"""Acceptance of Medusa heads from text that the target wrote: one forward of the target, without decoding.
+
+Of the text's tokens x_0 … x_{N−1}, a round that starts at s ≥ 1 has emitted x_{<s}, of which x_{s−1} was not fed yet:
+its hidden state is that of the token before, h_{s−1}, which the target predicted x_{s−1} from, and head i drafts
+x_{s+i}. Hydra heads see the embeddings of x_{s−1} … x_{s+i−1} too. The first round, s = 0, has no hidden state and
+drafts nothing. What is drafted depends on where the round began: acceptance has two indices, start and offset.
+
+At T=0 the ranks of the true tokens among each head's logits are all that a tree needs: they replay every chain and
+every fixed tree, count for count as the decoder has them. Under sampling chains alone are replayed, by their acceptance
+probabilities: siblings that are drawn without replacement would need the draws.
+
+Shape suffixes: N tokens of the text, T tokens with the prompt, C of a chunk, K heads, H hidden, V vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.counts import Counts
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.replay import acceptance_probabilities, overlap, start_probabilities
+from draftsmith.decode.sampling import Law
+from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.train.heads import head_of, last_hidden
+
+NONE = torch.iinfo(torch.int16).max
+"""The rank of a token that is not drafted, or beyond the ranks that were looked at: no tree is as wide."""
+MOST_RANKS = 10
+
+
+def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """Return the rank of each token among its scores, 0 for the greatest, `NONE` from `most` on or at −∞.
+
+    Equal scores are in the order of `torch.topk(most)`, which need not be that of another k.
+
+    Args:
+        scores: (…, V).
+        tokens: (…) int64.
+        most: ranks to look at.
+
+    Returns:
+        (…) int16.
+    """
+    top = scores.topk(min(most, scores.shape[-1]))
+    found = (top.indices == tokens[..., None]) & top.values.isfinite()
+    ranks = found.to(torch.int16).argmax(-1).to(torch.int16)
+    return ranks.where(found.any(-1), NONE)
+
+
+@dataclass(frozen=True)
+class TextRanks:
+    """The ranks of one text's tokens among the heads' logits: acceptance of every fixed tree at T=0."""
+
+    ranks: np.ndarray
+    """Of x_{s+i} among head i's logits in a round from s, (N, K) int16; `NONE` where nothing is drafted."""
+    most: tuple[int, ...]
+    """For each head, how many ranks were looked at."""
+    limit: int
+    """Tokens that the text might have had: a round drafts no token past the last but one of them."""
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.ranks)
+
+    @property
+    def drafted(self) -> np.ndarray:
+        """Which tokens of the text each head drafts from each start, (N, K) bool."""
+        return _drafted(len(self), self.ranks.shape[1], self.limit)
+
+    def nodes(self, tree: Tree) -> np.ndarray:
+        """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` once it has left.
+
+        Raises:
+            InputError: a tree deeper than the heads, or wider than the ranks that were looked at.
+        """
+        if tree.depth > self.ranks.shape[1]:
+            raise InputError(f"tree: expected a depth up to the {self.ranks.shape[1]} heads, found {tree.depth}")
+        widths = [0] * (tree.depth + 1)
+        for depth, children in zip((0, *tree.depths), tree.children, strict=True):
+            widths[depth] = max(widths[depth], len(children))
+        for depth, (width, most) in enumerate(zip(widths, self.most, strict=False)):
+            if width > most:
+                raise InputError(
+                    f"tree: expected at most {most} siblings at depth {depth + 1}, the ranks that were looked at, "
+                    f"found {width}"
+                )
+        # Row n + 1 holds the children of node n, and ROOT where it has fewer.
+        table = np.full((len(tree) + 1, max(widths) + 1), ROOT)
+        for row, children in enumerate(tree.children):
+            table[row, : len(children)] = children
+        reached = np.full((len(self), tree.depth), ROOT)
+        node, alive = np.full(len(self), ROOT), np.ones(len(self), dtype=bool)
+        for depth in range(tree.depth):
+            rank = np.minimum(self.ranks[:, depth], table.shape[1] - 1)
+            node = np.where(alive, table[node + 1, rank], ROOT)
+            alive = node != ROOT
+            reached[:, depth] = node
+        return reached
+
+    def accepted(self, tree: Tree) -> np.ndarray:
+        """Return how many tokens a round from each start accepts, (N,)."""
+        return (self.nodes(tree) != ROOT).sum(1)
+
+    def starts(self, tree: Tree) -> list[int]:
+        """Return where the rounds of a decoder with this tree start, at T=0."""
+        return _walk(self.accepted(tree))
+
+    def rounds(self, tree: Tree) -> int:
+        """Return the decoder's `num_drafts` at T=0."""
+        return len(self.starts(tree))
+
+    def counts(self, tree: Tree) -> Counts:
+        """Return the decoder's counts at T=0, integer for integer (where both forwards round alike)."""
+        accepted, n = self.accepted(tree), len(self)
+        at_depth = np.bincount(tree.depths, minlength=tree.depth + 1).cumsum()
+        counts = Counts()
+        for start in _walk(accepted):
+            emitted = min(int(accepted[start]) + 1, n - start)
+            # Where the text ends inside the draft, what lies after its end was not drafted.
+            depth = min(tree.depth, self.limit - start - 1) if start else 0
+            depth = depth if emitted > accepted[start] else emitted
+            counts += Counts.of_round(depth, int(accepted[start]), emitted, nodes=int(at_depth[depth]))
+        return counts
+
+
+def _walk(accepted: np.ndarray) -> list[int]:
+    starts, at = [], 0
+    steps = (accepted + 1).tolist()
+    while at < len(steps):
+        starts.append(at)
+        at += steps[at]
+    return starts
+
+
+def _drafted(tokens: int, heads: int, limit: int) -> np.ndarray:
+    start, offset = np.arange(tokens)[:, None], np.arange(heads)[None, :]
+    return (start > 0) & (start + offset < min(tokens, limit - 1))
+
+
+@dataclass(frozen=True)
+class ReplayedHeads:
+    """One text's acceptance of a chain of all heads under a law."""
+
+    acceptance: Tensor
+    """a_{s,j}, the probability that a round from s accepts x_{s+j}, given that it did those before, (N, K)."""
+    overlap: Tensor
+    """Σ_v min(p, q_j) of the same contexts, (N, K); 0 where nothing is drafted."""
+    drafted: Tensor
+    """Where something is, (N, K) bool."""
+
+    def rounds(self, draft_length: int | None = None) -> float:
+        """Return the expected rounds of a chain of γ ≤ K heads, all K if None."""
+        return float(self._starts(draft_length).sum())
+
+    def accepted_per_position(self, draft_length: int | None = None) -> list[float]:
+        """Return the expected rounds that accept position j, for each: the mean of `num_accepted_tokens_per_pos`."""
+        reach = self.acceptance.double().cumprod(-1)
+        return (self._starts(draft_length)[:, None] * reach).sum(0)[:draft_length].tolist()
+
+    def _starts(self, draft_length: int | None) -> Tensor:
+        a = self.acceptance.double()[None]
+        return start_probabilities(a, torch.tensor([a.shape[1]], device=a.device), draft_length)[0]
+
+
+def replay_ranks(
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    sequence: Tensor,
+    prompt_length: int,
+    law: Law | None = None,
+    most: int | Sequence[int] = MOST_RANKS,
+    limit: int | None = None,
+    chunk: int = 512,
+) -> TextRanks:
+    """Return the ranks of a text's tokens among the heads' logits, from which every tree's T=0 counts are had.
+
+    Args:
+        target: the model that wrote it, at T=0.
+        heads: of this target.
+        sequence: prompt and text, (T,) int64.
+        prompt_length: tokens of the prompt, at least 1 and less than T.
+        law: the processors of T=0, none by default.
+        most: ranks to look at, for all heads or for each. Where logits tie, give the tree's widths, for the drafter
+            breaks ties among as many.
+        limit: the completion's length limit, where the text ended before it; its own length if None.
+        chunk: positions whose logits are held at a time, of one head.
+    """
+    return ranks_of_states(
+        target, heads, text_states(target, sequence, prompt_length), sequence, law, most, limit, chunk
+    )
+
+
+@torch.inference_mode()
+def ranks_of_states(
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    hidden_NH: Tensor,
+    sequence: Tensor,
+    law: Law | None = None,
+    most: int | Sequence[int] = MOST_RANKS,
+    limit: int | None = None,
+    chunk: int = 512,
+) -> TextRanks:
+    """Return what `replay_ranks` does, where `text_states` of the sequence's last N tokens are at hand already."""
+    law = Law.of(0) if law is None else law
+    cuts = (most,) * heads.config.num_heads if isinstance(most, int) else tuple(most)
+    n = len(hidden_NH)
+    tokens = sequence[len(sequence) - n :]
+    limit = n if limit is None else limit
+    ranks = np.full((n, len(cuts)), NONE, dtype=np.int16)
+    for first in range(1, n, chunk):
+        for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, law, first, min(first + chunk, n)):
+            found = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
+            ranks[begin - i : end - i, i] = found.cpu().numpy()
+    ranks[~_drafted(n, len(cuts), limit)] = NONE
+    return TextRanks(ranks, cuts, limit)
+
+
+@torch.inference_mode()
+def replay_heads(
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    sequence: Tensor,
+    prompt_length: int,
+    law: Law,
+    limit: int | None = None,
+    chunk: int = 512,
+) -> ReplayedHeads:
+    """Return the acceptance probabilities of a chain of all heads on a text, a_{s,j} = min(1, q_j(x) / p(x)).
+
+    Args:
+        target: the model that wrote it.
+        heads: of this target.
+        sequence: prompt and text, (T,) int64.
+        prompt_length: tokens of the prompt, at least 1 and less than T.
+        law: what the text was written under; at T=0 a is 1 where the head's first choice is the token.
+        limit: the completion's length limit, where the text ended before it; its own length if None.
+        chunk: positions whose distributions are held at a time, of the target and one head.
+    """
+    hidden = text_states(target, sequence, prompt_length)
+    n, count = len(hidden), heads.config.num_heads
+    tokens, project = sequence[prompt_length:], head_of(target)
+    a, common = torch.zeros(n, count), torch.zeros(n, count)
+    for first in range(1, n, chunk):
+        last = min(first + chunk, n)
+        x = tokens[first:last].to(hidden.device)
+        if law.do_sample:
+            p = law.probabilities(project(hidden[first:last]), _contexts(law, sequence, n, first, last))
+        else:  # in half precision a parallel forward can break a near-tie the other way
+            p = torch.nn.functional.one_hot(x, len(project.weight)).float()
+        for i, begin, end, scores in _scores(target, heads, hidden, sequence, law, first, last):
+            if law.do_sample:
+                q = scores.softmax(-1).to(p)
+            else:
+                q = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p)
+            own, rows = slice(begin - first, end - first), slice(begin - i, end - i)
+            a[rows, i] = acceptance_probabilities(p[own], q, x[own]).float().cpu()
+            common[rows, i] = overlap(p[own], q).float().cpu()
+    drafted = torch.from_numpy(_drafted(n, count, n if limit is None else limit))
+    return ReplayedHeads(a.where(drafted, 0.0), common.where(drafted, 0.0), drafted)
+
+
+@torch.inference_mode()
+def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -> Tensor:
+    """Return the hidden states that the target predicted each token of the text from, (N, H).
+
+    Raises:
+        InputError: no prompt, or nothing after it.
+    """
+    if not 1 <= prompt_length < len(sequence):
+        raise InputError(
+            f"sequence: expected a prompt and a text, found {prompt_length} tokens of prompt among {len(sequence)}"
+        )
+    return last_hidden(target, input_ids=sequence[None, :-1].to(target.device))[0, prompt_length - 1 :]
+
+
+def _scores(
+    target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, sequence_T: Tensor, law: Law, first: int, last: int
+) -> Iterator[tuple[int, int, int, Tensor]]:
+    """Yield, head by head, which of the tokens `first` … `last` − 1 it drafts (from, to), and its scores, (C, V)."""
+    n = len(hidden_NH)
+    tokens = sequence_T[len(sequence_T) - n :].to(hidden_NH.device)
+    embed: Any = target.get_input_embeddings()
+    for i in range(heads.config.num_heads):
+        begin = max(first, i + 1)  # from the first start with a hidden state, 1
+        if begin >= last:
+            return
+        # Token t is drafted in a round from s = t − i, which sees h_{s−1} and the tokens from s − 1 to t − 1.
+        seen = slice(begin - i - 1, last - i - 1)
+        embeddings = None
+        if heads.config.hydra:
+            windows = tokens[: last - 1].unfold(0, i + 1, 1)[seen]  # (C, i + 1)
+            embeddings = embed(windows).to(heads.device, heads.dtype)
+        logits = heads.logits(i, hidden_NH[seen].to(heads.device, heads.dtype), embeddings)
+        yield i, begin, last, law.scores(logits, _contexts(law, sequence_T, n, begin, last))
+
+
+def _contexts(law: Law, sequence_T: Tensor, tokens: int, begin: int, end: int) -> list[Tensor]:
+    prompt = len(sequence_T) - tokens
+    return [] if law.context_free else [sequence_T[: prompt + t] for t in range(begin, end)]

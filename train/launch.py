@@ -1,0 +1,69 @@
+"""From a config to a finished run: what every recipe's entry point does around its own model."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data import training_examples
+from draftsmith.train.models import check_head, load_model
+from draftsmith.train.provenance import write_run_record
+from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.runs import last_checkpoint
+from draftsmith.train.trainer import RecipeTrainer
+
+Config = TypeVar("Config", bound=RecipeConfig)
+
+
+def read_data(config: RecipeConfig) -> tuple[Dataset, Dataset | None]:
+    """Return the samples to train on and those to measure acceptance on."""
+    train = training_examples(config.completions, config.max_length)
+    return train, training_examples(config.heldout, config.max_length) if config.heldout else None
+
+
+def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Load the frozen target, where and as the config says."""
+    target = load_model(
+        config.target,
+        field="target",
+        dtype=config.target_dtype,
+        trust_remote_code=config.trust_remote_code,
+        device=config.target_device or (config.training.device if config.target_quantization else "cpu"),
+        quantization=config.target_quantization,
+    )
+    check_head(target, tokenizer, "target")
+    return target
+
+
+def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None = None) -> None:
+    """Train, or go on; measure; and leave in `output_dir` what was trained, and the record of the run.
+
+    Args:
+        trainer: with everything it needs.
+        finish: called with `output_dir` by the first process, when the weights are there.
+    """
+    config, args = trainer.recipe, trainer.args
+    output = Path(str(args.output_dir))
+    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if config.resume else None)
+    if trainer.eval_dataset is not None:
+        trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        if finish is not None:
+            finish(output)
+        write_run_record(output, config, args.device)
+    trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
+
+
+def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[str] | None, prog: str) -> None:
+    """Parse the config, train, and end the process group, without which gloo may abort after correct output."""
+    try:
+        recipe(parse_config(kind, argv, prog=prog))
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
