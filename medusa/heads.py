@@ -223,16 +223,21 @@ class MedusaHeads(PreTrainedModel):
             InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
                 cannot be, or tensors that are missing, not expected or of another shape.
         """
-        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto", **kwargs}
+        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
+        options |= {"ignore_mismatched_sizes": True, **kwargs}  # told below, in one line
         try:
             found: Any = super().from_pretrained(path, *args, **options)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             text = " ".join(str(error).split())
             raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found: {text}") from error
         heads, info = found
-        for kind, what in (("missing_keys", "missing"), ("unexpected_keys", "not expected")):
+        for kind, what in (
+            ("missing_keys", "missing"),
+            ("unexpected_keys", "not expected"),
+            ("mismatched_keys", "of another shape"),
+        ):
             if info[kind]:
-                names = sorted(info[kind])
+                names = sorted(key if isinstance(key, str) else key[0] for key in info[kind])
                 raise InputError(
                     f"{path}: expected the tensors of {heads.config.num_heads} heads, found {len(names)} {what}: "
                     f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"

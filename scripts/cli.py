@@ -14,6 +14,7 @@ COMMANDS = {
     "cache": "the target's laws on its completions, to distil with no target in memory",
     "generate": "one prompt in the terminal: every token in the colour of how it came about",
     "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
+    "export": "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
 }
 USAGE = "\n".join(
     [
@@ -22,6 +23,7 @@ USAGE = "\n".join(
         *(f"  {name:<12}{what}" for name, what in COMMANDS.items()),
         "",
         "  accelerate launch -m draftsmith.distill --config FILE.yaml     distil a draft model",
+        "  accelerate launch -m draftsmith.medusa --config FILE.yaml      train Medusa heads",
         "",
         "draftsmith COMMAND --help lists its fields.",
     ]

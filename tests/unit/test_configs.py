@@ -6,6 +6,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
+from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.scripts.doctor import DoctorConfig
 from draftsmith.scripts.generate import GenerateConfig
 from draftsmith.scripts.measure import MeasureConfig
@@ -18,6 +19,7 @@ ROOT = Path(__file__).parents[2] / "configs"
 FOLDERS = {
     "train": PretrainConfig,
     "distill": DistillConfig,
+    "medusa": MedusaTrainingConfig,
     "prepare": PrepareConfig,
     "cache": CacheConfig,
     "doctor": DoctorConfig,
@@ -52,7 +54,7 @@ def test_every_file_lies_in_a_known_folder(path):
 def test_it_parses(path):
     cls = FOLDERS[path.parts[0]]
     # bf16 asks for a GPU, which machines that test need not have.
-    flags = ["--training.use_cpu", "true"] if cls is DistillConfig else []
+    flags = ["--training.use_cpu", "true"] if cls in (DistillConfig, MedusaTrainingConfig) else []
     assert isinstance(parse_config(cls, ["--config", str(ROOT / path), *flags]), cls)
 
 

@@ -1,0 +1,202 @@
+"""`draftsmith export`: Medusa heads in the formats of others, and the lines that launch them or a draft model."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.card import card
+from draftsmith.medusa.formats import FORMATS, check_format, export_heads, import_heads, vllm_command
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.models import DTYPES, check_same_tokenizer, load_model, load_tokenizer
+
+SERVERS = ("vllm", "sglang")
+GAMMA = 4
+
+
+@dataclass
+class ExportConfig:
+    """Write Medusa heads in another format, read them from one, or say how to serve a draft model."""
+
+    heads: str | None = None
+    """Medusa heads in draftsmith's own format, to be written to `output` in `format`."""
+    import_from: str | None = None
+    """Medusa heads in another format, to be written to `output` in draftsmith's own."""
+    draft: str | None = None
+    """A draft model, which servers load as it is: it is checked, and its launch line printed."""
+    format: str | None = None
+    """Of `heads`: own, vllm, fasterdecoding or modelopt. Of `import_from`: the same; recognised if not given. Of
+    `draft`: vllm or sglang."""
+    output: str | None = None
+    """Where heads are written: a new or empty directory."""
+    target: str | None = None
+    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
+    that use its language-model head."""
+    dtype: str | None = None
+    """The weights' type in `output`; that of the heads if not given."""
+    draft_length: int | None = None
+    """Tokens drafted a round, in the launch line: for heads in vLLM all of them if not given, for a draft model 4."""
+    by_rank: bool = False
+    """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
+    readers of these formats draft the most likely tokens, which stay the same."""
+    trust_remote_code: bool = False
+    """Run model code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("heads", "import_from", "draft") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"heads: expected one of heads, import_from and draft, found {' and '.join(given) or 'none'}"
+            )
+        if self.draft is None and self.output is None:
+            raise InputError("output: expected a directory to write heads in, found none")
+        if self.draft is not None:
+            for name in ("output", "dtype"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"{name}: expected none with a draft model, which stays as it is, found one")
+        if self.import_from is None:
+            if self.format is None:
+                raise InputError("format: expected one, found none")
+            servers = self.draft is not None
+            check_format(self.format, SERVERS) if servers else check_format(self.format)
+        elif self.format is not None:
+            check_format(self.format, FORMATS)
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        if self.draft_length is not None:
+            if self.draft_length < 1:
+                raise InputError(f"draft_length: expected at least 1, found {self.draft_length}")
+            if self.draft is None and (self.heads is None or self.format != "vllm"):
+                raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
+
+
+def export(config: ExportConfig) -> list[str]:
+    """Do what the config says and return what to tell: the launch line is the last that is no comment.
+
+    Raises:
+        InputError: anything that cannot be read, written, or held by the format.
+    """
+    if config.draft is not None:
+        return _serve_draft(config, config.draft)
+    return _export(config, str(config.heads)) if config.import_from is None else _import(config, config.import_from)
+
+
+def _export(config: ExportConfig, source: str) -> list[str]:
+    format, output = str(config.format), str(config.output)
+    heads = import_heads(source, "own")
+    if config.target is not None:
+        heads.check_fits(_without_weights(config.target, config.trust_remote_code))
+        heads.config.base_model_name_or_path = config.target
+    count = heads.config.num_heads if config.draft_length is None else config.draft_length
+    if count > heads.config.num_heads:
+        raise InputError(f"draft_length: expected at most the {heads.config.num_heads} heads, found {count}")
+    notes = export_heads(
+        heads, output, format, config.dtype, by_rank=config.by_rank, readme=str(card(heads, format=format))
+    )
+    target = heads.config.base_model_name_or_path or "TARGET"
+    told = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
+    if format == "vllm":
+        speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
+        return [*told, "# SGLang loads no Medusa heads", vllm_command(target, speculative)]
+    if format == "fasterdecoding":
+        return [*told, f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
+    if format == "modelopt":
+        return [*told, "# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
+    return told
+
+
+def _import(config: ExportConfig, source: str) -> list[str]:
+    output = str(config.output)
+    target = None
+    if config.target is not None:
+        target = load_model(
+            config.target,
+            field="target",
+            dtype=_stored_dtype(config.target, config.trust_remote_code),
+            trust_remote_code=config.trust_remote_code,
+            device="cpu",
+        )
+    heads = import_heads(source, config.format, target)
+    heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
+    notes = export_heads(heads, output, "own", config.dtype, readme=str(card(heads)))
+    said = f"wrote {output}: {heads.config.num_heads} heads, read back by another process with the same logits"
+    return [f"# {note}" for note in [said, *notes]]
+
+
+def _serve_draft(config: ExportConfig, path: str) -> list[str]:
+    directory, length = Path(path), GAMMA if config.draft_length is None else config.draft_length
+    if not directory.is_dir():
+        raise InputError(f"draft: expected a directory, found none at {path}")
+    if not any(directory.glob("*.safetensors")):
+        raise InputError(f"draft: expected weights in safetensors in {path}, found none; save it with save_pretrained")
+    try:
+        draft = load_model(
+            path, field="draft", dtype="bfloat16", trust_remote_code=config.trust_remote_code, device="cpu"
+        )
+    except (SafetensorError, RuntimeError) as error:  # the latter for shapes other than the config's
+        raise InputError(f"draft: expected whole weights in {path}, found: {' '.join(str(error).split())}") from error
+    tokenizer = load_tokenizer(path, field="draft", trust_remote_code=config.trust_remote_code)
+    if config.target is not None:
+        other = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        check_same_tokenizer(other, tokenizer, config.target, path)
+        target = _without_weights(config.target, config.trust_remote_code)
+        sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+        if config.format == "vllm" and sizes[0] != sizes[1]:
+            raise InputError(
+                f"draft: expected the target's vocab_size {sizes[0]}, which vLLM requires, found {sizes[1]}; "
+                f"draft.resize_token_embeddings({max(sizes)}) pads it"
+            )
+    name = config.target or "TARGET"
+    told = [
+        f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
+    ]
+    if config.format == "sglang":
+        flags = {
+            "--model-path": name,
+            "--speculative-algorithm": "STANDALONE",
+            "--speculative-draft-model-path": path,
+            "--speculative-num-steps": length,
+            "--speculative-eagle-topk": 1,
+            "--speculative-num-draft-tokens": length + 1,
+        }
+        return [
+            *told,
+            "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag),
+        ]
+    speculative = {"method": "draft_model", "model": path, "num_speculative_tokens": length}
+    drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
+    return [*told, f"# {drawn}", vllm_command(name, speculative)]
+
+
+def _without_weights(path: str, trust_remote_code: bool) -> PreTrainedModel:
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a broken config raises whatever its architecture stumbles over
+        raise InputError(f"target: expected a causal LM in {path}, found: {' '.join(str(error).split())}") from error
+    return model
+
+
+def _stored_dtype(path: str, trust_remote_code: bool) -> str:
+    model = _without_weights(path, trust_remote_code)
+    stored = str(model.config.dtype).removeprefix("torch.")
+    return stored if stored in DTYPES else "float32"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Export as the flags say, and print what there is to know, the launch line last."""
+    for line in export(parse_config(ExportConfig, argv, prog="draftsmith export")):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

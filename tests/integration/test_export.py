@@ -1,0 +1,240 @@
+"""`draftsmith export`: proofs by fresh processes, launch lines, exit codes."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors.torch import load_file, save_file
+
+from draftsmith.medusa import MedusaHeads, formats
+from draftsmith.medusa.formats import export_heads, import_heads
+from draftsmith.scripts import cli
+from draftsmith.train.models import load_model
+from draftsmith.train.runs import save_model
+
+K = 3
+
+
+def ran(capsys, *argv: object, code: int = 0) -> tuple[list[str], str]:
+    capsys.readouterr()
+    assert cli.main(["export", *map(str, argv)]) == code
+    out, err = capsys.readouterr()
+    assert bool(err.strip()) == bool(code) and err.count("\n") == (1 if code else 0), err
+    return out.splitlines(), err
+
+
+@pytest.fixture
+def heads_dir(tmp_path, pair_dirs) -> Path:
+    """Noisy heads of the pair's target, in our own format."""
+    heads = MedusaHeads.of_target(load_model(pair_dirs[0], device="cpu"), K, bias=True, path=str(pair_dirs[0]))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    heads.config.medusa_choices = [[0], [1], [0, 0]]
+    heads.save_pretrained(tmp_path / "heads")
+    return tmp_path / "heads"
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(formats, "read_apart", formats.prove.logits)
+
+
+def logits(heads: MedusaHeads) -> torch.Tensor:
+    hidden = torch.randn(4, heads.config.hidden_size, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return heads(hidden).float()
+
+
+def speculative(line: str) -> tuple[list[str], dict]:
+    """The words of a launch line before its config, and the config, as a shell would hand them over."""
+    *words, flag, config = shlex.split(line)
+    assert flag == "--speculative-config"
+    return words, json.loads(config)
+
+
+@pytest.mark.parametrize("format", ["own", "vllm", "fasterdecoding", "modelopt"])
+def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path, format, monkeypatch):
+    started = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: started.append(a[0]) or run(*a, **k))
+    heads = import_heads(heads_dir)
+    export_heads(heads, tmp_path / "out", format)
+    ((interpreter, isolated, script, *_),) = started
+    assert interpreter == sys.executable and isolated == "-P" and Path(script).name == "prove.py"
+    assert torch.equal(logits(import_heads(tmp_path / "out")), logits(heads))
+
+
+def test_the_reader_imports_nothing_of_the_package():
+    source = Path(formats.prove.__file__).read_text()
+    modules = set(re.findall(r"^(?:from|import) ([\w.]+)", source, re.MULTILINE))
+    assert modules == {
+        "collections.abc", "json", "pathlib", "safetensors.torch", "sys", "torch", "torch.nn.functional"
+    }  # fmt: skip
+
+
+def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):
+    right = formats._config
+    monkeypatch.setattr(formats, "_config", lambda *a: {k: v for k, v in right(*a).items() if k != "vocab_size"})
+    with pytest.raises(RuntimeError, match="expected a fresh process to read vllm, found: KeyError: 'vocab_size'"):
+        export_heads(import_heads(heads_dir), tmp_path / "out", "vllm")
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
+    output = tmp_path / "my heads"
+    flags = ["--format", "vllm", "--dtype", "bfloat16", "--target", pair_dirs[0]]
+    lines, _ = ran(capsys, "--heads", heads_dir, "--output", output, *flags)
+    words, config = speculative(lines[-1])
+    assert words == ["vllm", "serve", str(pair_dirs[0])]
+    assert config == {"method": "medusa", "model": str(output), "num_speculative_tokens": K}
+    told = "\n".join(lines[:-1])
+    assert "the tree of 3 tokens is not written" in told and "SGLang loads no Medusa heads" in told
+    assert all(line.startswith("# ") for line in lines[:-1])
+    assert {path.name for path in output.iterdir()} == {"config.json", "model.safetensors", "README.md"}
+    written = load_file(output / "model.safetensors")
+    assert set(written) == {f"blocks.{h}.layers.0.{p}" for h in range(K) for p in ("weight", "bias")} | {
+        f"lm_heads.{h}.weight" for h in range(K)
+    }
+    assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    same = logits(import_heads(heads_dir).to(torch.bfloat16).float())
+    assert torch.equal(logits(import_heads(output).float()), same)
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
+    expected = logits(import_heads(heads_dir))
+    launches = {"own": "# ", "fasterdecoding": "python -m medusa.inference.cli --model ", "modelopt": "# "}
+    for format, start in launches.items():
+        lines, _ = ran(capsys, "--heads", heads_dir, "--format", format, "--output", tmp_path / format)
+        assert lines[-1].startswith(start)
+        for flags in ((), ("--format", format, "--target", pair_dirs[0])):
+            back = tmp_path / f"{format}-{len(flags)}"
+            lines, _ = ran(capsys, "--import-from", tmp_path / format, "--output", back, *flags)
+            assert "3 heads" in lines[0]
+            read = MedusaHeads.from_pretrained(back)
+            assert torch.equal(logits(read), expected)
+            assert (back / "README.md").read_text().count("draftsmith export --heads DIR --format vllm") == 1
+    lines, _ = ran(capsys, "--heads", heads_dir, "--format=vllm", "--output", tmp_path / "v", "--draft-length", 2)
+    assert speculative(lines[-1])[1]["num_speculative_tokens"] == 2
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_heads_that_go_through_the_targets_own(heads_dir, pair_dirs, tmp_path, capsys):
+    heads = import_heads(heads_dir)
+    legacy = tmp_path / "legacy"
+    legacy.mkdir()
+    (legacy / "config.json").write_text(json.dumps({"medusa_num_heads": K, "medusa_num_layers": 1}))
+    save_file(
+        {f"{h}.0.linear.{p}": t for h in range(K) for p, t in heads.blocks[h].layers[0].state_dict().items()},
+        legacy / "medusa_lm_head.safetensors",
+    )
+    _, err = ran(capsys, "--import_from", legacy, "--output", tmp_path / "own", code=2)
+    assert err.startswith("error: target: expected it for heads without language-model heads")
+    ran(capsys, "--import_from", legacy, "--output", tmp_path / "own", "--target", pair_dirs[0])
+    read = MedusaHeads.from_pretrained(tmp_path / "own")
+    assert read.config.original_lm_head and read.config.base_model_name_or_path == str(pair_dirs[0])
+    assert torch.equal(read.lm_head.weight, load_model(pair_dirs[0]).lm_head.weight)
+
+
+def test_a_draft_for_vllm_and_sglang(pair_dirs, tmp_path, capsys):
+    target, draft = pair_dirs
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    lines, _ = ran(capsys, "--draft", draft, "--format", "vllm", "--target", target, "--draft_length", 5)
+    assert speculative(lines[-1]) == (
+        ["vllm", "serve", str(target)],
+        {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 5},
+    )
+    assert "draft_sample_method" in lines[1]
+    lines, _ = ran(capsys, "--draft", draft, "--format", "sglang")
+    assert shlex.split(lines[-1]) == [
+        "python", "-m", "sglang.launch_server", "--model-path", "TARGET", "--speculative-algorithm", "STANDALONE",
+        "--speculative-draft-model-path", str(draft), "--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
+        "--speculative-num-draft-tokens", "5",
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
+    target, draft = pair_dirs
+
+    def refused(message: str, *argv: object, format: str = "vllm") -> None:
+        _, err = ran(capsys, "--format", format, *argv, code=2)
+        assert err.startswith("error: ") and message in err, err
+
+    refused("draft: expected a directory, found none at nowhere/x", "--draft", "nowhere/x")
+    other = tmp_path / "other"
+    save_model(tiny_llama(1, len(tokenizer) + 7, layers=1), tokenizer, other)
+    refused(f"the target's vocab_size {len(tokenizer)}, which vLLM requires", "--draft", other, "--target", target)
+    ran(capsys, "--format", "sglang", "--draft", other, "--target", target)
+    file = tmp_path / "t.json"
+    tokenizer.backend_tokenizer.save(str(file))
+    changed = json.loads(file.read_text())
+    vocab = changed["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.get)[-2:]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    shutil.copytree(draft, tmp_path / "renumbered")
+    (tmp_path / "renumbered" / "tokenizer.json").write_text(json.dumps(changed))
+    refused("2 tokens that differ", "--draft", tmp_path / "renumbered", "--target", target)
+    refused("target: expected a model directory", "--draft", draft, "--target", "nowhere/else/x")
+    weights = draft / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    refused("draft: expected whole weights in", "--draft", draft)
+    tensors = {name: t for name, t in load_file(other / "model.safetensors").items() if "mlp" not in name}
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    refused("draft: expected all weights", "--draft", other)
+    weights.unlink()
+    refused("draft: expected weights in safetensors", "--draft", draft)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "heads: expected one of heads, import_from and draft, found none"),
+        (["--heads", "H", "--draft", "D", "--format", "vllm"], "found heads and draft"),
+        (["--heads", "H", "--format", "vllm"], "output: expected a directory to write heads in, found none"),
+        (["--heads", "H", "--output", "O"], "format: expected one, found none"),
+        (["--heads", "H", "--output", "O", "--format", "sglang"], "SGLang loads no Medusa heads, only draft models"),
+        (["--heads", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, fasterdecoding"),
+        (["--import_from", "H", "--output", "O", "--format", "x"], "format: expected one of own, vllm, fasterdecoding"),
+        (["--draft", "D", "--format", "modelopt"], "format: expected one of vllm, sglang, found 'modelopt'"),
+        (["--draft", "D", "--format", "vllm", "--output", "O"], "output: expected none with a draft model"),
+        (["--draft", "D", "--format", "vllm", "--draft_length", "0"], "draft_length: expected at least 1, found 0"),
+        (["--heads", "H", "--output", "O", "--format", "own", "--draft_length", "2"], "draft_length: expected it with"),
+        (["--heads", "H", "--output", "O", "--format", "vllm", "--dtype", "int4"], "dtype: expected one of float32"),
+        (["--heads", "a/x", "--output", "O", "--format", "vllm"], "a/x: expected a directory of Medusa heads"),
+        (["--no_such", "1"], "no_such"),
+    ],
+)  # fmt: skip
+def test_bad_flags_are_one_line_and_2(capsys, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, err = ran(capsys, *flags, code=2)
+    assert err.startswith("error: ") and message in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys):
+    flags = ["--heads", heads_dir, "--format", "vllm", "--output", tmp_path / "out"]
+    save_model(tiny_llama(1, len(tokenizer), hidden=16), tokenizer, tmp_path / "small")
+    _, err = ran(capsys, *flags, "--target", tmp_path / "small", code=2)
+    assert "hidden_size 16, found 32" in err
+    _, err = ran(capsys, *flags, "--target", "nowhere/else/x", code=2)
+    assert err.startswith("error: target: expected a causal LM in nowhere/else/x")
+    _, err = ran(capsys, *flags, "--draft_length", K + 1, code=2)
+    assert f"draft_length: expected at most the {K} heads, found 4" in err
+    _, err = ran(capsys, *flags[:-1], heads_dir, code=2)
+    assert "output: expected a new or empty directory" in err
+    _, err = ran(capsys, "--heads", pair_dirs[0], *flags[2:], code=2)
+    assert err.startswith(f"error: {pair_dirs[0]}")
+    assert not (tmp_path / "out").exists()
+    assert "export" in cli.COMMANDS

@@ -1,0 +1,624 @@
+"""Medusa heads in the formats of others: round trips, hand-made directories, refusals, proofs, damage."""
+
+import errno
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from huggingface_hub import ModelCard
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import linear, silu
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa import MedusaHeads, formats, prove
+from draftsmith.medusa.card import card
+from draftsmith.medusa.formats import FORMATS, detect, export_heads, import_heads, refusal
+
+H, V, K = 32, 97, 3
+MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
+CHOICES = [[0], [0, 0], [1], [0, 1]]
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+    """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
+    monkeypatch.setattr(formats, "read_apart", prove.logits)
+
+
+def noisy(heads: MedusaHeads, seed: int = 3) -> MedusaHeads:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 2 else 1.0))
+    return heads.eval()
+
+
+def made(
+    layers: int = 1, shared: bool = False, bias: bool = False, token_map=None, hydra=False, **config
+) -> MedusaHeads:
+    heads = MedusaHeads.of_target(
+        tiny_llama(), K, layers, "shared" if shared else "own", bias, hydra, token_map, path="org/target"
+    )
+    for name, value in config.items():
+        setattr(heads.config, name, value)
+    return noisy(heads)
+
+
+def hidden() -> torch.Tensor:
+    return torch.randn(5, H, generator=torch.Generator().manual_seed(9))
+
+
+def logits(heads: MedusaHeads) -> torch.Tensor:
+    with torch.no_grad():
+        return heads(hidden(), torch.ones(5, K, H)).float()
+
+
+def same(a: MedusaHeads, b: MedusaHeads) -> None:
+    """Float32 sums of 32 terms: 1e-6 of logits of size 10."""
+    torch.testing.assert_close(logits(a), logits(b), rtol=1e-5, atol=1e-5)
+
+
+def equal_blocks(heads: MedusaHeads) -> MedusaHeads:
+    for block in heads.blocks:
+        block.layers[1].load_state_dict(block.layers[0].state_dict())
+    return heads
+
+
+def export(heads: MedusaHeads, directory: Path, format: str, **options) -> Path:
+    export_heads(heads, directory, format, **options)
+    return directory
+
+
+def edit_config(directory: Path, **changes) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    pickled = directory / "medusa_lm_head.pt"
+    return torch.load(pickled) if pickled.exists() else load_file(directory / "model.safetensors")
+
+
+def save(directory: Path, content: dict[str, torch.Tensor]) -> None:
+    pickled = directory / "medusa_lm_head.pt"
+    if pickled.exists():
+        torch.save(content, pickled)
+    else:
+        save_file(content, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+CASES = [
+    (format, layers, shared, bias, narrow)
+    for format, layers, shared, bias, narrow in itertools.product(FORMATS, (1, 2), (False, True), (False, True), (0, 1))
+    if not narrow or format in ("own", "vllm")
+]
+
+
+@pytest.mark.parametrize(("format", "layers", "shared", "bias", "narrow"), CASES)
+def test_there_and_back(tmp_path, format, layers, shared, bias, narrow):
+    heads = made(layers, shared, bias, MAP if narrow else None)
+    if format == "fasterdecoding" and layers == 2:
+        equal_blocks(heads)
+    there = export(heads, tmp_path / "there", format)
+    assert detect(there) == format
+    read = import_heads(there)
+    same(read, heads)
+    assert read.config.base_model_name_or_path == "org/target" and not read.training
+    back = import_heads(export(read, tmp_path / "back", "own"), "own")
+    same(back, heads)
+    same(MedusaHeads.from_pretrained(tmp_path / "back"), heads)
+    for name in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size", "truncated_vocab_size"):
+        assert getattr(back.config, name) == getattr(heads.config, name)
+    if format in ("own", "vllm"):
+        assert back.config.original_lm_head is shared and back.config.medusa_fc_bias is bias
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "there"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_lower_precision_is_the_rounded_weights(tmp_path, format, dtype):
+    heads = made(logit_scale=0.25 if format in ("own", "vllm") else 1.0)
+    there = export(heads, tmp_path / "there", format, dtype=dtype)
+    read = import_heads(there)
+    kind = getattr(torch, dtype)
+    assert read.dtype == kind and heads.dtype == torch.float32
+    assert {tensor.dtype for tensor in tensors(there).values()} == {kind}
+    config = json.loads((there / "config.json").read_text())
+    assert config["dtype" if format == "own" else "torch_dtype"] == dtype
+    same(read.float(), heads.to(kind).float())
+    with pytest.raises(InputError, match=r"^dtype: expected one of .*, found 'int8'"):
+        export_heads(heads, tmp_path / "other", format, dtype="int8")
+
+
+def test_our_own_format_holds_what_no_other_does(tmp_path):
+    heads = made(2, bias=True, hydra=True, final_logit_softcapping=5.0, logit_scale=0.5, medusa_choices=CHOICES)
+    back = import_heads(export(heads, tmp_path / "own", "own"))
+    same(back, heads)
+    assert back.config.medusa_choices == CHOICES
+    biased = noisy(MedusaHeads(type(heads.config)(H, V, K, lm_head_bias=True)))
+    same(import_heads(export(biased, tmp_path / "biased", "own")), biased)
+
+
+def test_the_config_of_vllm(tmp_path):
+    there = export(made(2, True, True, MAP, logit_scale=0.5), tmp_path / "v", "vllm", dtype="bfloat16")
+    assert json.loads((there / "config.json").read_text()) == {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": H,
+        "vocab_size": V,
+        "num_heads": K,
+        "num_hidden_layers": 2,
+        "truncated_vocab_size": len(MAP),
+        "medusa_fc_bias": True,
+        "original_lm_head": True,
+        "logit_scale": 0.5,
+        "base_model_name_or_path": "org/target",
+        "torch_dtype": "bfloat16",
+    }
+    blocks = {f"blocks.{h}.layers.{i}.{p}" for h in range(K) for i in range(2) for p in ("weight", "bias")}
+    assert set(tensors(there)) == blocks | {"lm_head.weight", "token_map"}
+    assert torch.equal(tensors(there)["token_map"], MAP)
+
+
+def test_names_and_zeros_of_the_sequential_formats(tmp_path):
+    heads = made(2, shared=True)
+    expected = {f"{h}.{i}.linear.{p}" for h in range(K) for i in range(2) for p in ("weight", "bias")}
+    expected |= {f"{h}.2.weight" for h in range(K)}
+    for format, prefix in (("fasterdecoding", ""), ("modelopt", "medusa_heads.")):
+        there = export(equal_blocks(heads), tmp_path / format, format)
+        found = tensors(there)
+        assert set(found) == {prefix + name for name in expected}
+        assert not found[f"{prefix}1.0.linear.bias"].any()
+        for h in range(K):
+            assert torch.equal(found[f"{prefix}{h}.2.weight"], heads.lm_head.weight)
+    config = json.loads((tmp_path / "modelopt" / "config.json").read_text())
+    assert config["medusa"] == {"num_medusa_heads": K, "num_medusa_layers": 2}
+    config = json.loads((tmp_path / "fasterdecoding" / "config.json").read_text())
+    assert config["medusa_num_heads"] == K and config["medusa_num_layers"] == 2
+
+
+def test_trees_are_kept_or_told_of(tmp_path):
+    heads = made(medusa_choices=CHOICES)
+    assert export_heads(heads, tmp_path / "f", "fasterdecoding") == []
+    assert import_heads(tmp_path / "f").config.medusa_choices == CHOICES
+    assert export_heads(heads, tmp_path / "o", "own") == []
+    assert "the tree of 4 tokens is not written" in export_heads(heads, tmp_path / "v", "vllm")[0]
+    assert "medusa_choices" in export_heads(heads, tmp_path / "m", "modelopt")[0]
+    assert import_heads(tmp_path / "v").config.medusa_choices is None
+
+
+# --- hand-made directories, each as its documentation has it ---
+
+
+def randoms(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) * 0.3 for shape in shapes]
+
+
+def directory(path: Path, config: dict, files: dict[str, dict[str, torch.Tensor]]) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    for name, content in files.items():
+        if name.endswith(".pt"):
+            torch.save(content, path / name)
+        else:
+            save_file(content, path / name)
+    return path
+
+
+def by_hand(weights, biases, head_weights) -> torch.Tensor:
+    out = []
+    for weight, bias, head in zip(weights, biases, head_weights, strict=True):
+        x = hidden()
+        out.append(linear(x + silu(linear(x, weight, bias)), head))
+    return torch.stack(out, 1)
+
+
+VLLM = {"model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": H, "vocab_size": V}
+
+
+def test_reads_a_vllm_directory(tmp_path):
+    a, b, p, q = randoms((H, H), (H, H), (V, H), (V, H))
+    content = {"blocks.0.layers.0.weight": a, "blocks.1.layers.0.weight": b}
+    content |= {"lm_heads.0.weight": p, "lm_heads.1.weight": q}
+    expected = by_hand((a, b), (None, None), (p, q))
+    config = VLLM | {"num_heads": 2, "num_hidden_layers": 1, "truncated_vocab_size": V}
+    read = import_heads(directory(tmp_path / "plain", config, {"model.safetensors": content}))
+    torch.testing.assert_close(logits(read), expected)
+    # vLLM renames such keys, and drops this prefix.
+    renamed = {f"medusa_heads.{name}": tensor for name, tensor in content.items()}
+    config = VLLM | {"medusa_num_heads": 2, "medusa_num_layers": 1, "logit_scale": 2}
+    read = import_heads(directory(tmp_path / "renamed", config, {"model.safetensors": renamed}))
+    torch.testing.assert_close(logits(read), 2 * expected)
+    # It cuts heads of the whole vocabulary, and takes the first of them for the one that all share.
+    content = {"blocks.0.layers.0.weight": a, "blocks.1.layers.0.weight": b, "lm_heads.0.weight": p}
+    config = VLLM | {"num_heads": 2, "num_hidden_layers": 1, "truncated_vocab_size": len(MAP), "original_lm_head": True}
+    read = import_heads(
+        directory(tmp_path / "cut", config, {"model.safetensors": content | {"token_map": MAP.to(torch.int32)}})
+    )
+    shared = by_hand((a, b), (None, None), (p, p))
+    torch.testing.assert_close(logits(read)[..., MAP], shared[..., MAP])
+    assert logits(read).isinf().sum() == 5 * 2 * (V - len(MAP))
+
+
+def test_reads_the_pickled_file_of_fasterdecoding(tmp_path):
+    a, b, s, t, p, q = randoms((H, H), (H, H), (H,), (H,), (V, H), (V, H))
+    content = {"0.0.linear.weight": a, "0.0.linear.bias": s, "0.1.weight": p}
+    content |= {"1.0.linear.weight": b, "1.0.linear.bias": t, "1.1.weight": q}
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "lmsys/vicuna-7b-v1.3"}
+    there = directory(tmp_path / "f", config, {"medusa_lm_head.pt": content})
+    read = import_heads(there)
+    torch.testing.assert_close(logits(read), by_hand((a, b), (s, t), (p, q)))
+    assert read.config.base_model_name_or_path == "lmsys/vicuna-7b-v1.3"
+    edit_config(there, medusa_num_heads=1)  # as published configs have it
+    with pytest.raises(
+        InputError, match=r"expected the tensors of 1 heads .* found 3 not expected: 1\.0\.linear\.bias"
+    ):
+        import_heads(there)
+
+
+@pytest.mark.parametrize("tail", [".safetensors", ".pt"])
+def test_reads_what_the_trainer_of_fasterdecoding_left(tmp_path, target, tail):
+    a, b, s, t = randoms((H, H), (H, H), (H,), (H,))
+    content = {"0.0.linear.weight": a, "0.0.linear.bias": s, "1.0.linear.weight": b, "1.0.linear.bias": t}
+    content = {name: tensor.half() for name, tensor in content.items()}
+    config = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "org/target"}
+    there = directory(tmp_path / "f", config, {f"medusa_lm_head{tail}": content})
+    assert detect(there) == "fasterdecoding"
+    with pytest.raises(InputError, match=r"^target: expected it for heads without language-model heads"):
+        import_heads(there)
+    read = import_heads(there, target=target)
+    assert read.dtype == torch.float32  # half blocks before a float32 head
+    blocks = [tensor.half().float() for tensor in (a, b, s, t)]
+    head = target.lm_head.weight
+    torch.testing.assert_close(logits(read), by_hand(blocks[:2], blocks[2:], (head, head)))
+    same(import_heads(export(read, tmp_path / "v", "vllm")), read)
+    with pytest.raises(InputError, match=r"lm_head|0\.0\.linear\.weight of shape"):
+        import_heads(there, target=tiny_llama(hidden=16))
+
+
+def test_reads_the_heads_inside_of_a_modelopt_checkpoint(tmp_path):
+    a, b, s, p, q = randoms((H, H), (H, H), (H,), (V, H), (V, H))
+    shards = {
+        "model-1.safetensors": {
+            "medusa_heads.0.0.linear.weight": a,
+            "medusa_heads.0.0.linear.bias": s,
+            "lm_head.weight": p,
+        },
+        "model-2.safetensors": {"medusa_heads.1.0.linear.weight": b, "medusa_heads.1.0.linear.bias": s},
+        "model-3.safetensors": {"medusa_heads.0.1.weight": p, "medusa_heads.1.1.weight": q},
+    }
+    config = {
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "medusa": {"num_medusa_heads": 2, "num_medusa_layers": 1},
+    }
+    there = directory(tmp_path / "m", config, shards)
+    index = {"weight_map": {name: file for file, content in shards.items() for name in content}}
+    (there / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.testing.assert_close(logits(import_heads(there)), by_hand((a, b), (s, s), (p, q)))
+    (there / "model-2.safetensors").unlink()
+    with pytest.raises(InputError, match=r"model-2\.safetensors: expected safetensors, found: .*No such file"):
+        import_heads(there)
+    (there / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(InputError, match=r"index\.json: expected an index"):
+        import_heads(there)
+
+
+# --- damage ---
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_missing_unexpected_and_misshapen_tensors(tmp_path, format):
+    there = export(made(2 if format == "vllm" else 1, bias=True), tmp_path / "x", format)
+    whole = tensors(there)
+    for name in whole:
+        if name in ("0.0.linear.weight", "0.1.weight"):
+            continue  # what shapes are read from: the next test
+        save(there, {k: v for k, v in whole.items() if k != name})
+        with pytest.raises(InputError, match=rf"^{there}: expected .* found .*{name}") as error:
+            import_heads(there)
+        assert "\n" not in str(error.value)
+    odd = {"own": "lm_head", "vllm": "lm_head", "fasterdecoding": "3.1", "modelopt": "medusa_heads.3.1"}[format]
+    save(there, whole | {f"{odd}.weight": torch.zeros(V, H)})
+    with pytest.raises(InputError, match=rf"found 1 not expected: {odd}\.weight"):
+        import_heads(there)
+    name = next(name for name in whole if ".1." in name and name.endswith("weight"))
+    save(there, whole | {name: whole[name][:-1].contiguous()})
+    with pytest.raises(InputError, match=rf"{name}|shape"):
+        import_heads(there)
+    save(there, whole | {name: whole[name].to(torch.int8)})
+    with pytest.raises(InputError, match=rf"expected {name} in a floating-point type, found int8"):
+        import_heads(there)
+
+
+@pytest.mark.parametrize("name", ["0.0.linear.weight", "0.1.weight", "1.1.weight"])
+def test_tensors_that_shapes_are_read_from(tmp_path, name):
+    there = export(made(), tmp_path / "x", "fasterdecoding")
+    whole = tensors(there)
+    for content in ({k: v for k, v in whole.items() if k != name}, whole | {name: torch.zeros(3)}):
+        save(there, content)
+        with pytest.raises(InputError, match=rf"expected .*{name}|found .*{name}"):
+            import_heads(there)
+
+
+class Code:
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pickled_code_is_not_run(tmp_path):
+    there = export(made(), tmp_path / "x", "fasterdecoding")
+    content = tensors(there) | {"code": Code(tmp_path / "ran")}
+    with (there / "medusa_lm_head.pt").open("wb") as file:
+        pickle.dump(content, file)
+    with pytest.raises(InputError, match=r"medusa_lm_head\.pt: expected"):
+        import_heads(there)
+    torch.save(content, there / "medusa_lm_head.pt")
+    with pytest.raises(InputError, match=r"expected pickled tensors alone") as error:
+        import_heads(there)
+    assert "\n" not in str(error.value) and not (tmp_path / "ran").exists()
+    torch.save([1, 2], there / "medusa_lm_head.pt")
+    with pytest.raises(InputError, match="expected a state dict, found list"):
+        import_heads(there)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("share", [0, 0.001, 0.5, 0.99])
+def test_cut_files(tmp_path, format, share):
+    there = export(made(), tmp_path / "x", format)
+    (weights,) = (path for path in there.iterdir() if path.name != "config.json")
+    weights.write_bytes(weights.read_bytes()[: int(share * weights.stat().st_size)])
+    with pytest.raises(InputError) as error:
+        import_heads(there)
+    assert "\n" not in str(error.value) and str(there) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("format", "changes", "message"),
+    [
+        ("own", {"num_heads": 4}, "found 3 missing: blocks.3"),
+        ("own", {"dtype": "float99"}, "config.json: "),
+        ("own", {"final_logit_softcapping": "x"}, "expected final_logit_softcapping as float, found 'x'"),
+        ("own", {"hydra": 1}, "expected hydra as bool, found 1"),
+        ("own", {"num_heads": "3"}, "num_heads: expected at least 1, found '3'"),
+        ("vllm", {"hidden_size": None}, "expected hidden_size, found none"),
+        ("vllm", {"num_heads": "3"}, "expected num_heads as int, found '3'"),
+        ("vllm", {"num_heads": 0}, "num_heads: expected at least 1, found 0"),
+        ("vllm", {"num_attention_heads": 4}, "expected one num_heads, found num_heads 3, num_attention_heads 4"),
+        ("vllm", {"medusa_fc_bias": False}, "expected medusa_fc_bias true beside biases"),
+        ("vllm", {"medusa_fc_bias": 1}, "expected medusa_fc_bias as bool, found 1"),
+        ("vllm", {"logit_scale": "x"}, "expected logit_scale as float"),
+        ("vllm", {"truncated_vocab_size": V + 1}, "truncated_vocab_size: expected at most"),
+        ("vllm", {"truncated_vocab_size": 7}, "found 1 missing: token_map"),
+        ("fasterdecoding", {"medusa_num_layers": None}, "expected medusa_num_layers, found none"),
+        ("fasterdecoding", {"medusa_num_layers": 0}, "num_hidden_layers: expected at least 1, found 0"),
+        ("fasterdecoding", {"medusa_choices": [1]}, "config.json: "),
+        ("fasterdecoding", {"medusa_choices": [[0], [0, 0, 0]]}, "config.json: "),
+        ("modelopt", {"medusa": {"num_medusa_heads": 3}}, "expected num_medusa_layers, found none"),
+        ("modelopt", {"medusa": {"num_medusa_heads": 4, "num_medusa_layers": 1}}, "found 3 missing: medusa_heads.3.0"),
+    ],
+)  # fmt: skip
+def test_configs_that_cannot_be(tmp_path, format, changes, message, target):
+    there = export(made(bias=True), tmp_path / "x", format)
+    edit_config(there, **changes)
+    with pytest.raises(InputError) as error:
+        import_heads(there, target=target)
+    assert message in str(error.value) and "\n" not in str(error.value) and str(there) in str(error.value)
+
+
+def test_a_token_map_that_names_no_token(tmp_path):
+    there = export(made(token_map=MAP), tmp_path / "x", "vllm")
+    whole = tensors(there)
+    wide = {name: torch.zeros(V, H) for name in whole if name.startswith("lm_heads")}
+    for odd in (MAP + 10, MAP - 1, torch.zeros(7, dtype=torch.int64)):
+        for content in (whole, whole | wide):
+            save(there, content | {"token_map": odd})
+            with pytest.raises(InputError, match=r"token_map|lm_heads\.0\.weight of shape"):
+                import_heads(there)
+    save(there, whole | {"token_map": MAP.float()})
+    with pytest.raises(InputError, match="expected token_map in integers, found float32"):
+        import_heads(there)
+
+
+def test_unknown_and_ambiguous_directories(tmp_path):
+    there = export(made(), tmp_path / "x", "fasterdecoding")
+    save_file({"0.0.linear.weight": torch.zeros(H, H)}, there / "medusa_lm_head.safetensors")
+    with pytest.raises(InputError, match=r"found both, which can differ: remove one"):
+        import_heads(there)
+    (there / "medusa_lm_head.safetensors").unlink()
+    edit_config(there, medusa={"num_medusa_heads": 3, "num_medusa_layers": 1})
+    with pytest.raises(InputError, match="found marks of fasterdecoding and modelopt; name the format"):
+        import_heads(there)
+    import_heads(there, "fasterdecoding")
+    (there / "medusa_lm_head.pt").unlink()
+    edit_config(there, medusa=None)
+    with pytest.raises(InputError, match=r"expected Medusa heads in one of own, .*, found no mark of any"):
+        import_heads(there)
+    with pytest.raises(InputError, match=r"expected medusa_lm_head\.pt or medusa_lm_head\.safetensors, found neither"):
+        import_heads(there, "fasterdecoding")
+    with pytest.raises(InputError, match=r"^format: expected one of own, .*, found 'sglang'; SGLang loads no Medusa"):
+        import_heads(there, "sglang")
+    (there / "config.json").write_text("{")
+    with pytest.raises(InputError, match=r"config\.json: expected JSON"):
+        import_heads(there)
+    (there / "config.json").write_text("[]")
+    with pytest.raises(InputError, match=r"config\.json: expected an object, found list"):
+        import_heads(there)
+    (there / "config.json").unlink()
+    for format in (None, *FORMATS):
+        with pytest.raises(InputError, match=r"expected Medusa heads with config\.json"):
+            import_heads(there, format)
+        with pytest.raises(InputError, match="expected a directory of Medusa heads, found none"):
+            import_heads(tmp_path / "nowhere", format)
+
+
+def test_heads_must_fit_a_target_that_is_given(tmp_path, target):
+    there = export(made(), tmp_path / "x", "modelopt")
+    import_heads(there, target=target)
+    with pytest.raises(InputError, match="target's hidden_size 64, found 32"):
+        import_heads(there, target=tiny_llama(hidden=64))
+
+
+# --- what a format cannot say ---
+
+
+@pytest.mark.parametrize(
+    ("options", "refused", "message"),
+    [
+        ({"hydra": True}, ("vllm", "fasterdecoding", "modelopt"), "Hydra heads"),
+        ({"lm_head_bias": True}, ("vllm", "fasterdecoding", "modelopt"), "a bias"),
+        ({"final_logit_softcapping": 30.0}, ("vllm", "fasterdecoding", "modelopt"), "by_rank"),
+        ({"logit_scale": 0.5}, ("fasterdecoding", "modelopt"), "by_rank"),
+        ({"token_map": MAP}, ("fasterdecoding", "modelopt"), "take vllm"),
+        ({"layers": 2}, ("fasterdecoding",), "take vllm or modelopt"),
+    ],
+)
+def test_refusals_name_a_way_out_and_write_nothing(tmp_path, options, refused, message):
+    heads = made(**options)
+    for format in FORMATS:
+        assert (refusal(heads, format) is not None) == (format in refused)
+        if format in refused:
+            with pytest.raises(InputError, match=rf"^format: expected heads that {format} can hold, found .*{message}"):
+                export_heads(heads, tmp_path / format, format)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FORMATS[1:])
+def test_by_rank_keeps_the_order_of_logits(tmp_path, format):
+    heads = made(final_logit_softcapping=30.0, logit_scale=0.5)
+    read = import_heads(export(heads, tmp_path / format, format, by_rank=True))
+    assert torch.equal(logits(read).argsort(-1), logits(heads).argsort(-1))
+    assert heads.config.final_logit_softcapping == 30.0 and heads.config.logit_scale == 0.5
+    assert read.config.logit_scale == (0.5 if format == "vllm" else 1.0)
+    if format != "vllm":
+        heads.config.logit_scale = -1.0
+        assert "by_rank" in str(refusal(heads, format, by_rank=True))
+
+
+def test_fasterdecoding_needs_the_name_of_the_target(tmp_path):
+    heads = made(base_model_name_or_path=None)
+    with pytest.raises(InputError, match=r"^target: expected its name or path"):
+        export_heads(heads, tmp_path / "x", "fasterdecoding")
+    export_heads(heads, tmp_path / "x", "fasterdecoding", base="org/other")
+    assert import_heads(tmp_path / "x").config.base_model_name_or_path == "org/other"
+    assert heads.config.base_model_name_or_path is None
+
+
+# --- proofs ---
+
+
+@pytest.mark.parametrize("drop", ["medusa_fc_bias", "logit_scale", "truncated_vocab_size", "num_hidden_layers"])
+def test_a_config_that_reads_otherwise_is_not_left(tmp_path, monkeypatch, drop):
+    right = formats._config
+    monkeypatch.setattr(formats, "_config", lambda *a: {k: v for k, v in right(*a).items() if k != drop})
+    with pytest.raises((RuntimeError, KeyError)):
+        export_heads(made(2, bias=True, logit_scale=0.5, token_map=MAP), tmp_path / "x", "vllm")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
+    right = formats._config
+    monkeypatch.setattr(formats, "_config", lambda *a: right(*a) | {"num_attention_heads": 1})
+    with pytest.raises(RuntimeError, match="expected vllm to read logits of shape"):
+        export_heads(made(), tmp_path / "x", "vllm")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
+    monkeypatch.setattr(formats, "read_apart", lambda *a: prove.logits(*a) * (1 + 1e-4))
+    with pytest.raises(RuntimeError, match=rf"expected {format} to read the same logits, found head 0 off by 1\.0e-04"):
+        export_heads(made(), tmp_path / "x", format)
+    assert not list(tmp_path.iterdir())
+
+
+def test_swapped_blocks_are_not_left(tmp_path, monkeypatch):
+    right = formats._names
+
+    def swapped(config, format):
+        names = right(config, format)
+        a, b = "blocks.0.layers.0.weight", "blocks.0.layers.1.weight"
+        return names | {a: names[b], b: names[a]}
+
+    monkeypatch.setattr(formats, "_names", swapped)
+    with pytest.raises(RuntimeError, match="off by"):
+        export_heads(made(2), tmp_path / "x", "modelopt")
+
+
+def test_weights_that_are_no_numbers(tmp_path):
+    heads = made()
+    heads.blocks[1].layers[0].weight.data[0, 0] = 1e6
+    export_heads(heads, tmp_path / "x", "vllm", dtype="bfloat16")
+    with pytest.raises(InputError, match=r"finite in float16, found others in blocks\.1\.layers\.0\.weight"):
+        export_heads(heads, tmp_path / "y", "vllm", dtype="float16")
+    heads.lm_heads[2].weight.data[0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"finite in float32, found others in lm_heads\.2\.weight"):
+        export_heads(heads, tmp_path / "y", "own")
+
+
+def test_outputs_that_hold_something_stay_as_they_are(tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "mine").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    for name in ("x", "file"):
+        with pytest.raises(InputError, match=r"^output: expected a new or empty directory"):
+            export_heads(made(), tmp_path / name, "own")
+    assert (tmp_path / "x" / "mine").read_text() == (tmp_path / "file").read_text() == "kept"
+    with pytest.raises(InputError, match=r"^output: expected to write in"):
+        export_heads(made(), tmp_path / "file" / "y", "own")
+    (tmp_path / "empty").mkdir()
+    export_heads(made(), tmp_path / "empty", "own", readme="# Card")
+    assert (tmp_path / "empty" / "README.md").read_text() == "# Card"
+    export_heads(made(), tmp_path / "a" / "b" / "c", "own")
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(errno.ENOSPC, "No space left"), RuntimeError("PytorchStreamWriter failed")]
+)
+def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch, failure):
+    def full(*_):
+        raise failure
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(InputError, match=r"^output: expected to write in .*[nN]o space left"):
+        export_heads(made(), tmp_path / "x", "fasterdecoding")
+    assert not list(tmp_path.iterdir())
+
+
+# --- cards ---
+
+
+def test_the_card_says_what_the_heads_are():
+    heads = made(2, bias=True, medusa_choices=CHOICES)
+    written = card(heads, {"top_1": [0.5, 0.25, 0.125], "tau_chain": 1.8, "tau_tree": 2.345})
+    assert isinstance(written, ModelCard)
+    assert written.data.base_model == "org/target" and "medusa" in written.data.tags
+    for part in ("# Medusa heads for org/target", "a tree of 4 tokens", "MedusaHeads.from_pretrained",
+                 "draftsmith export --heads DIR --format vllm --output VLLM", '"num_speculative_tokens":3',
+                 "| Head 2, top-1 | 12.5% |", "chain | 1.80 |", "tree | 2.35 |", "most likely token"):  # fmt: skip
+        assert part in written.text, part
+    assert "Acceptance" not in card(heads).text
+    assert str(ModelCard(str(written))) == str(written)
+
+
+def test_the_card_of_what_vllm_cannot_load_and_of_local_targets(tmp_path):
+    text = card(made(hydra=True, base_model_name_or_path=str(tmp_path))).text
+    assert "Hydra heads" in text and "Its format cannot hold Hydra heads" in text and "vllm serve" not in text
+    assert card(made(base_model_name_or_path=str(tmp_path))).data.base_model is None
+    assert '"model":"DIR"' in card(made(), format="vllm").text
+    assert 'import_heads("DIR", "modelopt")' in card(made(), format="modelopt").text
+
+
+def test_figures_that_cannot_be():
+    with pytest.raises(InputError, match="figures: expected some of top_1, tau_chain, tau_tree, found alpha"):
+        card(made(), {"alpha": 1})
+    with pytest.raises(InputError, match="figures: expected top_1 of 3 heads, found 2"):
+        card(made(), {"top_1": [0.5, 0.5]})
