@@ -105,6 +105,8 @@ class MedusaBlock(nn.Module):
         self.layers = nn.ModuleList(
             nn.Linear(hidden_size * (1 if layer else 1 + seen), hidden_size, bias=bias) for layer in range(layers)
         )
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return (…, H) of the target's hidden states, (…, H), and the embeddings before, (…, seen · H) or None."""
@@ -154,10 +156,7 @@ class MedusaHeads(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Blocks begin as the identity; language-model heads are set by `of_target` or read."""
-        if isinstance(module, MedusaBlock):
-            for parameter in module.parameters():
-                nn.init.zeros_(parameter)
+        """Nothing: blocks begin as the identity, and language-model heads are set by `of_target` or read."""
 
     @classmethod
     def of_target(

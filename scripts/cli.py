@@ -14,6 +14,7 @@ COMMANDS = {
     "cache": "the target's laws on its completions, to distil with no target in memory",
     "generate": "one prompt in the terminal: every token in the colour of how it came about",
     "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
+    "medusa-tree": "the tree that Medusa heads should draft, searched on the target's own text",
     "export": "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
 }
 USAGE = "\n".join(
@@ -41,5 +42,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
         return 2
     # Imported by need: the Trainer that quickstart brings in takes seconds, which measure should not cost.
-    command = importlib.import_module(f"draftsmith.scripts.{name}")
+    command = importlib.import_module(f"draftsmith.scripts.{name.replace('-', '_')}")
     return run(lambda: command.main(rest))

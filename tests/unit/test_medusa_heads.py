@@ -60,7 +60,9 @@ def with_bias(model):
     return model
 
 
-@pytest.mark.parametrize("options", [{}, {"lm_heads": "shared"}, {"hydra": True, "num_layers": 2, "bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"lm_heads": "shared"}, {"hydra": True, "num_layers": 2, "bias": True}], ids=str
+)
 @pytest.mark.parametrize("name", TARGETS)
 def test_untrained_heads_are_the_targets_own(name, options):
     target = TARGETS[name]()
@@ -110,7 +112,9 @@ def test_medusa_is_its_formula(shared, bias):
         w2 = tensors["lm_head.weight" if shared else f"lm_heads.{i}.weight"]
         torch.testing.assert_close(heads.logits(i, hidden), 0.5 * (x @ w2.T))
         torch.testing.assert_close(heads(hidden)[:, i], 0.5 * (x @ w2.T))
-    assert torch.equal(heads(hidden, heads=[2, 0]), heads(hidden)[:, [2, 0]])
+    assert heads(then=lambda own: own.config.num_heads) == K
+    with pytest.raises(InputError, match="hidden: expected the target's hidden states, found none"):
+        heads()
 
 
 def test_logits_are_capped_as_the_targets_are_and_biased():
@@ -136,9 +140,7 @@ def test_hydra_is_its_formula():
         x = x + silu(x @ tensors[f"blocks.{i}.layers.1.weight"].T)
         torch.testing.assert_close(heads.logits(i, hidden, embeddings), x @ tensors[f"lm_heads.{i}.weight"].T)
         # Exactly the tokens between are looked at: what comes after is not.
-        assert torch.equal(
-            heads.logits(i, hidden, embeddings[:, : i + 1]), heads.logits(i, hidden, embeddings)
-        )
+        assert torch.equal(heads.logits(i, hidden, embeddings[:, : i + 1]), heads.logits(i, hidden, embeddings))
         swapped = embeddings.clone()
         swapped[:, i] += 1.0
         assert not torch.allclose(heads.logits(i, hidden, swapped), heads.logits(i, hidden, embeddings))
@@ -156,6 +158,9 @@ def test_a_truncated_vocabulary_is_minus_infinity_elsewhere():
     others[kept] = False
     assert (logits[..., others] == float("-inf")).all()
     assert heads.config.truncated_vocab_size == 4 and heads.lm_heads[0].weight.shape == (4, 32)
+    # All tokens in another order are all tokens.
+    whole = MedusaHeads.of_target(target, K, token_map=torch.arange(97).flip(0))
+    assert torch.equal(whole(hidden), MedusaHeads.of_target(target, K)(hidden))
 
 
 VARIANTS = {
@@ -224,7 +229,7 @@ def test_configs_that_cannot_be_are_refused(options, message):
 
 def test_bad_arguments_of_the_target_are_refused():
     target = tiny_llama(0)
-    for ids in ([1, 2, 2], [1, 97], [-1, 3]):
+    for ids in ([1, 2, 2], [1, 97], [-1, 3], [1] * 97):
         with pytest.raises(InputError) as error:
             MedusaHeads.of_target(target, K, token_map=torch.tensor(ids))
         assert str(error.value) == "token_map: expected different ids below 97, found others"
@@ -305,7 +310,7 @@ DAMAGES = {
     "a config that cannot be": (configured(num_heads=0), "num_heads: expected at least 1, found 0"),
     "a number in words": (configured(hidden_size="eight"), "hidden_size"),
     "no JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
-    "no config": (lambda directory: (directory / "config.json").unlink(), "config.json"),
+    "no config": (lambda directory: (directory / "config.json").unlink(), "found no config.json"),
     "no tensors": (lambda directory: (directory / "model.safetensors").unlink(), "safetensors"),
     "cut short": (cut_short, "expected Medusa heads"),
     "garbage": (lambda directory: (directory / "model.safetensors").write_bytes(b"\x01" * 99), "expected Medusa heads"),
