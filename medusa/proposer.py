@@ -100,6 +100,7 @@ class MedusaProposer:
         laws: Tensor | None = None
         for depth in range(tree.depth):
             parents = [n for n, d in enumerate((0, *tree.depths), ROOT) if d == depth and tree.children[n + 1]]
+            widest = max(len(tree.children[node + 1]) for node in parents)
             # Where neither head nor law looks at what was drafted, all nodes of a depth have the same law.
             alike = law.context_free and not self.heads.config.hydra
             for group in [parents] if alike else [[node] for node in parents]:
@@ -109,7 +110,7 @@ class MedusaProposer:
                 scores = law.scores(self._logits(depth, hidden, texts), texts)  # (B, V)
                 families = [list(tree.children[node + 1]) for node in group]
                 if not (law.do_sample and draw_siblings):
-                    top = scores.topk(max(map(len, families))).indices
+                    top = scores.topk(widest).indices
                     sure = None if draw_siblings else scores.softmax(-1).amax(-1, keepdim=True).float()
                     for children in families:
                         tokens[:, children] = top[:, : len(children)]

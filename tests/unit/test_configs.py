@@ -10,6 +10,7 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.scripts.doctor import DoctorConfig
 from draftsmith.scripts.generate import GenerateConfig
 from draftsmith.scripts.measure import MeasureConfig
+from draftsmith.scripts.medusa_tree import MedusaTreeConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.completions import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig
@@ -20,6 +21,7 @@ FOLDERS = {
     "train": PretrainConfig,
     "distill": DistillConfig,
     "medusa": MedusaTrainingConfig,
+    "medusa-tree": MedusaTreeConfig,
     "prepare": PrepareConfig,
     "cache": CacheConfig,
     "doctor": DoctorConfig,

@@ -1,0 +1,251 @@
+"""Which tree of candidates to draft: the reference, or one searched on text that the target wrote.
+
+The expected accepted length of a tree is the sum over its nodes of the share of rounds that pass through them. Medusa
+(Cai et al. 2024, section 2.3.3) takes heads to be right independently of each other, and multiplies their accuracies.
+Here the joint shares are counted: how often the text's tokens have the ranks (r_0, …, r_j) among the logits of heads
+0 … j, from one and the same start. For equally likely starts the tree that covers most is found exactly. But where
+rounds start depends on the tree, so starts are weighted by its own rounds, and the search repeated.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.intervals import Estimate, ratio
+from draftsmith.decode.planner import Costs
+from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.medusa.replay import TextRanks
+
+Path = tuple[int, ...]
+
+# The tree of 63 nodes of the Medusa repository, `mc_sim_7b_63`, in its order: the likelier first.
+REFERENCE_TREE: tuple[Path, ...] = (
+    (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
+    (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
+    (0, 2, 0), (1, 2), (0, 0, 3), (4, 0), (2, 1), (0, 0, 4), (0, 0, 5), (0, 0, 0, 0), (0, 1, 1), (0, 0, 6), (0, 3, 0),
+    (5, 0), (1, 3), (0, 0, 7), (0, 0, 8), (0, 0, 9), (6, 0), (0, 4, 0), (1, 4), (7, 0), (0, 1, 2), (2, 0, 0), (3, 1),
+    (2, 2), (8, 0), (0, 5, 0), (1, 5), (1, 0, 1), (0, 2, 1), (9, 0), (0, 6, 0), (0, 0, 0, 1), (1, 6), (0, 7, 0),
+)  # fmt: skip
+
+
+def reference_tree(num_heads: int, nodes: int | None = None) -> Tree:
+    """Return the first nodes of `REFERENCE_TREE` that so many heads can draft; all of them if None."""
+    return Tree.from_choices([path for path in REFERENCE_TREE if len(path) <= num_heads][:nodes])
+
+
+def choices_of(tree: Tree) -> list[Path]:
+    """Return a tree in Medusa's notation, which `Tree.from_choices` reads: a path of ranks for each node."""
+    paths: list[Path] = []
+    for node, parent in enumerate(tree.parents):
+        above = () if parent == ROOT else paths[parent]
+        paths.append((*above, tree.children[parent + 1].index(node)))
+    return paths
+
+
+def rank_accuracies(texts: Sequence[TextRanks]) -> np.ndarray:
+    """Return, for each head and rank, the share of drafted tokens that have it, (K, most ranks) float64.
+
+    The shares of one head's first k ranks add up to its top-k accuracy.
+
+    Raises:
+        InputError: no text is long enough for a head to draft.
+    """
+    ranks = np.concatenate([text.ranks for text in texts])
+    drafted = np.concatenate([text.drafted for text in texts]).sum(0)
+    if not drafted.all():
+        raise InputError(
+            f"completions: expected some of more than {ranks.shape[1] + 1} tokens, which all heads draft in, found none"
+        )
+    most = max(max(text.most) for text in texts)
+    return np.stack([(ranks == rank).sum(0) / drafted for rank in range(most)], axis=1)
+
+
+def mean_acceptance_length(texts: Sequence[TextRanks], tree: Tree) -> float:
+    """Return τ of a tree at T=0, replayed: tokens ÷ rounds."""
+    return sum(map(len, texts)) / sum(text.rounds(tree) for text in texts)
+
+
+def acceptance_estimate(texts: Sequence[TextRanks], tree: Tree) -> Estimate:
+    """Return τ of a tree at T=0, replayed, with an interval over texts."""
+    return ratio([len(text) for text in texts], [text.rounds(tree) for text in texts])
+
+
+def node_shares(texts: Sequence[TextRanks], tree: Tree) -> np.ndarray:
+    """Return the share of a decoder's rounds at T=0 that accept each node, (nodes,) float64."""
+    passed, rounds = np.zeros(len(tree)), 0
+    for text in texts:
+        starts = text.starts(tree)
+        reached = text.nodes(tree)[starts]
+        passed += np.bincount(reached[reached != ROOT], minlength=len(tree))
+        rounds += len(starts)
+    return passed / rounds
+
+
+def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None = None) -> dict[Path, float]:
+    """Return how many starts have each path of ranks among the heads' logits, or the sum of their weights.
+
+    The last token of a text counts for nothing: the round that reaches it emits it whether it was drafted or not.
+
+    Args:
+        texts: what is searched on.
+        weights: of the starts of each text, (N,) each; all 1 if None.
+    """
+    masses: dict[Path, float] = {}
+    depth = texts[0].ranks.shape[1]
+    base = max(max(text.most) for text in texts) + 1
+    ranks, mass = [], []
+    for i, text in enumerate(texts):
+        start, offset = np.arange(len(text))[:, None], np.arange(depth)[None, :]
+        ranks.append(np.where(start + offset < len(text) - 1, text.ranks, base).astype(np.int64))
+        mass.append(np.ones(len(text)) if weights is None else weights[i])
+    rows, mass_of = np.concatenate(ranks), np.concatenate(mass)
+    codes = np.zeros(len(rows), dtype=np.int64)  # of the path so far, a digit a rank
+    alive = mass_of > 0
+    for length in range(1, depth + 1):
+        alive = alive & (rows[:, length - 1] < base)
+        codes = codes * base + np.where(alive, rows[:, length - 1], 0)
+        found, inverse = np.unique(codes[alive], return_inverse=True)
+        sums = np.bincount(inverse, weights=mass_of[alive], minlength=len(found))
+        for code, total in zip(found.tolist(), sums.tolist(), strict=True):
+            path = tuple(code // base**place % base for place in reversed(range(length)))
+            masses[path] = total
+    return masses
+
+
+def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
+    """Return the tree of the greatest mass among those of so many nodes, exactly.
+
+    A node needs its parent and its earlier siblings, which may be rarer than itself. So a path is worth what lies below
+    it and what follows it, and each budget is divided between the two in the best way, from the deepest paths up.
+
+    Args:
+        masses: of paths of ranks; of what is missing 0.
+        nodes: of the tree; fewer come back where more would add nothing, but one at least.
+
+    Raises:
+        InputError: `nodes` below 1, or no mass.
+    """
+    if nodes < 1:
+        raise InputError(f"nodes: expected at least 1, found {nodes}")
+    if not any(masses.values()):
+        raise InputError("completions: expected tokens that a head names among its first, found none")
+    # What a path cannot do without: its ancestors, and the earlier siblings of each.
+    needed = {
+        (*path[:depth], rank)
+        for path, mass in masses.items()
+        if mass > 0 and sum(path) + len(path) <= nodes
+        for depth in range(len(path))
+        for rank in range(path[depth] + 1)
+    }
+    if not needed:
+        return Tree.chain(1)
+    none = np.zeros(1)
+    values: dict[Path, np.ndarray] = {}  # by path: the greatest mass of 0 … nodes nodes, from this sibling on
+    below: dict[Path, np.ndarray] = {}  # and how many of them lie below it
+    for path in sorted(needed, key=lambda p: (len(p), p), reverse=True):
+        children = values.get((*path, 0), none)
+        later = values.get((*path[:-1], path[-1] + 1), none)
+        best = np.full(min(len(children) + len(later) - 1, nodes), -np.inf)
+        split = np.zeros(len(best), dtype=np.int64)
+        for count in range(min(len(children), len(best))):
+            end = min(count + len(later), len(best))
+            sums = children[count] + later[: end - count]
+            better = sums > best[count:end]
+            best[count:end][better] = sums[better]
+            split[count:end][better] = count
+        values[path] = np.concatenate([none, masses.get(path, 0.0) + best])
+        below[path] = split
+
+    def take(path: Path, count: int) -> list[Path]:
+        if count == 0:
+            return []
+        down = int(below[path][count - 1])
+        return [path, *take((*path, 0), down), *take((*path[:-1], path[-1] + 1), count - 1 - down)]
+
+    return Tree.from_choices(take((0,), int(values[(0,)].argmax())))
+
+
+def independence_tree(texts: Sequence[TextRanks], nodes: int) -> Tree:
+    """Return Medusa's tree: the heads' accuracies multiplied, as if one were right independently of another."""
+    accuracies = rank_accuracies(texts)
+    if not accuracies[0, : max(nodes, 0)].any():
+        return Tree.chain(1)
+    return Tree.from_accuracies(accuracies.tolist(), nodes)
+
+
+def search_tree(
+    texts: Sequence[TextRanks], nodes: int, selection: Sequence[TextRanks] | None = None, rounds: int = 6
+) -> Tree:
+    """Search the tree of the greatest τ at T=0: by joint shares, with starts weighted as the tree's own rounds.
+
+    Begins with all starts alike, then weights each by the share of the trees so far whose rounds start there, which
+    damps a cycle. The best on `selection` is kept, the independence tree among the candidates.
+
+    Args:
+        texts: to search on.
+        nodes: of the tree; fewer come back where more would add nothing.
+        selection: other texts, to select a candidate on; those searched on if None.
+        rounds: candidates of the joint search at most.
+
+    Raises:
+        InputError: `nodes` below 1, or texts in which no head names a token.
+    """
+    selection = texts if selection is None else selection
+    weights = [np.ones(len(text)) for text in texts]
+    candidates: list[Tree] = []
+    for turn in range(1, rounds + 1):
+        tree = heaviest_tree(path_masses(texts, weights), nodes)
+        if candidates and tree == candidates[-1]:
+            break
+        candidates.append(tree)
+        for text, own in zip(texts, weights, strict=True):
+            own *= turn / (turn + 1)
+            own[text.starts(tree)] += 1 / (turn + 1)
+    candidates.append(independence_tree(texts, nodes))
+    return max(candidates, key=lambda tree: mean_acceptance_length(selection, tree))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a searched tree of so many nodes is worth on one machine."""
+
+    tree: Tree
+    acceptance_length: float
+    """τ at T=0, replayed."""
+    costs: Costs
+    """Of a round with this tree: all of its drafting is in `overhead`."""
+
+    @property
+    def verification(self) -> float:
+        """Seconds of a forward over the tree and its root."""
+        return self.costs.verification(len(self.tree) + 1)
+
+    @property
+    def speedup(self) -> float:
+        """Return τ(n) · t(1) ÷ (t(n + 1) + o), the speed-up over plain decoding that the costs predict."""
+        return self.costs.speedup(self.acceptance_length, len(self.tree))
+
+
+def search_budgets(
+    texts: Sequence[TextRanks],
+    nodes: Sequence[int],
+    costs: Callable[[Tree], Costs],
+    selection: Sequence[TextRanks] | None = None,
+) -> list[Budget]:
+    """Search a tree of each size, for measured costs to choose among them: the greatest `speedup` is the best.
+
+    Args:
+        texts: to search on.
+        nodes: sizes to try; one that adds nothing to a smaller one is left out.
+        costs: says what rounds with a tree cost, with no `draft_step`.
+        selection: other texts, which say what each tree is worth; those searched on if None.
+    """
+    budgets: list[Budget] = []
+    for size in sorted(nodes):
+        tree = search_tree(texts, size, selection)
+        if all(tree != budget.tree for budget in budgets):
+            own = mean_acceptance_length(texts if selection is None else selection, tree)
+            budgets.append(Budget(tree, own, costs(tree)))
+    return budgets

@@ -1,0 +1,327 @@
+"""`draftsmith medusa-tree`: the tree that Medusa heads should draft, searched on text that the target wrote."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.intervals import Estimate, ratio_difference
+from draftsmith.decode.planner import Costs, now, verification_costs
+from draftsmith.decode.proposers.protocol import Outcome, Task
+from draftsmith.decode.sampling import Law
+from draftsmith.decode.tree import Tree
+from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.medusa.replay import TextRanks, ranks_of_states, text_states
+from draftsmith.medusa.trees import (
+    Budget,
+    acceptance_estimate,
+    choices_of,
+    independence_tree,
+    node_shares,
+    rank_accuracies,
+    reference_tree,
+    search_budgets,
+    search_tree,
+)
+from draftsmith.scripts.tree_drawing import tree_scene, write_png, write_svg
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.completions import load_completions
+from draftsmith.train.heads import head_of, require_split
+from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.provenance import environment, write_json
+
+SCHEMA = "draftsmith.medusa-tree/1"
+LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
+MOST_DISAGREEMENT = 0.03
+"""The share of tokens that half precision may turn: forwards over other shapes break near-ties otherwise."""
+TOP = (1, 2, 3, 5)
+NAMES = {
+    "chain": "chain of all heads",
+    "reference": "Medusa's reference",
+    "reference_cut": "its first nodes",
+    "independence": "accuracies multiplied",
+    "searched": "searched",
+}
+
+
+@dataclass
+class MedusaTreeConfig:
+    """Search the tree that Medusa heads should draft, on completions that the target wrote at temperature 0."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    heads: str
+    """The directory of its heads, whose config.json gets the tree."""
+    completions: list[str]
+    """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the heads were
+    trained on."""
+    nodes: int | None = None
+    """Nodes of the tree. None measures what verifying them costs on this machine, and lets that choose."""
+    output: str | None = None
+    """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the heads stay as they are. None
+    writes them beside the heads, and the tree into their config.json."""
+    rows: int = 1
+    """Texts decoded together, where costs are measured."""
+    limit: int | None = None
+    """Take the first so many completions only."""
+    seed: int = 0
+    """Seeds how texts are dealt out: half to search on, a fifth to select on, the rest to report on."""
+    dtype: str = "bfloat16"
+    """Weights and arithmetic of target and heads."""
+    trust_remote_code: bool = False
+    """Run model code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("nodes", 1), ("rows", 1), ("limit", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InputError(f"{name}: expected at least {least}, found {value}")
+        if not self.completions:
+            raise InputError("completions: expected at least one directory, found none")
+
+
+def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
+    """Search as the config says, write the tree and its picture, and return what tree.json holds.
+
+    Raises:
+        InputError: no heads or another target's, completions that are not the target's at temperature 0, or too few.
+    """
+    if config.output is None and not (Path(config.heads) / "config.json").is_file():
+        raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
+    target = load_model(config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    require_split(target, "target")
+    heads = MedusaHeads.from_pretrained(config.heads)
+    heads.check_fits(target)
+    heads = heads.to(target.device, target.dtype).eval()  # type: ignore[arg-type]
+    texts, median = _replayed(config, target, heads, progress)
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
+    ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
+    searched_on, selection, check = (
+        [texts[i] for i in part] for part in (order[: ends[0]], order[ends[0] : ends[1]], order[ends[1] :])
+    )
+    budgets: list[Budget] = []
+    if config.nodes is None:
+        budgets = search_budgets(searched_on, LADDER, _MeasuredCosts(target, heads, config.rows, median), selection)
+        tree = max(budgets, key=lambda budget: budget.speedup).tree
+    else:
+        tree = search_tree(searched_on, config.nodes, selection)
+    count = heads.config.num_heads
+    trees = {
+        "chain": Tree.chain(count),
+        "reference": reference_tree(count),
+        "reference_cut": reference_tree(count, len(tree)),
+        "independence": independence_tree(searched_on, len(tree)),
+        "searched": tree,
+    }
+    report = {
+        "schema": SCHEMA,
+        "environment": environment(target.device, config.dtype),
+        "choices": choices_of(tree),
+        "target": config.target,
+        "heads": {"path": config.heads, "num_heads": count, "hydra": heads.config.hydra},
+        "calibration": {
+            "completions": config.completions,
+            "texts": {"search": len(searched_on), "selection": len(selection), "check": len(check)},
+            "tokens": {
+                name: sum(map(len, part))
+                for name, part in (("search", searched_on), ("selection", selection), ("check", check))
+            },
+            "seed": config.seed,
+        },
+        "rank_accuracies": rank_accuracies(check).tolist(),
+        "trees": {name: _figures(check, own, tree) for name, own in trees.items()},
+        "node_shares": node_shares(check, tree).tolist(),
+        "costs": None,
+    }
+    if budgets:
+        report["costs"] = {"rows": config.rows, "context": median, "budgets": [_budget(b) for b in budgets]}
+    _write(config, report, tree)
+    return report
+
+
+def _replayed(
+    config: MedusaTreeConfig, target: PreTrainedModel, heads: MedusaHeads, progress: bool
+) -> tuple[list[TextRanks], int]:
+    """Return the ranks of every different text's tokens, and the median length of its middle."""
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    size = tokenizer_size(tokenizer)
+    seen: set[tuple[int, ...]] = set()
+    texts: list[TextRanks] = []
+    middles: list[int] = []
+    for path in config.completions:
+        samples = load_completions(path)
+        wrong = tokens = 0
+        first = ""
+        for sample in tqdm(samples, desc=path, unit="text", disable=not progress):
+            ids, prompt_length = tuple(sample["input_ids"]), sample["prompt_length"]
+            if ids in seen or prompt_length == len(ids) or len(texts) == config.limit:
+                continue
+            seen.add(ids)
+            sequence = torch.tensor(ids, device=target.device)
+            hidden = text_states(target, sequence, prompt_length)
+            turned = _disagreements(target, hidden, sequence[prompt_length:], size)
+            if turned and not wrong:
+                first = f"the first in sample {sample['id']!r}, token {turned[0]} of its text"
+            wrong, tokens = wrong + len(turned), tokens + len(hidden)
+            texts.append(ranks_of_states(target, heads, hidden, sequence))
+            middles.append((prompt_length + len(ids)) // 2)
+        if wrong > MOST_DISAGREEMENT * tokens:
+            raise InputError(
+                f"completions: expected in {path} what {config.target} wrote at temperature 0, found {wrong} of "
+                f"{tokens} tokens that are not its most likely, {first}"
+            )
+    if len(texts) < 4:
+        raise InputError(f"completions: expected at least 4 different texts, found {len(texts)}")
+    return texts, sorted(middles)[len(middles) // 2]
+
+
+@torch.inference_mode()
+def _disagreements(target: PreTrainedModel, hidden: Tensor, tokens: Tensor, size: int, chunk: int = 512) -> list[int]:
+    """Return the places of the tokens that are not the target's argmax; padding of the vocabulary is no token."""
+    head = head_of(target).cut(size)
+    choices = torch.cat([head(hidden[i : i + chunk]).argmax(-1) for i in range(0, len(hidden), chunk)])
+    return (choices != tokens).nonzero()[:, 0].tolist()
+
+
+class _MeasuredCosts:
+    """What rounds cost: forwards of the target over each size of the ladder, once, and the drafting of each tree."""
+
+    def __init__(self, target: PreTrainedModel, heads: MedusaHeads, rows: int, context: int):
+        self.target, self.heads, self.rows, self.context = target, heads, rows, context
+        measured = verification_costs(target, rows, context, [1, *(nodes + 1 for nodes in LADDER)], repeats=9)
+        # More tokens never cost less: where they seem to, the smaller block was disturbed.
+        self.seconds = {k: min(t for tokens, t in measured.items() if tokens >= k) for k in measured}
+
+    def __call__(self, tree: Tree) -> Costs:
+        return Costs(self.seconds, draft_step=0.0, overhead=self._drafting(tree))
+
+    def _drafting(self, tree: Tree, repeats: int = 5) -> float:
+        """Return the median seconds of drafting a tree for all rows."""
+        config, device = self.heads.config, self.target.device
+        proposer = MedusaProposer(self.heads, tree)
+        generators = [None] * self.rows
+        proposer.start(
+            Task(Law.of(0), config.vocab_size, generators, self.context, tree.depth, True, False, self.target)
+        )
+        hidden = torch.zeros(1, config.hidden_size, device=device, dtype=self.target.dtype)
+        proposer.commit([Outcome([], hidden, hidden)] * self.rows)
+        contexts = [torch.ones(self.context, dtype=torch.long, device=device)] * self.rows
+        seconds = []
+        for _ in range(repeats + 1):
+            elapsed = -now(self.target)
+            proposer.propose(contexts, [tree.depth] * self.rows)
+            seconds.append(elapsed + now(self.target))
+        return sorted(seconds[1:])[repeats // 2]  # the first is for warming up
+
+
+def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:
+    tokens = [len(text) for text in check]
+    rounds, others = ([text.rounds(own) for text in check] for own in (searched, tree))
+    return {
+        "nodes": len(tree),
+        "depth": tree.depth,
+        "mean_acceptance_length": acceptance_estimate(check, tree),
+        "gain_of_searched": None if tree == searched else ratio_difference(tokens, rounds, tokens, others),
+    }
+
+
+def _budget(budget: Budget) -> dict[str, Any]:
+    return {
+        "nodes": len(budget.tree),
+        "mean_acceptance_length": budget.acceptance_length,
+        "verification_seconds": budget.verification,
+        "drafting_seconds": budget.costs.overhead,
+        "predicted_speedup": budget.speedup,
+    }
+
+
+def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None:
+    directory = Path(config.output or config.heads)
+    write_json(directory / "tree.json", report)
+    estimate, texts = report["trees"]["searched"]["mean_acceptance_length"], report["calibration"]["texts"]["check"]
+    # Pillow's own font has no Greek.
+    title = f"{len(tree)} nodes, mean acceptance length {estimate['value']:.2f}"
+    if estimate["ci95"]:
+        title += " [{:.2f}, {:.2f}]".format(*estimate["ci95"])
+    subtitle = f"tokens per forward of the target at T=0, replayed on {texts} texts that were not searched on"
+    scene = tree_scene(tree, report["node_shares"], title, subtitle)
+    write_svg(scene, directory / "tree.svg")
+    write_png(scene, directory / "tree.png")
+    if config.output is None:
+        path = directory / "config.json"
+        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"medusa_choices": report["choices"]})
+
+
+def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the heads' accuracies, τ of each tree, and what the measured costs said; it fits 80 columns."""
+    console = console or Console()
+    texts = report["calibration"]["texts"]
+    table = _table(f"accuracy of the heads, on {texts['check']} texts", ("", *(f"top {k}" for k in TOP)))
+    for head, shares in enumerate(report["rank_accuracies"]):
+        table.add_row(f"head {head}", *(f"{sum(shares[:k]):.1%}" for k in TOP))
+    console.print(table)
+    if report["costs"]:
+        costs = report["costs"]
+        table = _table(
+            f"measured behind {costs['context']} tokens, {costs['rows']} at a time",
+            ("nodes", "τ", "verify", "draft", "speed-up"),
+        )
+        for row in costs["budgets"]:
+            chosen = row["nodes"] == report["trees"]["searched"]["nodes"]
+            table.add_row(
+                str(row["nodes"]),
+                f"{row['mean_acceptance_length']:.2f}",
+                f"{1e3 * row['verification_seconds']:.1f} ms",
+                f"{1e3 * row['drafting_seconds']:.1f} ms",
+                f"{row['predicted_speedup']:.2f}×",
+                style="bold" if chosen else "",
+            )
+        console.print(table)
+    title = "τ at T=0, replayed on the same texts; ±: half of the 95 % interval over texts"
+    table = _table(title, ("tree", "nodes", "τ", "searched over it"))
+    for name, row in report["trees"].items():
+        estimate, gain = row["mean_acceptance_length"], row["gain_of_searched"]
+        table.add_row(
+            NAMES[name],
+            str(row["nodes"]),
+            _cell(estimate, "{:.2f}"),
+            "" if gain is None else _cell(gain, "{:+.3f}"),
+            style="bold" if name == "searched" else "",
+        )
+    console.print(table)
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i or name == "nodes" else "left", no_wrap=True)
+    return table
+
+
+def _cell(estimate: Estimate, form: str) -> str:
+    bounds = estimate["ci95"]
+    return form.format(estimate["value"]) + ("" if bounds is None else f" ±{(bounds[1] - bounds[0]) / 2:.3f}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Search, print the tables, and say where the tree is."""
+    config = parse_config(MedusaTreeConfig, argv, prog="draftsmith medusa-tree")
+    print_tree(search(config))
+    print(f"tree: {Path(config.output or config.heads) / 'tree.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

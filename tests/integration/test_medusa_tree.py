@@ -1,0 +1,138 @@
+"""`draftsmith medusa-tree`: from completions to a tree in the heads' config and a picture of it."""
+
+import json
+import shutil
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from trained_heads import train_heads
+
+from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode.tree import Tree
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts.cli import main
+from draftsmith.train.completions import PrepareConfig, load_completions, prepare
+from draftsmith.train.models import load_model
+
+WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
+
+
+@pytest.fixture(scope="module")
+def made(road, tmp_path_factory):
+    """Heads of the road's target, saved, and 24 completions that it wrote at temperature 0."""
+    root = tmp_path_factory.mktemp("medusa")
+    prompts = [f"{WORDS[i % 8]} {WORDS[i // 8]}" for i in range(24)]
+    (root / "prompts.txt").write_text("\n".join(prompts))
+    prepare(
+        PrepareConfig(
+            str(road / "target"),
+            str(root / "prompts.txt"),
+            str(root / "greedy"),
+            max_new_tokens=20,
+            temperature=0.0,
+            dtype="float32",
+        )
+    )
+    target = load_model(road / "target")
+    texts = [torch.tensor(ids) for ids in load_completions(str(root / "greedy"))["input_ids"]]
+    heads = train_heads(target, MedusaHeads.of_target(target, 3), texts[:8], steps=12)
+    heads.save_pretrained(root / "heads")
+    return root
+
+
+@pytest.fixture
+def heads(made, tmp_path):
+    """The saved heads, a copy of this test's own."""
+    return shutil.copytree(made / "heads", tmp_path / "heads")
+
+
+def tree_of(road, made, heads, *flags: str, completions=None) -> list[str]:
+    argv = ["medusa-tree", "--target", str(road / "target"), "--heads", str(heads), "--dtype", "float32"]
+    return [*argv, "--completions", json.dumps([str(completions or made / "greedy")]), *flags]
+
+
+def test_the_tree_goes_into_the_heads_and_is_drafted(road, made, heads, capsys):
+    before = json.loads((heads / "config.json").read_text())
+    assert main(tree_of(road, made, heads, "--nodes", "9")) == 0
+    report = json.loads((heads / "tree.json").read_text())
+    after = json.loads((heads / "config.json").read_text())
+    assert after == before | {"medusa_choices": report["choices"]}
+    assert not list(heads.glob(".*.partial"))
+    loaded = MedusaHeads.from_pretrained(heads)
+    assert loaded.tree == Tree.from_choices(report["choices"])
+    assert len(loaded.tree) == report["trees"]["searched"]["nodes"] <= 9
+    assert len(report["node_shares"]) == len(report["choices"])
+
+    texts = report["calibration"]["texts"]
+    assert texts["search"] >= texts["check"] >= texts["selection"] >= 1 and sum(texts.values()) <= 24
+    assert report["costs"] is None
+    assert len(report["rank_accuracies"]) == 3 and all(0 < sum(shares) <= 1 for shares in report["rank_accuracies"])
+    lengths = {name: own["mean_acceptance_length"]["value"] for name, own in report["trees"].items()}
+    assert lengths["searched"] > lengths["chain"] > 1
+    assert report["trees"]["reference_cut"]["nodes"] == 9 and report["trees"]["reference"]["nodes"] == 61
+    for name, own in report["trees"].items():
+        if name == "searched":
+            assert own["gain_of_searched"] is None
+        elif own["gain_of_searched"] is not None:
+            gain = lengths["searched"] - lengths[name]
+            assert own["gain_of_searched"]["value"] == pytest.approx(gain)
+    out = capsys.readouterr().out
+    assert "head 2" in out and f"{lengths['searched']:.2f}" in out and f"tree: {heads / 'tree.json'}" in out
+    assert max(map(len, out.replace(str(heads), "").splitlines())) <= 80
+
+    svg = ElementTree.parse(heads / "tree.svg").getroot()
+    names = [element.tag.rpartition("}")[2] for element in svg]
+    assert names.count("circle") == 1 + len(loaded.tree) and names.count("path") == len(loaded.tree)
+    assert f"{len(loaded.tree)} nodes" in "".join(svg.itertext())
+    assert (heads / "tree.png").read_bytes().startswith(b"\x89PNG")
+
+    target = load_model(road / "target")
+    ids = torch.tensor([load_completions(str(made / "greedy"))[0]["input_ids"][:3]])
+    options = {"max_new_tokens": 20, "do_sample": False}
+    out = speculative_generate(target, MedusaProposer(loaded), ids, draft_length=loaded.tree.depth, **options)
+    assert torch.equal(out.sequences, autoregressive_generate(target, ids, **options).sequences)
+
+
+def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(road, made, heads, tmp_path, capsys):
+    before = (heads / "config.json").read_bytes()
+    assert main(tree_of(road, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
+    assert (heads / "config.json").read_bytes() == before and not (heads / "tree.json").exists()
+    report = json.loads((tmp_path / "out" / "tree.json").read_text())
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tree.json", "tree.svg", "tree.png"}
+    budgets = report["costs"]["budgets"]
+    assert report["costs"]["rows"] == 2 and sum(report["calibration"]["texts"].values()) <= 12
+    best = max(budgets, key=lambda budget: budget["predicted_speedup"])
+    assert best["nodes"] == report["trees"]["searched"]["nodes"] == len(report["choices"])
+    for smaller, larger in pairwise(budgets):
+        assert smaller["nodes"] < larger["nodes"]
+        assert smaller["verification_seconds"] <= larger["verification_seconds"]
+    assert all(budget["drafting_seconds"] > 0 for budget in budgets)
+    assert "speed-up" in capsys.readouterr().out
+
+
+def refusal(argv: list[str], capsys) -> str:
+    assert main(argv) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    return error
+
+
+def test_text_that_the_target_did_not_write_so_is_refused(road, made, heads, capsys):
+    error = refusal(tree_of(road, made, heads, "--nodes", "4", completions=road / "long"), capsys)
+    assert f"completions: expected in {road / 'long'} what" in error
+    assert "at temperature 0, found" in error and "tokens that are not its most likely, the first in sample" in error
+    assert not (heads / "tree.json").exists()
+
+
+def test_bad_input_is_one_line(road, made, heads, tmp_path, capsys):
+    assert "nodes: expected at least 1, found 0" in refusal(tree_of(road, made, heads, "--nodes", "0"), capsys)
+    error = refusal(tree_of(road, made, heads, "--nodes", "4", "--limit", "3"), capsys)
+    assert "completions: expected at least 4 different texts, found 3" in error
+    error = refusal(tree_of(road, made, tmp_path / "none"), capsys)
+    assert "heads: expected a directory with a config.json" in error
+    MedusaHeads.of_target(load_model(road / "target"), 2, token_map=torch.arange(9)).save_pretrained(tmp_path / "wrong")
+    config = json.loads((tmp_path / "wrong" / "config.json").read_text())
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config | {"vocab_size": 77}))
+    assert "vocab_size" in refusal(tree_of(road, made, tmp_path / "wrong"), capsys)
