@@ -113,7 +113,7 @@ class ObjectivesConfig:
 def compare(config: ObjectivesConfig) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed."""
     output = Path(config.output)
-    _prepare(config)
+    prepare_texts(config)
     path = output / "results.json"
     results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     target = load_model(config.target, field="target", device="cpu")
@@ -138,7 +138,7 @@ def compare(config: ObjectivesConfig) -> dict[str, Any]:
     return results
 
 
-def _prepare(config: ObjectivesConfig) -> None:
+def prepare_texts(config: ObjectivesConfig) -> None:
     modules = stdlib_modules()
     train = code_prompts([m for m in modules if not m.heldout], config.train_prompts)
     fresh = code_prompts([m for m in modules if m.heldout], config.replayed_prompts, seed=2)
