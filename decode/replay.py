@@ -105,6 +105,9 @@ class ReplayedText:
     overlap: Tensor
     """Σ_v min(p_i, q_i) of each context, (N,); at T=0 whether the argmaxes agree."""
 
+    def __len__(self) -> int:
+        return len(self.acceptance)
+
     def rounds(self, draft_length: int) -> float:
         """Return the expected rounds at γ = `draft_length`; at T=0 exactly the decoder's `num_drafts`."""
         a = self.acceptance[None, :].double()

@@ -2,27 +2,29 @@
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
+from draftsmith.medusa.card import card
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
 from draftsmith.train.cli import run
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import load_tokenizer, whole_weights
-from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.packing import pack, require_packing
 
 
 def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
     """Train as the config says; the heads are in `config.training.output_dir` when this returns."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    args = config.training
-    train, heldout = read_data(config)
-    target = load_target(config, tokenizer)
+    heads: MedusaHeads | None = None
     with whole_weights():
-        if config.heads is not None:
+        if config.heads is not None:  # at once: completions and the target take longer to read
             heads = MedusaHeads.from_pretrained(config.heads).float()
-        else:
+        train, heldout = read_data(config)
+        target = load_target(config, tokenizer)
+        if heads is None:
             count = config.draft_vocabulary
             heads = MedusaHeads.of_target(
                 target,
@@ -35,13 +37,20 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
                 path=config.target,
             ).float()
     if config.packing:
-        require_packing(target, "target", args.per_device_train_batch_size)
+        require_packing(target, "target", config.training.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0))
-    muon = None
-    if config.optimizer == "muon":
-        muon = MuonAdamW(heads, args.learning_rate, args.weight_decay, ends=heads.all_lm_heads)
-    trainer = MedusaTrainer(heads, target, tokenizer, config, train, heldout, optimizers=(muon, None))
-    run_training(trainer)
+    trainer = MedusaTrainer(heads, target, tokenizer, config, train, heldout)
+
+    def finish(output: Path) -> None:
+        evaluations = [entry for entry in trainer.state.log_history if "eval_accuracy_1" in entry]
+        figures: dict[str, Any] | None = None
+        if evaluations:
+            last, count = evaluations[-1], heads.config.num_heads
+            figures = {"top_1": [last[f"eval_accuracy_{i}"] for i in range(1, count + 1)]}
+            figures["tau_chain"] = last["eval_mean_acceptance_length"]
+        card(heads, figures).save(output / "README.md")
+
+    run_training(trainer, finish)
     return trainer
 
 

@@ -71,6 +71,11 @@ class MedusaConfig(PretrainedConfig):
         self.base_model_name_or_path = base_model_name_or_path
         super().__init__(**{"architectures": ["MedusaModel"], "tie_word_embeddings": False, **kwargs})
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as the library does, under the name that vLLM looks for in place of our class's."""
+        self.architectures = ["MedusaModel"]
+        super().save_pretrained(*args, **kwargs)
+
     def check(self) -> "MedusaConfig":
         """Return the config, or raise an InputError that names the first field that cannot be."""
         for name in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size"):
@@ -92,6 +97,12 @@ def check_depth(tree: Tree, num_heads: int) -> Tree:
     if not 1 <= tree.depth <= num_heads:
         raise InputError(f"tree: expected a depth between 1 and the {num_heads} heads, found {tree.depth}")
     return tree
+
+
+def check_ids(ids: Tensor, vocab_size: int, field: str) -> None:
+    """Raise an InputError where ids of a truncated vocabulary name a token twice, or one that is none."""
+    if bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) != len(ids):
+        raise InputError(f"{field}: expected different ids below {vocab_size}, found others")
 
 
 class MedusaBlock(nn.Module):
@@ -189,6 +200,9 @@ class MedusaHeads(PreTrainedModel):
             raise InputError(f"lm_heads: expected one of {', '.join(LM_HEADS)}, found {lm_heads!r}")
         head = head_of(target)
         vocab_size, hidden_size = head.weight.shape
+        if token_map is not None:
+            check_ids(token_map, vocab_size, "token_map")
+            token_map = None if len(token_map) == vocab_size else token_map.to(head.weight.device)
         config = MedusaConfig(
             hidden_size,
             vocab_size,
@@ -206,7 +220,7 @@ class MedusaHeads(PreTrainedModel):
         heads = cls(config)
         with torch.no_grad():
             for own in heads.all_lm_heads:
-                kept = slice(None) if token_map is None else token_map.to(head.weight.device)
+                kept = slice(None) if token_map is None else token_map
                 own.weight.copy_(head.weight[kept])
                 if head.bias is not None:
                     own.bias.copy_(head.bias[kept])
@@ -224,6 +238,9 @@ class MedusaHeads(PreTrainedModel):
         """
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
         options |= {"ignore_mismatched_sizes": True, **kwargs}  # told below, in one line
+        if Path(path).is_dir() and "subfolder" not in kwargs and not (Path(path) / "config.json").is_file():
+            # The library would fall back on the defaults.
+            raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found no config.json")
         try:
             found: Any = super().from_pretrained(path, *args, **options)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -241,7 +258,7 @@ class MedusaHeads(PreTrainedModel):
                     f"{path}: expected the tensors of {heads.config.num_heads} heads, found {len(names)} {what}: "
                     f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
                 )
-        return heads.check_map()
+        return heads.check_map(f"{path}: token_map")
 
     @property
     def all_lm_heads(self) -> list[LMHead]:
@@ -317,13 +334,10 @@ class MedusaHeads(PreTrainedModel):
                     f"medusa: expected heads with the target's {name} {found}, found {getattr(self.config, name)}"
                 )
 
-    def check_map(self) -> "MedusaHeads":
+    def check_map(self, field: str = "token_map") -> "MedusaHeads":
         """Return the heads, or raise an InputError where `token_map` names a token twice, or one that is none."""
         if self.token_map is not None and self.token_map.device.type != "meta":
-            ids = self.token_map
-            outside = bool(((ids < 0) | (ids >= self.config.vocab_size)).any())
-            if outside or len(ids.unique()) != len(ids):
-                raise InputError(f"token_map: expected different ids below {self.config.vocab_size}, found others")
+            check_ids(self.token_map, self.config.vocab_size, field)
         return self
 
     @property

@@ -139,6 +139,7 @@ def compare(config: ObjectivesConfig) -> dict[str, Any]:
 
 
 def prepare_texts(config: ObjectivesConfig) -> None:
+    """Have the target write what drafts or heads learn from, and what they replay."""
     modules = stdlib_modules()
     train = code_prompts([m for m in modules if not m.heldout], config.train_prompts)
     fresh = code_prompts([m for m in modules if m.heldout], config.replayed_prompts, seed=2)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,12 @@ from transformers import (
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
+from draftsmith.decode.proposers.protocol import Proposer
 from draftsmith.decode.replay import ReplayedText, replay_text
 from draftsmith.decode.sampling import Law
+from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.scripts.report import build_report, print_report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.completions import Batch, complete, make_batches
@@ -32,20 +36,22 @@ COMPLETED_TOGETHER = 64
 
 @dataclass
 class MeasureConfig:
-    """Measure how a draft model agrees with a target and how much faster it decodes, on your prompts."""
+    """Measure how a draft model or Medusa heads agree with a target and how much faster it decodes, on your prompts."""
 
     target: str
     """The target: a model directory or hub id."""
-    draft: str
-    """The draft model to measure."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `report.json`."""
+    draft: str | None = None
+    """The draft model to measure."""
+    medusa: str | None = None
+    """Medusa or Hydra heads to measure, beside the draft model or without one; they draft the tree of their config."""
     baseline_draft: str | None = None
-    """A stock draft to beat: measured beside the draft, and compared prompt by prompt."""
+    """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
     draft_length: str | int | list[int] = "4"
-    """γ, drafted tokens a round; several with commas."""
+    """γ, drafted tokens a round, of draft models; several with commas. Medusa heads draft their tree."""
     temperature: str | float | list[float] = "0"
     """Sampling temperatures, several with commas; 0 is greedy."""
     top_k: int = 0
@@ -75,6 +81,8 @@ class MeasureConfig:
     temperatures: list[float] = field(init=False)
 
     def __post_init__(self) -> None:
+        if self.draft is None and self.medusa is None:
+            raise InputError("draft: expected a draft model or, as `medusa`, heads to measure, found neither")
         self.draft_lengths = _numbers(self.draft_length, int, "draft_length")
         self.temperatures = _numbers(self.temperature, float, "temperature")
         for name, least in (
@@ -98,10 +106,10 @@ class MeasureConfig:
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding: plain, or a draft model at one draft length."""
+    """One way of decoding: plain, or a draft model or heads at one draft length."""
 
     kind: str
-    """"plain", "draft" or "baseline_draft"."""
+    """"plain", "draft", "baseline_draft" or "medusa"."""
     draft_length: int = 0
 
     def __str__(self) -> str:
@@ -122,8 +130,28 @@ class Observation:
 
 Observations = dict[tuple[float, Method], list[Observation]]
 """By temperature and method, in the order of the prompts."""
-Replays = dict[tuple[float, str], list[ReplayedText]]
-"""By temperature and the draft's kind: the target's text of each decoded prompt, then of the further ones."""
+
+
+@dataclass(frozen=True)
+class ReplayedHeads:
+    """One text's acceptance by Medusa heads, in the words of `ReplayedText`."""
+
+    tokens: int
+    overlap: Tensor
+    """Σ_v min(p, q) of the first head's contexts."""
+    rounds_of_tree: float | None
+    """None under sampling with siblings, which replay does not apply to."""
+
+    def __len__(self) -> int:
+        return self.tokens
+
+    def rounds(self, draft_length: int) -> float | None:
+        """Return the expected rounds of the heads' tree; it has one draft length."""
+        return self.rounds_of_tree
+
+
+Replays = Mapping[tuple[float, str], Sequence[ReplayedText | ReplayedHeads]]
+"""By temperature and the drafter's kind: the target's text of each decoded prompt, then of the further ones."""
 
 
 def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
@@ -135,7 +163,8 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    paths = {"draft": config.draft} | ({"baseline_draft": config.baseline_draft} if config.baseline_draft else {})
+    given = {"draft": config.draft, "baseline_draft": config.baseline_draft}
+    paths = {name: path for name, path in given.items() if path is not None}
     for name, path in paths.items():
         own = load_tokenizer(path, field=name, trust_remote_code=config.trust_remote_code)
         check_same_tokenizer(tokenizer, own, config.target, path)
@@ -152,13 +181,21 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     # `generate` fills what is left open from here: only where a text ends may come from the target, not how it samples.
     ends = models["target"].generation_config.eos_token_id
     models["target"].generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    proposers: dict[str, Proposer] = {name: DraftModelProposer(models[name]) for name in paths}
     methods = [Method("plain")] + [Method(name, k) for k in config.draft_lengths for name in paths]
+    if config.medusa is not None:
+        heads = MedusaHeads.from_pretrained(config.medusa, dtype=models["target"].dtype)
+        heads.to(default_device())  # type: ignore[arg-type]
+        heads.check_fits(models["target"])
+        drafter = MedusaProposer(heads)
+        models["medusa"], proposers["medusa"] = heads, drafter
+        methods.append(Method("medusa", drafter.tree.depth))
     observations: Observations = {(t, m): [] for t in config.temperatures for m in methods}
-    replays: Replays = {}
+    replays: dict[tuple[float, str], list[ReplayedText | ReplayedHeads]] = {}
     for temperature in config.temperatures:
         law = Law.of(temperature, config.top_k, config.top_p)
         for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
-            _decode(models, method, _ids(decoded[0]), config, temperature, config.seed)
+            _decode(models["target"], proposers, method, _ids(decoded[0]), config, temperature, config.seed)
         texts = []  # what the target wrote, plainly decoded or in a batch, and the length of its prompt
         bar = tqdm(list(enumerate(decoded)), desc=f"T={temperature:g}", unit="prompt", disable=not progress)
         for i, ids in bar:
@@ -167,7 +204,8 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
             runs: dict[Method, list[tuple[DecodeOutput, float]]] = {m: [] for m in methods}
             for _ in range(config.repeats):
                 for method in rotated:
-                    runs[method].append(_timed(models, method, input_ids, config, temperature, config.seed + i))
+                    arguments = method, input_ids, config, temperature, config.seed + i
+                    runs[method].append(_timed(models["target"], proposers, *arguments))
             texts.append((runs[methods[0]][0][0].sequences[0], len(ids)))
             for method, results in runs.items():
                 output, seconds = results[0][0], sorted(s for _, s in results)[len(results) // 2]
@@ -182,9 +220,37 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
             replays[temperature, name] = [
                 replay_text(models["target"], models[name], text, length, law) for text, length in texts
             ]
+        if config.medusa is not None:
+            replays[temperature, "medusa"] = [
+                _replay_heads(config, models["target"], heads, text, length, law) for text, length in texts
+            ]
     report = build_report(config, models, observations, replays)
     write_json(Path(config.output) / "report.json", report)
     return report
+
+
+def _replay_heads(
+    config: MeasureConfig, target: PreTrainedModel, heads: MedusaHeads, text: Tensor, length: int, law: Law
+) -> ReplayedHeads:
+    limit = config.max_new_tokens
+    replayed = replay_heads(target, heads, text, length, law, limit)
+    rounds: float | None = None
+    if not law.do_sample:
+        widths = _widths(heads.tree, heads.config.num_heads)
+        rounds = replay_ranks(target, heads, text, length, most=widths, limit=limit).rounds(heads.tree)
+    elif heads.tree.is_chain:
+        rounds = replayed.rounds(heads.tree.depth)
+    return ReplayedHeads(len(text) - length, replayed.overlap[:, 0][replayed.drafted[:, 0]], rounds)
+
+
+def _widths(tree: Tree, heads: int) -> list[int]:
+    """Return how many ranks of each head are looked at; of heads below the tree one."""
+    widths = [1] * heads
+    for parent, children in enumerate(tree.children, ROOT):
+        depth = 0 if parent == ROOT else tree.depths[parent]
+        if children:
+            widths[depth] = max(widths[depth], len(children))
+    return widths
 
 
 def _timed(*args: Any) -> tuple[DecodeOutput, float]:
@@ -196,7 +262,8 @@ def _timed(*args: Any) -> tuple[DecodeOutput, float]:
 
 
 def _decode(
-    models: dict[str, PreTrainedModel],
+    target: PreTrainedModel,
+    proposers: dict[str, Proposer],
     method: Method,
     input_ids: Tensor,
     config: MeasureConfig,
@@ -205,9 +272,8 @@ def _decode(
 ) -> DecodeOutput:
     options = _generation_options(config, temperature) | {"seed": seed}
     if method.kind == "plain":
-        return autoregressive_generate(models["target"], input_ids, **options)
-    proposer = DraftModelProposer(models[method.kind])
-    return speculative_generate(models["target"], proposer, input_ids, draft_length=method.draft_length, **options)
+        return autoregressive_generate(target, input_ids, **options)
+    return speculative_generate(target, proposers[method.kind], input_ids, draft_length=method.draft_length, **options)
 
 
 def _complete(

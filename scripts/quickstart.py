@@ -15,12 +15,16 @@ from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
+from draftsmith.medusa.__main__ import train_heads
+from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.scripts.measure import MeasureConfig, measure
+from draftsmith.scripts.medusa_tree import MedusaTreeConfig, print_tree, search
 from draftsmith.scripts.report import print_report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.corpus import code_prompts, stdlib_modules
 from draftsmith.train.models import load_model
+from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
@@ -28,17 +32,20 @@ TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
 
 @dataclass
 class QuickstartConfig:
-    """Prepare, distil and measure on the embedded target: half a dozen minutes on two cores without a GPU."""
+    """Prepare, distil, train Medusa heads and measure on the embedded target: minutes on two cores without a GPU."""
 
     output: str = "runs/quickstart"
-    """Receives prompts/, completions/, draft/ and report.json; a second run goes on from what is there."""
+    """Receives prompts/, completions/, draft/, medusa/ and report.json; a second run goes on from what is there."""
     train_prompts: int = 640
     """Prompts from the training modules, completed by the target to distil on: two thirds sampled, one third greedily,
     since the draft is measured under both."""
     heldout_prompts: int = 64
     """Prompts from the held-out modules, to select the best checkpoint on."""
     steps: int | None = None
-    """Distillation steps; by default those of configs/distill/tiny.yaml."""
+    """Steps of distillation, and of the heads' training; by default those of configs/distill/tiny.yaml and
+    configs/medusa/tiny.yaml."""
+    searched_prompts: int = 48
+    """Further prompts from the training modules, completed greedily, to search the heads' tree on."""
     measured_prompts: int = 20
     """Further held-out prompts, decoded by every method."""
     replayed_prompts: int = 128
@@ -46,7 +53,7 @@ class QuickstartConfig:
     on."""
 
     def __post_init__(self) -> None:
-        for name in ("train_prompts", "heldout_prompts", "measured_prompts"):
+        for name in ("train_prompts", "heldout_prompts", "measured_prompts", "searched_prompts"):
             if getattr(self, name) < 2:
                 raise InputError(f"{name}: expected at least 2, found {getattr(self, name)}")
         if self.replayed_prompts < self.measured_prompts:
@@ -62,7 +69,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
     output = Path(config.output)
-    console.rule("1/3 prepare: the target completes prompts")
+    console.rule("1/4 prepare: the target completes prompts")
     modules = stdlib_modules()
     train = code_prompts([m for m in modules if not m.heldout], config.train_prompts)
     heldout = code_prompts([m for m in modules if m.heldout], config.heldout_prompts + config.replayed_prompts)
@@ -72,6 +79,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
         ("sampled", train[:sampled], 1),
         ("greedy", train[sampled:], 0),
         ("heldout", selection, 1),
+        ("searched", code_prompts([m for m in modules if not m.heldout], config.searched_prompts, seed=3), 0),
     ):
         prompts = output / "prompts" / f"{side}.jsonl"
         write_prompts(prompts, records)
@@ -81,28 +89,42 @@ def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
         share = summary.repeated_ngram_share
         console.print(f"{side}: {summary.tokens} tokens; {share:.1%} of their 4-grams repeat an earlier one")
 
-    console.rule("2/3 distil: the stock draft learns the target's distribution")
-    completions = {side: str(output / "completions" / side) for side in ("sampled", "greedy", "heldout")}
-    flags = ["--target", TARGET, "--draft", STOCK, "--training.output_dir", output / "draft"]
-    flags += ["--completions", json.dumps([completions["sampled"], completions["greedy"]])]
-    flags += ["--heldout", json.dumps([completions["heldout"]])]
+    console.rule("2/4 distil: the stock draft learns the target's distribution")
+    data: list[Any] = [
+        "--completions",
+        json.dumps([str(output / "completions" / side) for side in ("sampled", "greedy")]),
+    ]
+    data += ["--heldout", json.dumps([str(output / "completions/heldout")]), "--target", TARGET]
     if config.steps:
-        flags += ["--training.max_steps", config.steps, "--training.eval_steps", config.steps]
-        flags += ["--training.save_steps", config.steps]
-    history = distill(_config(DistillConfig, "distill", flags)).state.log_history
-    scores = [entry["eval_mean_acceptance_length"] for entry in history if "eval_mean_acceptance_length" in entry]
-    console.print(f"replayed mean acceptance length on held-out completions: {scores[0]:.2f} → {scores[-1]:.2f}")
+        data += ["--training.max_steps", config.steps, "--training.eval_steps", config.steps]
+        data += ["--training.save_steps", config.steps]
+    flags = [*data, "--draft", STOCK, "--training.output_dir", output / "draft"]
+    _print_gain(distill(_config(DistillConfig, "distill", flags)), console)
 
-    console.rule("3/3 measure: plain, stock and distilled decoding of held-out prompts, interleaved")
+    console.rule("3/4 medusa: heads on the target's hidden states, and the tree that is accepted furthest")
+    flags = [*data, "--training.output_dir", output / "medusa"]
+    _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", flags)), console)
+    flags = ["--target", TARGET, "--heads", output / "medusa"]
+    flags += ["--completions", json.dumps([str(output / "completions/searched")])]
+    print_tree(search(_config(MedusaTreeConfig, "medusa-tree", flags), progress=False), console)
+
+    console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
     dtype, timings = faster_dtype()
     console.print(f"dtype {dtype}: one target forward of 1 and 3 tokens took " + "; ".join(timings))
     flags = ["--target", TARGET, "--draft", output / "draft", "--baseline_draft", STOCK, "--output", output]
+    flags += ["--medusa", output / "medusa"]
     write_prompts(output / "prompts/measured.jsonl", measured)
     flags += ["--prompts", output / "prompts/measured.jsonl", "--limit", config.measured_prompts]
     flags += ["--replay_limit", config.replayed_prompts, "--dtype", dtype]
     report = measure(_config(MeasureConfig, "measure", flags))
     print_report(report, console)
     return report
+
+
+def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
+    history = trainer.state.log_history
+    scores = [entry["eval_mean_acceptance_length"] for entry in history if "eval_mean_acceptance_length" in entry]
+    console.print(f"replayed mean acceptance length on held-out completions: {scores[0]:.2f} → {scores[-1]:.2f}")
 
 
 def write_prompts(path: Path, records: list[dict[str, str]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,10 +15,18 @@ from draftsmith.decode import Counts
 from draftsmith.decode.intervals import Estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.replay import ReplayedText
 from draftsmith.decode.text import count_repeated_ngrams
+from draftsmith.medusa import MedusaHeads
 from draftsmith.train.provenance import environment
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.measure import MeasureConfig, Method, Observation, Observations, Replays
+    from draftsmith.scripts.measure import (
+        MeasureConfig,
+        Method,
+        Observation,
+        Observations,
+        ReplayedHeads,
+        Replays,
+    )
 
 SCHEMA = "draftsmith.report/1"
 
@@ -69,23 +78,19 @@ def _run(
     replays: Replays,
 ) -> dict[str, Any]:
     counts = sum((o.counts for o in seen), Counts())
-    model = models[method.kind]
-    path = config.draft if method.kind == "draft" else config.baseline_draft
     texts = replays[temperature, method.kind]
-    gain = None
+    replayed, gain = _replayed_length(texts, method.draft_length), None
     if method.kind == "draft" and config.baseline_draft:
         stock = replace(method, kind="baseline_draft")
         other = observations[temperature, stock]
+        replayed_stock = _replayed_length(replays[temperature, stock.kind], method.draft_length)
         gain = {  # replayed on the same texts for both, without the noise of what each of them happened to decode
-            "mean_acceptance_length": ratio_difference(
-                *_replayed_length(texts, method.draft_length),
-                *_replayed_length(replays[temperature, stock.kind], method.draft_length),
-            ),
+            "mean_acceptance_length": replayed and replayed_stock and ratio_difference(*replayed, *replayed_stock),
             "decoded_mean_acceptance_length": ratio_difference(*_acceptance_length(seen), *_acceptance_length(other)),
             "speedup": _speedup(seen, other),
         }
     return {
-        "proposer": {"kind": method.kind, "path": path, "parameters": model.num_parameters()},
+        "proposer": _proposer(config, models, method),
         "draft_length": method.draft_length,
         "rule": "exact",
         "temperature": temperature,
@@ -102,15 +107,29 @@ def _run(
         "predicted_speedup": None,
         "tokens_per_second": _speed(seen),
         "gain_over_baseline_draft": gain,
-        "replay": _replay(seen, texts, method.draft_length, temperature),
+        "replay": replayed and _replay(seen, *replayed, temperature),
         "lossless": _lossless(seen, plain, temperature),
         "by_category": _by_category(seen, plain),
         "repeated_ngram_share": _repeated(seen),
     }
 
 
-def _replayed_length(texts: list[ReplayedText], draft_length: int) -> tuple[list[int], list[float]]:
-    return [len(r.acceptance) for r in texts], [r.rounds(draft_length) for r in texts]
+def _proposer(config: MeasureConfig, models: dict[str, PreTrainedModel], method: Method) -> dict[str, Any]:
+    model = models[method.kind]
+    path = {"draft": config.draft, "baseline_draft": config.baseline_draft, "medusa": config.medusa}[method.kind]
+    proposer: dict[str, Any] = {"kind": method.kind, "path": path, "parameters": model.num_parameters()}
+    if isinstance(model, MedusaHeads):
+        tree, _ = model.tree.pruned(method.draft_length)
+        proposer |= {"heads": model.config.num_heads, "tree_nodes": len(tree)}
+    return proposer
+
+
+def _replayed_length(
+    texts: Sequence[ReplayedText | ReplayedHeads], draft_length: int
+) -> tuple[list[int], list[float]] | None:
+    """Return tokens and rounds of each text; None where replay does not apply."""
+    rounds = [r for text in texts if (r := text.rounds(draft_length)) is not None]
+    return ([len(text) for text in texts], rounds) if len(rounds) == len(texts) else None
 
 
 def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
@@ -131,15 +150,12 @@ def _speedup(seen: list[Observation], plain: list[Observation]) -> Estimate:
     return rate_ratio(*_tokens_and_seconds(seen), *_tokens_and_seconds(plain))
 
 
-def _replay(
-    seen: list[Observation], texts: list[ReplayedText], draft_length: int, temperature: float
-) -> dict[str, Any]:
+def _replay(seen: list[Observation], tokens: list[int], rounds: list[float], temperature: float) -> dict[str, Any]:
     """Replayed τ of the target's texts, and whether that of the decoded prompts' texts agrees with the decoder's own.
 
     At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
     and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
     """
-    tokens, rounds = _replayed_length(texts, draft_length)
     decoded = tokens[: len(seen)], rounds[: len(seen)]
     agrees: bool | None
     if temperature == 0:
@@ -180,11 +196,13 @@ def _repeated(seen: list[Observation]) -> float | None:
 def print_report(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
     environment = report["environment"]
+    has_tree = any(_drafter(run).startswith("medusa/") for run in report["runs"])
     table = Table(
         title=f"{_prompts(report)}, {environment['dtype']}, {environment['device']}, {environment['threads']} threads",
         title_justify="left",
         caption="α: 1 - TV(p, q). accepted: of the drafted tokens. τ: tokens per target forward.\n"
-        "±: half of the 95 % interval, bootstrapped over prompts.",
+        "±: half of the 95 % interval, bootstrapped over prompts."
+        + ("\nmedusa/n: heads that draft a tree of n nodes, of which a round accepts one path." if has_tree else ""),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -201,7 +219,7 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
                 gain = (run["gain_over_baseline_draft"] or {}).get("mean_acceptance_length")
                 table.add_row(
                     f"{temperature:g}",
-                    {"draft": "draft", "baseline_draft": "stock"}[run["proposer"]["kind"]],
+                    _drafter(run),
                     str(run["draft_length"]),
                     _cell(run["alpha"], "{:.2f}", interval=False),
                     _cell(run["draft_acceptance_rate"], "{:.0%}", interval=False),
@@ -214,13 +232,21 @@ def print_report(report: dict[str, Any], console: Console | None = None) -> None
     (console or Console()).print(table)
 
 
+def _drafter(run: dict[str, Any]) -> str:
+    proposer = run["proposer"]
+    if proposer["kind"] != "medusa":
+        return {"draft": "draft", "baseline_draft": "stock"}[proposer["kind"]]
+    nodes = proposer["tree_nodes"]
+    return "medusa" if nodes == run["draft_length"] else f"medusa/{nodes}"
+
+
 def _prompts(report: dict[str, Any]) -> str:
     decoded, replayed = report["prompts"]["count"], report["prompts"]["replayed"]
-    return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if replayed > decoded else "")
+    return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if (replayed or 0) > decoded else "")
 
 
-def _cell(estimate: Estimate, form: str, interval: bool = True) -> str:
-    if estimate["value"] is None:
+def _cell(estimate: Estimate | None, form: str, interval: bool = True) -> str:
+    if estimate is None or estimate["value"] is None:
         return "–"
     bounds = estimate.get("ci95")
     spread = f" ±{(bounds[1] - bounds[0]) / 2:.2f}" if interval and bounds else ""

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from draftsmith.decode import Counts, DraftModelProposer, InputError, autoregressive_generate, speculative_generate
+from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart
 from draftsmith.train.completions import load_completions
 from draftsmith.train.corpus import code_prompts, stdlib_modules
@@ -56,12 +57,13 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     config = quickstart.QuickstartConfig(
-        output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2, replayed_prompts=3
-    )
+        output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2, replayed_prompts=3,
+        searched_prompts=8,
+    )  # fmt: skip
     console = Console(record=True, width=120)
     report = quickstart.quickstart(config, console)
     assert json.loads((tmp_path / "report.json").read_text()) == report
-    assert {run["proposer"]["kind"] for run in report["runs"]} == {"draft", "baseline_draft"}
+    assert {run["proposer"]["kind"] for run in report["runs"]} == {"draft", "baseline_draft", "medusa"}
     assert len(load_completions(str(tmp_path / "completions/sampled"))) == 4
     assert len(load_completions(str(tmp_path / "completions/greedy"))) == 2
     assert report["prompts"]["count"] == 2 and report["prompts"]["replayed"] == 3
@@ -71,6 +73,7 @@ def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     )
     assert len(selection) == 4 and len(measured) == 3 and not selection & measured
     load_model(tmp_path / "draft")
+    assert MedusaHeads.from_pretrained(tmp_path / "medusa").config.medusa_choices
     text = console.export_text()
     assert "stock" in text and "plain" in text
     quickstart.quickstart(config, console)

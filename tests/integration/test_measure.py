@@ -2,12 +2,16 @@
 
 import json
 import math
+import shutil
 
 import pytest
+import torch
 from conftest import perturbed, tiny_llama
 from rich.console import Console
+from trained_heads import own_texts, train_heads
 from transformers import AutoModelForCausalLM
 
+from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.scripts.measure import MeasureConfig, main, measure
 from draftsmith.scripts.report import print_report
 from draftsmith.train import cli
@@ -29,6 +33,9 @@ PROMPTS = [
     ("self", None),
 ]
 NEW = 13
+
+
+CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
 
 
 @pytest.fixture(scope="module")
@@ -175,7 +182,7 @@ def test_gains_are_paired_and_only_the_drafts(measured):
 def test_further_prompts_are_replayed_without_being_decoded(measured, tmp_path):
     report, root = measured
     config = MeasureConfig(
-        str(root / "target"), str(root / "draft"), str(root / "prompts.jsonl"), str(tmp_path / "out"),
+        str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), str(root / "draft"),
         baseline_draft=str(root / "stock"), draft_length="1,3", temperature="0,1", limit=2, replay_limit=5,
         max_new_tokens=NEW, dtype="float32",
     )  # fmt: skip
@@ -211,7 +218,7 @@ def test_categories_part_the_prompts(measured):
 def test_what_is_not_measured_is_null_and_never_zero(measured, tmp_path):
     _, root = measured
     config = MeasureConfig(
-        str(root / "target"), str(root / "draft"), str(root / "prompts.jsonl"), str(tmp_path / "out"),
+        str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), str(root / "draft"),
         draft_length=[2], temperature=[0, 1], limit=1, max_new_tokens=1, dtype="float32",
     )  # fmt: skip
     report = measure(config, progress=False)
@@ -227,6 +234,108 @@ def test_what_is_not_measured_is_null_and_never_zero(measured, tmp_path):
     assert all(run["replay"]["agrees"] in (True, None) for run in report["runs"])
     with (tmp_path / "table.txt").open("w") as file:
         print_report(report, Console(width=120, file=file))
+
+
+@pytest.fixture(scope="module")
+def with_heads(measured, tokenizer, tmp_path_factory):
+    """Heads that draft a tree of depth 2 beside both draft models, in one run."""
+    _, root = measured
+    target = AutoModelForCausalLM.from_pretrained(root / "target")
+    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
+    texts = own_texts(target, ids, max_new_tokens=NEW, do_sample=False)
+    heads = train_heads(target, MedusaHeads.of_target(target, 3), texts, steps=15)
+    heads.config.medusa_choices = CHOICES
+    heads.save_pretrained(root / "heads")
+    config = MeasureConfig(
+        str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path_factory.mktemp("heads")), str(root / "draft"),
+        medusa=str(root / "heads"), baseline_draft=str(root / "stock"), temperature="0,1", draft_length="1,3,4",
+        max_new_tokens=NEW, dtype="float32",
+    )  # fmt: skip
+    return measure(config, progress=False), root, heads.num_parameters()
+
+
+def test_heads_are_measured_beside_drafts(measured, with_heads):
+    before, _ = measured
+    report, root, parameters = with_heads
+    # Heads draft their tree, whatever γ the draft models have.
+    asked = [(t, k, kind) for t in (0.0, 1.0) for k in (1, 3, 4) for kind in ("draft", "baseline_draft")]
+    asked += [(t, 2, "medusa") for t in (0.0, 1.0)]
+    found = [(r["temperature"], r["draft_length"], r["proposer"]["kind"]) for r in report["runs"]]
+    assert sorted(found) == sorted(asked)
+    for run in report["runs"]:
+        assert run.keys() >= RUN and run["counts"].keys() >= COUNTS
+        if run["proposer"]["kind"] != "medusa":
+            continue
+        depth, counts = run["draft_length"], run["counts"]
+        assert run["proposer"] == {
+            "kind": "medusa", "path": str(root / "heads"), "parameters": parameters, "heads": 3,
+            "tree_nodes": 5,
+        }  # fmt: skip
+        assert counts["num_emitted_tokens"] == NEW * len(PROMPTS) and len(run["acceptance_per_position"]) == depth
+        assert 0 < counts["num_accepted_tokens"] < counts["num_draft_tokens"]
+        assert sum(counts["num_draft_tokens_per_pos"]) < counts["num_draft_tokens"]
+        tau = counts["num_emitted_tokens"] / counts["num_drafts"]
+        assert run["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
+        assert run["speedup"]["value"] > 0 and run["by_category"]["code"]["prompts"] == 3
+        assert run["lossless"]["identical"] is (True if run["temperature"] == 0 else None)
+        assert 0 < run["alpha"]["value"] < 1 and run["gain_over_baseline_draft"] is None
+        if run["temperature"] == 0:  # the same rounds, text by text
+            assert run["replay"]["agrees"] is True
+            assert run["replay"]["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
+        else:  # siblings that are drawn are not replayed
+            assert run["replay"] is None
+    # What stands beside them changes no other run's counts.
+    for run in before["runs"]:
+        (same,) = (
+            other
+            for other in runs_of(report, temperature=run["temperature"], draft_length=run["draft_length"])
+            if other["proposer"] == run["proposer"]
+        )
+        assert same["counts"] == run["counts"] and same["alpha"] == run["alpha"]
+
+
+def test_heads_are_measured_alone(with_heads, tmp_path):
+    _, root, _ = with_heads
+    alone = measure(
+        MeasureConfig(
+            str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), medusa=str(root / "heads"),
+            draft_length="2", limit=2, replay_limit=4, max_new_tokens=NEW, dtype="float32",
+        ),
+        progress=False,
+    )  # fmt: skip
+    assert alone["prompts"]["count"] == 2 and alone["prompts"]["replayed"] == 4
+    (run,) = alone["runs"]
+    assert run["proposer"]["kind"] == "medusa" and run["gain_over_baseline_draft"] is None
+    assert run["lossless"]["identical"] is True
+    path = tmp_path / "table.txt"
+    with path.open("w") as file:
+        print_report(alone, Console(width=80, file=file))
+    assert " medusa/5 " in path.read_text() and path.read_text().startswith("2 prompts (4 for")
+    # A chain says no number of nodes.
+    config = json.loads((root / "heads/config.json").read_text())
+    shutil.copytree(root / "heads", tmp_path / "chain")
+    (tmp_path / "chain/config.json").write_text(json.dumps(config | {"medusa_choices": None}))
+    chain = measure(
+        MeasureConfig(
+            str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), medusa=str(tmp_path / "chain"),
+            draft_length="8", limit=2, max_new_tokens=NEW, dtype="float32",
+        ),
+        progress=False,
+    )  # fmt: skip
+    assert chain["runs"][0]["draft_length"] == chain["runs"][0]["proposer"]["tree_nodes"] == 3
+    with path.open("w") as file:
+        print_report(chain, Console(width=80, file=file))
+    assert " medusa " in path.read_text() and "medusa/" not in path.read_text()
+
+
+def test_a_table_of_both_kinds_fits_80_columns(with_heads, tmp_path):
+    report, _, _ = with_heads
+    path = tmp_path / "table.txt"
+    with path.open("w") as file:
+        print_report(report, Console(width=80, file=file))
+    text = path.read_text()
+    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
+    assert text.count(" medusa/5 ") == 2 and "medusa/n: heads that draft a tree" in text
 
 
 def test_the_table_fits_80_columns(measured, tmp_path):
@@ -258,6 +367,10 @@ def test_bad_input_is_refused_in_one_line(measured, tmp_path, capsys):
         for part in (f"--{name}", str(root / name) + (".jsonl" if name == "prompts" else ""))
     ]
     argv += ["--output", str(tmp_path / "out"), "--dtype", "float32"]
+    strangers = tmp_path / "strangers"
+    MedusaHeads(MedusaConfig(8, 300, 2)).save_pretrained(strangers)
+    neither = [part for part in argv if part not in ("--draft", str(root / "draft"))]
+    assert "draft: expected a draft model or, as `medusa`, heads to measure, found neither" in fails(capsys, neither)
     for flags, named in [
         (["--draft_length", "0"], "draft_length: expected at least 1, found 0"),
         (["--draft_length", "4,0"], "draft_length: expected at least 1, found 0"),
@@ -270,6 +383,8 @@ def test_bad_input_is_refused_in_one_line(measured, tmp_path, capsys):
         (["--repeats", "0"], "repeats: expected at least 1, found 0"),
         (["--dtype", "float8"], "dtype: expected one of float32"),
         (["--draft_lenght", "4"], "draft_lenght"),
+        (["--medusa", str(tmp_path / "gone")], "gone: expected Medusa heads"),
+        (["--medusa", str(strangers)], "medusa: expected heads with the target's hidden_size 32, found 8"),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: expected a file of prompts, found nothing there"),
         (["--draft", str(tmp_path / "gone")], "draft: expected a model directory or a hub id, found nothing at"),
     ]:

@@ -1,0 +1,159 @@
+"""The law of text that was sampled with Medusa and Hydra heads, and planted mistakes that are caught.
+
+The statistic is that of `draftsmith.decode.lossless`, by chi-square. Seeds are fixed; a right decoder fails one setting
+with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting.
+"""
+
+import copy
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_llama
+from statistical.test_decoder_law import LAWS
+from torch import Tensor
+from trained_heads import own_texts, train_heads
+from transformers import LogitsProcessorList
+
+from draftsmith.decode import Tree, acceptance
+from draftsmith.decode.lossless import Laws, law_test, sample_texts
+from draftsmith.decode.sampling import Law
+from draftsmith.medusa import MedusaHeads, MedusaProposer, proposer
+from draftsmith.train.heads import last_hidden
+
+FALSE_ALARM = 1e-4
+VOCAB = 13
+NEW = 40
+TOKENS = int(os.environ.get("LAW_TOKENS", 6_000))
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)])
+KINDS = {"medusa": {}, "hydra": {"hydra": True}, "truncated": {"token_map": torch.tensor([12, 1, 3, 4, 6, 8, 10])}}
+
+
+@pytest.fixture(scope="module")
+def target():
+    # Peaked enough for heads to be right now and then, flat enough for every token to occur.
+    return tiny_llama(3, VOCAB, layers=1, scale=18.0)
+
+
+@pytest.fixture(scope="module")
+def trained(target):
+    """Heads that learnt from the target's own samples."""
+    prompts = list(torch.randint(VOCAB, (20, 4), generator=torch.Generator().manual_seed(7)))
+    texts = own_texts(target, prompts, do_sample=True, top_k=0, max_new_tokens=NEW)
+    return {
+        name: train_heads(target, MedusaHeads.of_target(target, 2, **options), texts) for name, options in KINDS.items()
+    }
+
+
+def head_laws(target, heads: MedusaHeads, law: Law) -> Laws:
+    """What the first head says of each token behind the second: what leans towards it shows as q − p."""
+
+    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+        hidden = last_hidden(target, input_ids=ids_BT)
+        embeddings = target.get_input_embeddings()(ids_BT)
+        for start in range(1, ids_BT.shape[1], columns):
+            rows = [torch.zeros(0, VOCAB)]
+            for column in range(start, min(start + columns, ids_BT.shape[1])):
+                wanted = wanted_BT[:, column]
+                if not bool(wanted.any()):
+                    continue
+                logits = heads.logits(0, hidden[wanted, column - 2], embeddings[wanted, column - 1 : column])
+                rows.append(law.probabilities(logits, list(ids_BT[wanted, :column])))
+            yield torch.cat(rows)
+
+    return laws
+
+
+def sampled(target, drafter: MedusaProposer, law_name: str, tokens: int):
+    """Decode, and test the law of what comes out."""
+    arguments, processors = LAWS[law_name]
+    prompts = list(torch.randint(VOCAB, (-(-tokens // NEW), 4), generator=torch.Generator().manual_seed(5)))
+    texts, counts = sample_texts(
+        target, drafter, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
+    )
+    law = Law(LogitsProcessorList(processors), do_sample=True)
+    return law_test(target, texts, law, head_laws(target, drafter.heads, law), batch_size=128), counts
+
+
+SETTINGS = [(kind, shape, law) for kind in KINDS for shape in ("chain", "tree") for law in LAWS if law != "penalties"]
+# Laws that look at the text take ten times the time.
+SETTINGS += [("medusa", "chain", "penalties"), ("hydra", "tree", "penalties")]
+
+
+@pytest.mark.parametrize(("kind", "shape", "law_name"), SETTINGS)
+def test_sampled_texts_have_the_targets_law(target, trained, kind, shape, law_name):
+    drafter = MedusaProposer(trained[kind], TREE if shape == "tree" else None)
+    tokens = TOKENS // 2 if law_name == "penalties" else TOKENS
+    result, counts = sampled(target, drafter, law_name, tokens)
+    assert result.num_tokens >= tokens
+    assert 0.1 < counts.conditional_acceptance()[0] < 0.9, counts  # drafts fail and stand
+    assert counts.num_accepted_tokens_per_pos[1] > tokens / 200, counts
+    assert result.p_value > FALSE_ALARM, result
+
+
+class Misreporting(MedusaProposer):
+    """Draws from q and says that it drew from another law, or says what it did not draw."""
+
+    def __init__(self, heads, mistake, tree=None):
+        super().__init__(heads, tree)
+        self.mistake = mistake
+
+    def propose(self, contexts, draft_lengths):
+        drafts = super().propose(contexts, draft_lengths)
+        return [d if d.probabilities is None else replace(d, **self.mistake(self, i, d)) for i, d in enumerate(drafts)]
+
+
+def uniform(drafter, row, draft):
+    """Every token was as likely."""
+    return {"probabilities": torch.full_like(draft.probabilities, 1 / VOCAB)}
+
+
+def flattened(drafter, row, draft):
+    """q as if its temperature were six times as high."""
+    flat = draft.probabilities.pow(1 / 6)
+    return {"probabilities": flat / flat.sum(-1, keepdim=True)}
+
+
+def argmax_scored_with_q(drafter, row, draft):
+    """Each head's most likely token is proposed, and accepted as if it had been drawn: as Medusa's trees are."""
+    return {"tokens": draft.probabilities.argmax(-1)}
+
+
+def best_draws(q, count, generator):
+    """Siblings are the most likely tokens, and are scored as if they had been drawn one behind the other."""
+    tokens, laws = q.topk(count).indices, q.repeat(count, 1)
+    for i in range(1, count):
+        laws[i] = laws[i - 1].index_fill(0, tokens[i - 1], 0.0)
+        laws[i] = laws[i] / laws[i].sum().clamp(min=1e-9)
+    return tokens, laws
+
+
+PLANTS = {
+    "q uniform": ("T=0.7 top-p", lambda heads: Misreporting(heads, uniform), {}),
+    "q at another temperature": ("T=1", lambda heads: Misreporting(heads, flattened), {}),
+    "argmax drafts scored with q": ("T=1", lambda heads: Misreporting(heads, argmax_scored_with_q), {}),
+    "the most likely siblings scored with q": (
+        "T=1",
+        lambda heads: MedusaProposer(heads, TREE),
+        {(proposer, "draw_without_replacement"): best_draws},
+    ),
+    "siblings tried against p": (
+        "T=1",
+        lambda heads: MedusaProposer(heads, TREE),
+        {(acceptance, "residual"): lambda p, q, x: p},
+    ),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS)
+def test_the_test_has_power(target, trained, monkeypatch, plant):
+    """No plant is given more tokens than a right decoder. Heads that are surer than they should be draft."""
+    law_name, drafter, patches = PLANTS[plant]
+    for (module, name), mistake in patches.items():
+        monkeypatch.setattr(module, name, mistake)
+    heads = copy.deepcopy(trained["medusa"])
+    heads.config.logit_scale *= 3
+    result, _ = sampled(target, drafter(heads), law_name, 6_000)
+    assert result.p_value < FALSE_ALARM / 100, result
