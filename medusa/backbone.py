@@ -24,17 +24,21 @@ class Joint(nn.Module):
     def __init__(self, heads: MedusaHeads, backbone: PreTrainedModel, config: MedusaTrainingConfig):
         super().__init__()
         self.heads, self.backbone = heads, backbone
+        self._no_split_modules = [*heads._no_split_modules, *(backbone._no_split_modules or [])]  # for FSDP
         self._copy: list[PreTrainedModel] = []  # in a list, it is no part of the module
         if config.backbone == "lora":
-            add_lora(backbone, config.lora)
+            with torch.random.fork_rng(devices=[]):  # the same adapters on each process, and in each run
+                torch.manual_seed(int(config.training.seed))
+                add_lora(backbone, config.lora)
         elif config.needs_original:
             self._copy.append(copy.deepcopy(backbone).requires_grad_(False).eval())
-        self._trained = [p for p in backbone.parameters() if p.requires_grad or config.backbone == "full"]
+        # By name: sharding makes others of the parameters.
+        self._trained = {n for n, p in backbone.named_parameters() if p.requires_grad or config.backbone == "full"}
 
     def thaw(self) -> None:
         """Let the backbone be trained, which the Trainer has frozen as the teacher that it is too."""
-        for parameter in self._trained:
-            parameter.requires_grad_(True)
+        for name, parameter in self.backbone.named_parameters():
+            parameter.requires_grad_(name in self._trained)
 
     def forward(self, then: Callable[["Joint"], Any]) -> Any:
         """Return `then(self)`."""
@@ -60,15 +64,34 @@ class Joint(nn.Module):
 
     def trained_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what a checkpoint holds: heads, and of the backbone what is trained. The rest is as it was."""
-        wanted = {id(parameter) for parameter in self._trained}
-        names = {name for name, parameter in self.named_parameters() if id(parameter) in wanted}
-        return {name: tensor for name, tensor in state.items() if name.startswith("heads.") or name in names}
+        return {
+            name: tensor
+            for name, tensor in state.items()
+            if name.startswith("heads.") or name.removeprefix("backbone.") in self._trained
+        }
+
+    @property
+    def _keys_to_ignore_on_save(self) -> list[str]:
+        """The library's name for what checkpoints leave out: it is not missed when one is read."""
+        state = self.state_dict()
+        return sorted(state.keys() - self.trained_state(state).keys())
+
+    def tie_weights(self) -> None:
+        """Tie the backbone's weights, as the library asks for once they are read."""
+        self.backbone.tie_weights()
+
+    def activation_checkpointing_enable(self, **options: Any) -> None:
+        """Compute the backbone's layers again in the backward; the heads' blocks are too small to gain from it."""
+        self.backbone.activation_checkpointing_enable(**options)
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:
+        """Make the backbone what it was: its adapters off, and its dropout too."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         layers = [module for module in self.backbone.modules() if isinstance(module, BaseTunerLayer)]
+        training = self.backbone.training
+        self.backbone.eval()
         for layer in layers:
             layer.enable_adapters(False)
         try:
@@ -76,3 +99,4 @@ class Joint(nn.Module):
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
+            self.backbone.train(training)

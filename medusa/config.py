@@ -68,8 +68,12 @@ class MedusaTrainingConfig(RecipeConfig):
             raise InputError(
                 f"backbone_divergence: expected forward_kl or cross_entropy, found {self.backbone_divergence!r}"
             )
-        if not self.decay > 0:
-            raise InputError(f"decay: expected more than 0, found {self.decay}")
+        for name in ("num_heads", "num_layers", "draft_vocabulary"):
+            if (count := getattr(self, name)) is not None and count < 1:
+                raise InputError(f"{name}: expected at least 1, found {count}")
+        for name in ("decay", "backbone_weight", "heads_weight", "head_learning_rate_multiplier"):
+            if not getattr(self, name) > 0:
+                raise InputError(f"{name}: expected more than 0, found {getattr(self, name)}")
         if not 0 <= self.warmup_heads <= 1:
             raise InputError(f"warmup_heads: expected a share between 0 and 1, found {self.warmup_heads}")
         if self.heads is not None and self.draft_vocabulary is not None:
@@ -82,10 +86,10 @@ class MedusaTrainingConfig(RecipeConfig):
             raise InputError(f"target_dtype: expected float32 where the backbone is trained, found {self.target_dtype}")
         if self.joint and self.optimizer == "muon":
             raise InputError("optimizer: expected trainer where the backbone is trained too, found muon")
-        if self.hydra and self.target_sharded:
-            raise InputError("hydra: expected false with target_sharded, whose embeddings lie in pieces, found true")
-        if self.draft_vocabulary is not None and self.draft_vocabulary < 1:
-            raise InputError(f"draft_vocabulary: expected at least 1, found {self.draft_vocabulary}")
+        if self.training.activation_checkpointing and not self.joint:
+            raise InputError(
+                "training.activation_checkpointing: expected false for a frozen backbone, which holds none, found true"
+            )
 
     @property
     def joint(self) -> bool:

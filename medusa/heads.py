@@ -260,6 +260,10 @@ class MedusaHeads(PreTrainedModel):
                 )
         return heads.check_map(f"{path}: token_map")
 
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """Return None: heads have no embeddings of their own, which FSDP2 would shard apart."""
+        return None
+
     @property
     def all_lm_heads(self) -> list[LMHead]:
         """The language-model heads: K of them, or one."""

@@ -14,6 +14,7 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay import expected_rounds_of_starts
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
@@ -24,6 +25,7 @@ from draftsmith.train.heads import Head, head_of, last_hidden
 from draftsmith.train.lean import lean_features, lean_sum
 from draftsmith.train.lora import merged_state
 from draftsmith.train.objective import Objective
+from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import LiveLaw
 from draftsmith.train.trainer import RecipeTrainer, texts
@@ -35,8 +37,8 @@ class MedusaTrainer(RecipeTrainer):
     """Minimises Σ_i λ_i · objective of head i, against the target's own law or text, on the completions' positions.
 
     Evaluation replays held-out completions with a chain of all heads, and reports `mean_acceptance_length`, `alpha`
-    (of the first head), and for each head i ≥ 1 `accuracy_i`, the share of its tokens that it puts first, and
-    `alpha_i`, its Σ_v min(p, q).
+    (of the first head), `loss`, Σ_i λ_i · objective of head i, and for each head i ≥ 1 `accuracy_i`, the share of its
+    tokens that it puts first, and `alpha_i`, its Σ_v min(p, q).
     """
 
     def __init__(
@@ -50,6 +52,10 @@ class MedusaTrainer(RecipeTrainer):
         **kwargs: Any,
     ):
         heads.check_fits(target)
+        if heads.config.hydra and config.target_sharded:
+            raise InputError(
+                "target_sharded: expected false for Hydra heads, which see the target's embeddings, found true"
+            )
         self.config = config
         self.objective: Objective = config.objective
         self.count: int = heads.config.num_heads
@@ -70,11 +76,28 @@ class MedusaTrainer(RecipeTrainer):
         if config.joint:
             model.thaw()
         self._places: Tensor | None = None
-        """For each of the target's tokens its place in a truncated vocabulary, or −1."""
+        """For each of the target's tokens its place in a truncated vocabulary; no label where it has none."""
         if heads.token_map is not None:
-            self._places = torch.full((heads.config.vocab_size,), -1)
+            self._places = torch.full((heads.config.vocab_size,), IGNORED)
             self._places[heads.token_map.cpu()] = torch.arange(len(heads.token_map))
         self._law_head: Head | None = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what joint training cannot be sharded by."""
+        super().create_accelerator_and_postprocess()
+        zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
+        if not self.config.joint or zero is None:
+            return
+        if zero.zero_stage == 3:
+            raise InputError(
+                "backbone: expected frozen under DeepSpeed ZeRO-3, which holds a module's weights together in its own "
+                f"forward alone (FSDP2 shards a backbone in training), found {self.config.backbone}"
+            )
+        if self.config.warmup_heads:
+            raise InputError(
+                "warmup_heads: expected 0 under DeepSpeed, which takes the gradients that a backbone lacks for zeros "
+                f"and steps with them, found {self.config.warmup_heads}"
+            )
 
     def compute_loss(
         self,
@@ -120,7 +143,9 @@ class MedusaTrainer(RecipeTrainer):
         chosen = labels != IGNORED
         own = hidden[:, :-1][chosen]
         objective = Objective({config.backbone_divergence: 1.0})
-        law = LiveLaw(first[:, :-1][chosen], head) if first is not None and head is not None else None
+        law = None
+        if objective.needs_target and first is not None and head is not None:
+            law = LiveLaw(first[:, :-1][chosen], head)
         weights = torch.ones(len(own), 1, device=own.device)
         trained = head_of(joint.backbone).cut(self.vocab_size)
         kept, _ = lean_sum(objective.features, weights, labels[chosen], own, trained, law)
@@ -151,16 +176,12 @@ class MedusaTrainer(RecipeTrainer):
             at = Positions(inputs, index)
             labels = at.labels
             weights = torch.full((len(labels), 1), self.config.decay**index, device=hidden.device)
-            if self._places is not None:
+            if self._places is not None:  # a token that cannot be drafted cannot be learned
                 labels = self._places.to(labels.device)[labels]
-                if "cross_entropy" in self.objective.terms:  # a token that cannot be drafted cannot be learned
-                    weights = weights * (labels >= 0)[:, None]
-                labels = labels.clamp(min=0)
-            states = heads.states(index, at.before(hidden), at.embeddings(embed, heads, hidden.dtype))
+            states = heads.states(index, at.before(hidden, heads), at.embeddings(embed, heads))
             law = None
             if self.objective.needs_target and teachers is not None and teachers_head is not None:
                 law = LiveLaw(at.teacher(teachers), teachers_head)
-            width = None if self._places is not None else self.vocab_size
 
             def loss_of(
                 states: Tensor,
@@ -168,11 +189,8 @@ class MedusaTrainer(RecipeTrainer):
                 labels: Tensor = labels,
                 weights: Tensor = weights,
                 law: LiveLaw | None = law,
-                width: int | None = width,
             ) -> Tensor:
-                own = heads.head(index)
-                own = own if width is None else own.cut(width)
-                return lean_sum(self.objective.features, weights, labels, states, own, law)[0]
+                return lean_sum(self.objective.features, weights, labels, states, self._own_head(heads, index), law)[0]
 
             total = total + heads.lm_head_of(index)(states, then=loss_of)
         return total
@@ -182,49 +200,50 @@ class MedusaTrainer(RecipeTrainer):
         joint = self.config.joint
         heads: MedusaHeads = trained.heads if joint else trained
         backbone = trained.backbone if joint else self.target
-        labels = inputs["labels"]
+        labels = inputs["labels"][:, 1:]
         hidden = last_hidden(backbone, **texts(inputs)).to(labels.device)
         head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head(labels.device)
-        chosen = labels[:, 1:] != IGNORED
-        rows, length = labels.shape
-        a = hidden.new_zeros(rows, length, self.count, dtype=torch.float32)
-        sums = []
+        places = None if self._places is None else self._places.to(labels.device)
+
+        def features(p: Any, q_logits: Tensor, own: Tensor) -> Tensor:
+            wide = heads.widened(q_logits)[..., : self.vocab_size]
+            replayed = replay_features(p, wide, own, self.law)
+            right = (wide.argmax(-1) == own).float()
+            if places is not None:
+                p, own = p[:, heads.token_map], places[own]
+            return torch.cat([replayed[:, :2], right[:, None], self.objective.features(p, q_logits, own)], dim=1)
+
+        chosen = labels != IGNORED
+        a = hidden.new_zeros(*chosen.shape, self.count, dtype=torch.float32)
+        loss, sums = hidden.new_zeros(len(labels), dtype=torch.float32), []
         for index in range(self.count):
             at = Positions(inputs, index)
             states = heads.states(
-                index, at.before(hidden), at.embeddings(backbone.get_input_embeddings(), heads, hidden.dtype)
+                index, at.before(hidden, heads), at.embeddings(backbone.get_input_embeddings(), heads)
             )
-
-            def features(p: Any, q_logits: Tensor, own: Tensor) -> Tensor:
-                q_logits = heads.widened(q_logits)[..., : self.vocab_size]
-                replayed = replay_features(p, q_logits, own, self.law)
-                right = (q_logits.argmax(-1) == own).float()
-                loss = Objective({"forward_kl": 1.0}, self.config.temperature).features(
-                    p, q_logits.clamp(min=torch.finfo(torch.float32).min / 4), own
-                )
-                return torch.cat([replayed[:, :2], right[:, None], loss], dim=1)
-
             found = heads.lm_head_of(index)(
                 states,
-                then=lambda h, i=index, at=at, features=features: lean_features(
-                    features, at.labels, h, heads.head(i), LiveLaw(at.teacher(hidden), head)
+                then=lambda h, i=index, at=at: lean_features(
+                    features, at.labels, h, self._own_head(heads, i), LiveLaw(at.teacher(hidden), head)
                 ),
-            ).float()
-            spread = found.new_zeros(rows, length, 4)
-            spread[:, : at.chosen.shape[1]][at.chosen] = found
+            )
+            # The round that begins with a token drafts from the state of the token two before it.
+            spread = a.new_zeros(*chosen.shape, found.shape[1])
+            spread[:, 1 : 1 + at.width][at.chosen] = found.float()
             a[..., index] = spread[..., 0]
-            inside = torch.nn.functional.pad(at.chosen, (0, length - at.chosen.shape[1]))
-            sums.append(torch.stack([inside.sum(1).float(), spread[..., 1].sum(1), spread[..., 2].sum(1)], dim=1))
-            if index == 0:
-                loss = spread[..., 3].sum(1)
-        # The round that begins with completion token s drafts from the state of the token two before it.
-        first = (labels != IGNORED).float().argmax(1)
-        at_starts = (first[:, None] + torch.arange(length, device=labels.device) - 2).clamp(min=0, max=length - 1)
-        a = a.gather(1, at_starts[..., None].expand(-1, -1, self.count))
-        a[:, 0] = 0.0  # the first round has no state to draft from
+            loss += self.config.decay**index * spread[..., 3].sum(1)
+            sums.append(torch.stack([at.chosen.sum(1).float(), spread[..., 1].sum(1), spread[..., 2].sum(1)], dim=1))
+        # Completions begin at different columns: the chain starts at the first token of each.
+        order = torch.argsort(~chosen, dim=1, stable=True)
+        a = a.gather(1, order[..., None].expand_as(a))
         lengths = chosen.sum(1)
         rounds = expected_rounds_of_starts(a.double(), lengths).float()
         return torch.cat([lengths[:, None].float(), rounds[:, None], loss[:, None], *sums], dim=1)
+
+    def _own_head(self, heads: MedusaHeads, index: int) -> Head:
+        """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
+        own = heads.head(index)
+        return own if self._places is not None else own.cut(self.vocab_size)
 
     def _teachers_head(self, device: torch.device) -> Head:
         """Return the target's head over the tokens that the heads know: of a truncated vocabulary, those alone."""
@@ -239,15 +258,20 @@ class MedusaTrainer(RecipeTrainer):
         return head.of(kept[self._places[kept].argsort()].to(head.weight.device))
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Give heads in joint training a learning rate of their own."""
+        """Make Muon where it is asked for; give heads in joint training a learning rate of their own."""
+        made = self.optimizer is None
+        if made and self.config.optimizer == "muon":
+            heads: Any = self.model
+            rate, decay = self.args.learning_rate, self.args.weight_decay
+            self.optimizer = MuonAdamW(heads, rate, decay, ends=heads.all_lm_heads)
         optimizer = super().create_optimizer(model)
-        if self.config.joint:
-            heads = {id(p) for p in self.accelerator.unwrap_model(self.model).heads.parameters()}
+        if self.config.joint and made:
+            of_heads = {id(p) for p in self.accelerator.unwrap_model(self.model).heads.parameters()}
             groups = list(optimizer.param_groups)
             optimizer.param_groups.clear()
             for group in groups:
                 for own, rate in ((True, self.config.head_learning_rate_multiplier), (False, 1.0)):
-                    parameters = [p for p in group["params"] if (id(p) in heads) == own]
+                    parameters = [p for p in group["params"] if (id(p) in of_heads) == own]
                     if parameters:
                         optimizer.add_param_group({**group, "params": parameters, "lr": group["lr"] * rate})
         return optimizer
@@ -271,47 +295,45 @@ class MedusaTrainer(RecipeTrainer):
 
 
 class Positions:
-    """Where head `index` learns: position t where tokens t + 1 … t + 2 + index belong to one text.
+    """Where head `index` learns: positions t where tokens t + 1 … t + 2 + index are all a completion's, one text.
 
-    It guesses token t + 2 + index from the hidden state at t; the teacher's law of that token is at t + 1 + index. Both
-    t + 1 and the token itself are a completion's: heads draft after a token that the target has just written.
+    It guesses token t + 2 + index from the hidden state at t; the teacher's law of that token is at t + 1 + index.
+    Heads draft after a token that the target has just written: t + 1 is one of those. A text's first token has no
+    label, so that no window reaches into the next text of a packed row.
     """
 
     def __init__(self, inputs: dict[str, Tensor], index: int):
         self.index, self.ids, labels = index, inputs["input_ids"], inputs["labels"]
         self.width = max(labels.shape[1] - index - 2, 0)
-        end = 1 + self.width
-        self.chosen = (labels[:, 1:end] != IGNORED) & (labels[:, index + 2 : index + 2 + self.width] != IGNORED)
+        inside = labels != IGNORED
+        self.chosen = torch.stack([inside[:, 1 + j : 1 + j + self.width] for j in range(index + 2)]).all(0)
         """(B, T − index − 2) bool."""
-        if "position_ids" in inputs:  # packed: samples follow each other in a row
-            places = inputs["position_ids"]
-            self.chosen &= places[:, index + 2 :] == places[:, : self.width] + index + 2
         self.labels = labels[:, index + 2 : index + 2 + self.width][self.chosen]
         """(N,)."""
 
-    def before(self, hidden: Tensor) -> Tensor:
-        """Return what the head sees of hidden states (B, T, H), (N, H)."""
-        return hidden[:, : self.width][self.chosen]
+    def before(self, hidden: Tensor, heads: MedusaHeads) -> Tensor:
+        """Return what the head sees of hidden states (B, T, H), in the heads' own precision, (N, H)."""
+        return hidden[:, : self.width][self.chosen].to(heads.dtype)
 
     def teacher(self, hidden: Tensor) -> Tensor:
         """Return what the teacher's head sees for the same tokens, (N, H)."""
         return hidden[:, self.index + 1 : self.index + 1 + self.width][self.chosen]
 
-    def embeddings(self, embed: nn.Module, heads: MedusaHeads, dtype: torch.dtype) -> Tensor | None:
-        """Return the embeddings of the tokens t + 1 … t + 1 + index, (N, index + 1, H); None of Medusa heads."""
+    def embeddings(self, embed: nn.Module, heads: MedusaHeads) -> Tensor | None:
+        """Return the embeddings of tokens t + 1 … t + 1 + index, constants, (N, index + 1, H); None of Medusa heads."""
         if not heads.config.hydra:
             return None
-        seen = [self.ids[:, 1 + j : 1 + j + self.width][self.chosen] for j in range(self.index + 1)]
+        seen = torch.stack([self.ids[:, 1 + j : 1 + j + self.width][self.chosen] for j in range(self.index + 1)], dim=1)
         with torch.no_grad():
-            return embed(torch.stack(seen, dim=1)).to(dtype)
+            return embed(seen.to(next(embed.parameters()).device)).to(seen.device, heads.dtype)
 
 
 def medusa_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Turn gathered sums, (samples, 3 + 3K), into ratios over tokens; `loss` is the first head's forward KL."""
+    """Turn gathered sums, (samples, 3 + 3K), into ratios over tokens; `loss` is what the heads minimise."""
     sums = np.asarray(prediction.predictions, dtype=np.float64).sum(0)
     tokens, rounds, loss = sums[:3]
     heads = sums[3:].reshape(-1, len(PER_HEAD))
-    found = {"mean_acceptance_length": float(tokens / rounds), "loss": float(loss / max(heads[0, 0], 1))}
+    found = {"mean_acceptance_length": float(tokens / rounds), "loss": float(loss / tokens)}
     for index, (count, overlap, right) in enumerate(heads, 1):
         found[f"accuracy_{index}"] = float(right / max(count, 1))
         found[f"alpha_{index}"] = float(overlap / max(count, 1))
@@ -320,7 +342,11 @@ def medusa_metrics(prediction: EvalPrediction) -> dict[str, float]:
 
 
 def frequent_tokens(dataset: Dataset, count: int) -> Tensor:
-    """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id."""
+    """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
+
+    Raises:
+        InputError: completions do not hold so many different tokens.
+    """
     counts = np.zeros(1, dtype=np.int64)
     for labels in dataset["labels"]:
         kept = np.asarray(labels)
@@ -328,5 +354,10 @@ def frequent_tokens(dataset: Dataset, count: int) -> Tensor:
         if len(found) > len(counts):
             counts = np.pad(counts, (0, len(found) - len(counts)))
         counts[: len(found)] += found
+    if np.count_nonzero(counts) < count:
+        raise InputError(
+            f"draft_vocabulary: expected at most the {np.count_nonzero(counts)} different tokens of the completions, "
+            f"found {count}"
+        )
     ranked = np.argsort(-counts, kind="stable")[:count]
     return torch.from_numpy(np.sort(ranked))

@@ -3,18 +3,22 @@
 import gc
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 from ranks import enter, witness
-from roads import configured
+from roads import configured, heads_configured
 from torch import nn
 from transformers import conversion_mapping
 
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa import __main__ as heads_command
 from draftsmith.train.data import IGNORED
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
@@ -33,7 +37,52 @@ def distilled(
     return {name: _distilled(strategy, road, output / name, dict(options), launched) for name, options in runs.items()}
 
 
-def _distilled(strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
+def headed(
+    strategy: str, road: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
+) -> dict[str, dict[str, Any]]:
+    """Train Medusa heads several times; as `distilled`, with the options of a `MedusaTrainingConfig`."""
+    return {name: _headed(strategy, road, output / name, dict(options), launched) for name, options in runs.items()}
+
+
+def _headed(strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
+    config = _config(heads_configured, strategy, road, output, options, launched)
+    trainer = heads_command.train_heads(config)
+    model: Any = trainer.model_wrapped
+    model.eval()
+    with torch.no_grad():
+        logits = model(then=_logits)
+    return {
+        "ran": witness(trainer),
+        "log": trainer.state.log_history,
+        "best": trainer.state.best_model_checkpoint,
+        "logits": logits,
+    }
+
+
+def head_logits(strategy: str, directory: Path) -> torch.Tensor:
+    """Read heads in this process, which has none, and return what they say to the states that `headed` showed them."""
+    with torch.no_grad():
+        return _logits(MedusaHeads.from_pretrained(directory).eval())
+
+
+def _logits(model: Any) -> torch.Tensor:
+    """Return the logits of all heads, (5, K, V), each taken inside of the forward of what holds its weights."""
+    heads = getattr(model, "heads", model)
+    count, size = heads.config.num_heads, heads.config.hidden_size
+    hidden, *embeddings = torch.randn(1 + count, 5, size, generator=torch.Generator().manual_seed(0))
+    seen = torch.stack(embeddings, dim=1)
+    return torch.stack(
+        [
+            heads.lm_head_of(i)(heads.states(i, hidden, seen), then=lambda h, i=i: heads.widened(heads.head(i)(h)))
+            for i in range(count)
+        ],
+        dim=1,
+    )
+
+
+def _config(
+    configure: Callable[..., Any], strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool
+) -> Any:
     entered = enter(strategy, launched)
     batch = 4 if strategy == "one" else 2
     defaults = {"max_steps": 8, "per_device_train_batch_size": batch, "per_device_eval_batch_size": 2}
@@ -41,9 +90,14 @@ def _distilled(strategy: str, road: Path, output: Path, options: dict[str, Any],
     checkpoint = options.pop("resumes", None)
     if checkpoint is not None and os.environ.get("RANK", "0") == "0":
         shutil.copytree(checkpoint, output / Path(checkpoint).name)
-    config = configured(road, output, training=training, temperature=0.9, **options)
+    config = configure(road, output, training=training, temperature=0.9, **options)
     if checkpoint is not None:
         config.training.distributed_state.wait_for_everyone()
+    return config
+
+
+def _distilled(strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
+    config = _config(configured, strategy, road, output, options, launched)
     trainer, seen = _watched(config)
     share = next(trainer.target.get_decoder().parameters())
     return {

@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Training
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.runs import save_model
 
@@ -35,12 +36,20 @@ def make_road(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
 
 
 def configured(road: Path, output: Path, **options) -> DistillConfig:
+    return _configured(DistillConfig, road, output, **{"draft": str(road / "draft")} | options)
+
+
+def heads_configured(road: Path, output: Path, **options) -> MedusaTrainingConfig:
+    return _configured(MedusaTrainingConfig, road, output, **{"num_heads": 3} | options)
+
+
+def _configured(kind, road: Path, output: Path, **options):
     training = {"learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant"}
     training |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True}
     training |= options.pop("training", {})
-    options = {"draft": str(road / "draft"), "completions": [str(road / "short"), str(road / "long")]} | options
+    options = {"completions": [str(road / "short"), str(road / "long")]} | options
     options = {"target": str(road / "target")} | options
-    return DistillConfig(training=TrainingArguments(output_dir=str(output), **training), **options)
+    return kind(training=TrainingArguments(output_dir=str(output), **training), **options)
 
 
 def history(trainer: DistillTrainer, key: str) -> list[float]:

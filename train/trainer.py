@@ -209,7 +209,8 @@ class RecipeTrainer(Trainer):
     def target_hidden(self, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
         """Return what the target's head sees of a batch, (B, T, H), where the loss is taken."""
         with torch.no_grad():
-            return last_hidden(self.target, **texts(inputs)).to(device)
+            there = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
+            return last_hidden(self.target, **there).to(device)
 
     def target_head(self, device: torch.device) -> Head:
         """Return the target's head where the loss is taken: of a target elsewhere, a copy that is made once."""
