@@ -172,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"\ndone in {time.perf_counter() - start:.0f} s; the files:")
     for name, what in (
         ("draft/", "the distilled draft, an ordinary Hugging Face directory"),
+        ("medusa/", "the heads, with the picture of their tree in tree.svg"),
         ("completions/", "what the target wrote"),
         ("report.json", "every figure, with counts and intervals"),
     ):
