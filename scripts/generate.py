@@ -26,7 +26,7 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.models import DTYPES, check_head, default_device, load_model, load_tokenizer
 from draftsmith.train.prompts import Prompt, encode_prompt
 
-PROPOSERS = ("draft", "prompt_lookup", "lookahead", "blind", "early_exit", "none")
+PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "blind", "early_exit", "none")
 MODELS = ("draft", "early_exit")  # those that are models: their confidence says something, and they can grow trees
 INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # the exit codes a shell gives for SIGINT and SIGPIPE
 
@@ -43,7 +43,9 @@ class GenerateConfig:
     """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
     its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
     proposer: str = "draft"
-    """What drafts: draft, prompt_lookup, lookahead, blind, early_exit, or none for plain decoding."""
+    """What drafts: draft, medusa, prompt_lookup, lookahead, blind, early_exit, or none for plain decoding."""
+    medusa: str | None = None
+    """The directory of the heads, for the proposer `medusa`; they draft their tree, no deeper than `draft_length`."""
     exit_layers: int | None = None
     """The target's layers that draft, for the proposer `early_exit`."""
     draft_length: int = 4
@@ -74,7 +76,7 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if self.proposer not in PROPOSERS:
             raise InputError(f"proposer: expected one of {', '.join(PROPOSERS)}, found {self.proposer!r}")
-        for proposer, name in (("draft", "draft"), ("early_exit", "exit_layers")):
+        for proposer, name in (("draft", "draft"), ("medusa", "medusa"), ("early_exit", "exit_layers")):
             if self.proposer == proposer and getattr(self, name) is None:
                 raise InputError(f"{name}: expected one with the proposer {proposer}, found none")
         for name, least in (("draft_length", 1), ("max_new_tokens", 1), ("exit_layers", 1), ("width", 0), ("top_k", 0)):
@@ -217,6 +219,12 @@ def _proposer(
             return proposer
         _check_positions(config, draft, length, "draft")
         return DraftModelProposer(draft, tree)
+    if config.proposer == "medusa" and config.medusa is not None:
+        from draftsmith.medusa import MedusaHeads, MedusaProposer
+
+        heads: Any = MedusaHeads.from_pretrained(config.medusa)
+        heads.check_fits(target)
+        return MedusaProposer(heads.to(target.device, target.dtype))
     if config.proposer == "prompt_lookup":
         from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 

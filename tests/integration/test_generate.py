@@ -20,6 +20,7 @@ from unit.test_retokenized import permuted
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.proposers.draft_model import DynamicTree
 from draftsmith.decode.speculative import Round
+from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli as commands
 from draftsmith.scripts import generate as module
 from draftsmith.scripts import live_view
@@ -52,6 +53,7 @@ def pair(tmp_path_factory, tokenizer):
         else:  # any bytes: most of what it writes is no UTF-8
             model = tiny_llama(0, len(tokenizer))
         save_model(model, tokenizer, root / name)
+    MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
     return root
 
 
@@ -357,6 +359,7 @@ def test_a_draft_with_another_tokenizer_writes_the_targets_text_at_temperature_0
 
 PROPOSERS = {
     "draft": {},
+    "medusa": {"medusa": "heads"},
     "prompt_lookup": {},
     "lookahead": {},
     "blind": {},
@@ -373,7 +376,8 @@ def test_all_proposers_are_tried_here():
 def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
     text, _, _ = decoded(pair)
     compare = proposer != "none"
-    out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **PROPOSERS[proposer]))
+    options = {name: pair / value if name == "medusa" else value for name, value in PROPOSERS[proposer].items()}
+    out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **options))
     assert out == text + "\n"
     assert err.splitlines()[0].startswith(f"{NEW} tokens in ")
     if compare:
@@ -486,7 +490,9 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"proposer": "oracle"}, "proposer: expected one of draft, prompt_lookup,"),
+        ({"proposer": "oracle"}, "proposer: expected one of draft, medusa, prompt_lookup,"),
+        ({"proposer": "medusa"}, "medusa: expected one with the proposer medusa, found none"),
+        ({"proposer": "medusa", "medusa": "nowhere"}, "nowhere: expected Medusa heads"),
         ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),
         ({"proposer": "early_exit", "exit_layers": 3}, "exit_layers: expected at most the target's 2 layers, found 3"),
         ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),
