@@ -80,7 +80,7 @@ def _here(format: str) -> str:
         "from draftsmith.medusa import MedusaHeads, MedusaProposer\n\n"
         'proposer = MedusaProposer(MedusaHeads.from_pretrained("DIR"))'
         if format == "own"
-        else "from draftsmith.medusa import MedusaProposer\nfrom draftsmith.medusa.formats import import_heads\n\n"
+        else "from draftsmith.medusa import MedusaProposer\nfrom draftsmith.medusa.importing import import_heads\n\n"
         f'proposer = MedusaProposer(import_heads("DIR", "{format}"))'
     )
     return f"## Decode here\n\n```python\n{load}\n```"

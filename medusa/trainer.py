@@ -21,7 +21,7 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.acceptance import replay_features
 from draftsmith.train.data import IGNORED
-from draftsmith.train.heads import Head, head_of, last_hidden
+from draftsmith.train.heads import Head, head_of
 from draftsmith.train.lean import lean_features, lean_sum
 from draftsmith.train.lora import merged_state
 from draftsmith.train.objective import Objective
@@ -201,7 +201,7 @@ class MedusaTrainer(RecipeTrainer):
         heads: MedusaHeads = trained.heads if joint else trained
         backbone = trained.backbone if joint else self.target
         labels = inputs["labels"][:, 1:]
-        hidden = last_hidden(backbone, **texts(inputs)).to(labels.device)
+        hidden = trained.hidden(texts(inputs)) if joint else self.target_hidden(inputs, labels.device)
         head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head(labels.device)
         places = None if self._places is None else self._places.to(labels.device)
 

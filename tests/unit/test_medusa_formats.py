@@ -16,7 +16,8 @@ from torch.nn.functional import linear, silu
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads, formats, prove
 from draftsmith.medusa.card import card
-from draftsmith.medusa.formats import FORMATS, detect, export_heads, import_heads, refusal
+from draftsmith.medusa.formats import FORMATS, export_heads, refusal
+from draftsmith.medusa.importing import detect, import_heads
 
 H, V, K = 32, 97, 3
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -541,14 +542,14 @@ def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
 
 
 def test_swapped_blocks_are_not_left(tmp_path, monkeypatch):
-    right = formats._names
+    right = formats.tensor_names
 
     def swapped(config, format):
         names = right(config, format)
         a, b = "blocks.0.layers.0.weight", "blocks.0.layers.1.weight"
         return names | {a: names[b], b: names[a]}
 
-    monkeypatch.setattr(formats, "_names", swapped)
+    monkeypatch.setattr(formats, "tensor_names", swapped)
     with pytest.raises(RuntimeError, match="off by"):
         export_heads(made(2), tmp_path / "x", "modelopt")
 
