@@ -257,6 +257,10 @@ def print_results(config: BenchMedusaConfig, results: dict[str, Any], console: C
         table.add_row(*cells)
     console.print(table)
     for variant, runs in results.items():
+        if variant != "environment":
+            d = ratio_difference(*_pooled(runs, "searched"), *_pooled(runs, "reference"))
+            spread = f" [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]" if d["ci95"] else ""
+            console.print(f"{variant}: the searched tree over the reference {d['value']:+.3f}{spread}")
         moved = [run["moved"] for run in runs.values() if variant != "environment" and run["moved"]]
         if moved:
             parts = (f"{key.replace('_', ' ')} {sum(m[key] for m in moved) / len(moved):.3f}" for key in moved[0])
