@@ -49,17 +49,8 @@ def expected_rounds(a_BN: Tensor, lengths_B: Tensor, draft_length: int) -> Tenso
         lengths_B: the texts' lengths, (B,).
         draft_length: γ.
     """
-    batch, n = a_BN.shape
-    starts = a_BN.new_zeros(batch, n + draft_length + 2)
-    starts[:, 0] = 1.0
-    for t in range(n):
-        reach = starts[:, t]
-        for j in range(min(draft_length, n - t)):
-            starts[:, t + j + 1] += reach * (1 - a_BN[:, t + j])
-            reach = reach * a_BN[:, t + j]
-        starts[:, t + draft_length + 1] += reach
-    inside = torch.arange(n, device=a_BN.device)[None, :] < lengths_B[:, None]
-    return (starts[:, :n] * inside).sum(1)
+    padded = torch.nn.functional.pad(a_BN, (0, draft_length - 1))
+    return expected_rounds_of_starts(padded.unfold(1, draft_length, 1), lengths_B)
 
 
 def expected_rounds_of_starts(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | None = None) -> Tensor:

@@ -133,7 +133,7 @@ Observations = dict[tuple[float, Method], list[Observation]]
 
 
 @dataclass(frozen=True)
-class ReplayedHeads:
+class ReplayedTree:
     """One text's acceptance by Medusa heads, in the words of `ReplayedText`."""
 
     tokens: int
@@ -150,7 +150,7 @@ class ReplayedHeads:
         return self.rounds_of_tree
 
 
-Replays = Mapping[tuple[float, str], Sequence[ReplayedText | ReplayedHeads]]
+Replays = Mapping[tuple[float, str], Sequence[ReplayedText | ReplayedTree]]
 """By temperature and the drafter's kind: the target's text of each decoded prompt, then of the further ones."""
 
 
@@ -191,7 +191,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         models["medusa"], proposers["medusa"] = heads, drafter
         methods.append(Method("medusa", drafter.tree.depth))
     observations: Observations = {(t, m): [] for t in config.temperatures for m in methods}
-    replays: dict[tuple[float, str], list[ReplayedText | ReplayedHeads]] = {}
+    replays: dict[tuple[float, str], list[ReplayedText | ReplayedTree]] = {}
     for temperature in config.temperatures:
         law = Law.of(temperature, config.top_k, config.top_p)
         for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
@@ -231,7 +231,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
 
 def _replay_heads(
     config: MeasureConfig, target: PreTrainedModel, heads: MedusaHeads, text: Tensor, length: int, law: Law
-) -> ReplayedHeads:
+) -> ReplayedTree:
     limit = config.max_new_tokens
     replayed = replay_heads(target, heads, text, length, law, limit)
     rounds: float | None = None
@@ -240,7 +240,7 @@ def _replay_heads(
         rounds = replay_ranks(target, heads, text, length, most=widths, limit=limit).rounds(heads.tree)
     elif heads.tree.is_chain:
         rounds = replayed.rounds(heads.tree.depth)
-    return ReplayedHeads(len(text) - length, replayed.overlap[:, 0][replayed.drafted[:, 0]], rounds)
+    return ReplayedTree(len(text) - length, replayed.overlap[:, 0][replayed.drafted[:, 0]], rounds)
 
 
 def _widths(tree: Tree, heads: int) -> list[int]:

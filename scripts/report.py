@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         Method,
         Observation,
         Observations,
-        ReplayedHeads,
+        ReplayedTree,
         Replays,
     )
 
@@ -125,7 +125,7 @@ def _proposer(config: MeasureConfig, models: dict[str, PreTrainedModel], method:
 
 
 def _replayed_length(
-    texts: Sequence[ReplayedText | ReplayedHeads], draft_length: int
+    texts: Sequence[ReplayedText | ReplayedTree], draft_length: int
 ) -> tuple[list[int], list[float]] | None:
     """Return tokens and rounds of each text; None where replay does not apply."""
     rounds = [r for text in texts if (r := text.rounds(draft_length)) is not None]
