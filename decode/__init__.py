@@ -13,6 +13,7 @@ from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.proposers.protocol import Proposal, Proposer
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.decode.proposers.run_ahead import RunAheadProposer
+from draftsmith.decode.replay import Replay, replay_acceptance
 from draftsmith.decode.rules import Cascade, Exact, Threshold, Typical
 from draftsmith.decode.speculative import Round, speculative_decode, speculative_generate
 from draftsmith.decode.tree import Tree
@@ -32,6 +33,7 @@ __all__ = [
     "PromptLookupProposer",
     "Proposal",
     "Proposer",
+    "Replay",
     "RetokenizedProposer",
     "Round",
     "RunAheadProposer",
@@ -41,6 +43,7 @@ __all__ = [
     "autoregressive_decode",
     "autoregressive_generate",
     "early_exit",
+    "replay_acceptance",
     "speculative_decode",
     "speculative_generate",
 ]

@@ -6,8 +6,39 @@ from itertools import zip_longest
 from typing import Any
 
 
+class Ratios:
+    """The ratios of counts: of the integers that a decoder counted, or of what replay expects of them."""
+
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    num_accepted_tokens_per_pos: tuple[float, ...]
+    num_draft_tokens_per_pos: tuple[float, ...]
+    num_reached_per_pos: tuple[float, ...]
+    num_emitted_tokens: float
+
+    def draft_acceptance_rate(self) -> float | None:
+        """Return accepted ÷ drafted tokens, bonus excluded; it depends on the draft length. None if none drafted."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    def mean_acceptance_length(self) -> float | None:
+        """Return τ, tokens emitted per forward of the target, bonus included; plain decoding has 1. None if no round.
+
+        It is 1 + accepted ÷ rounds, but for the rounds whose accepted draft ended the text and which got no bonus.
+        """
+        return _ratio(self.num_emitted_tokens, self.num_drafts)
+
+    def acceptance_per_position(self) -> list[float | None]:
+        """Return, for each position, the rounds that accepted it ÷ the rounds that drafted it (unconditional)."""
+        return [_ratio(*x) for x in zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)]
+
+    def conditional_acceptance(self) -> list[float | None]:
+        """Return, for each position, its acceptance given that every position before it was accepted."""
+        return [_ratio(*x) for x in zip(self.num_accepted_tokens_per_pos, self.num_reached_per_pos, strict=True)]
+
+
 @dataclass(frozen=True)
-class Counts:
+class Counts(Ratios):
     """Integer counts of speculative decoding; they add up across prompts, ranks and runs.
 
     The names are vLLM's (`vllm:spec_decode_*`). A round is one drafting phase and one forward of the target. Positions
@@ -58,33 +89,30 @@ class Counts:
             self.num_emitted_tokens + other.num_emitted_tokens,
         )
 
-    def draft_acceptance_rate(self) -> float | None:
-        """Return accepted ÷ drafted tokens, bonus excluded; it depends on the draft length. None if none drafted."""
-        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
-
-    def mean_acceptance_length(self) -> float | None:
-        """Return τ, tokens emitted per forward of the target, bonus included; plain decoding has 1. None if no round.
-
-        It is 1 + accepted ÷ rounds, but for the rounds whose accepted draft ended the text and which got no bonus.
-        """
-        return _ratio(self.num_emitted_tokens, self.num_drafts)
-
-    def acceptance_per_position(self) -> list[float | None]:
-        """Return, for each position, the rounds that accepted it ÷ the rounds that drafted it (unconditional)."""
-        return [_ratio(*x) for x in zip(self.num_accepted_tokens_per_pos, self.num_draft_tokens_per_pos, strict=True)]
-
-    def conditional_acceptance(self) -> list[float | None]:
-        """Return, for each position, its acceptance given that every position before it was accepted."""
-        return [_ratio(*x) for x in zip(self.num_accepted_tokens_per_pos, self.num_reached_per_pos, strict=True)]
-
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain JSON types."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class ExpectedCounts(Ratios):
+    """What replay expects a decoder to count on one text that the target wrote, names and rules as in `Counts`.
+
+    Expectations given the text: at T=0 they are whole numbers, the decoder's own.
+    """
+
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    num_accepted_tokens_per_pos: tuple[float, ...]
+    num_draft_tokens_per_pos: tuple[float, ...]
+    num_reached_per_pos: tuple[float, ...]
+    num_emitted_tokens: float
 
 
 def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
     return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
 
 
-def _ratio(numerator: int, denominator: int) -> float | None:
+def _ratio(numerator: float, denominator: float) -> float | None:
     return numerator / denominator if denominator else None

@@ -23,9 +23,13 @@ class Costs:
     target: Mapping[int, float]
     """t(k): a forward of the target over k tokens a row; k that were not measured are interpolated."""
     draft_step: float
-    """d(1): drafting one token; d(γ) is taken as γ times that."""
+    """Drafting one token more: d(γ) = `draft_start` + γ · `draft_step`."""
     overhead: float = 0.0
     """o: the rest of a round."""
+    draft_start: float = 0.0
+    """What a draft costs however long it is."""
+    plain_overhead: float = 0.0
+    """What plain decoding does for a token beside its forward."""
 
     def __post_init__(self) -> None:
         if 1 not in self.target:
@@ -33,22 +37,52 @@ class Costs:
                 f"costs: expected the target's seconds for 1 token among them, found {sorted(self.target)}"
             )
 
-    def verification(self, tokens: int) -> float:
+    def verification(self, tokens: float) -> float:
         """Return t(k), interpolated between measured k and extrapolated beyond the last two."""
-        known = sorted(self.target)
-        if tokens in self.target or len(known) == 1:
-            return self.target.get(tokens, self.target[known[0]])
-        above = next((k for k in known if k > tokens), known[-1])
-        below = known[known.index(above) - 1]
-        slope = (self.target[above] - self.target[below]) / (above - below)
-        return self.target[below] + slope * (tokens - below)
+        return interpolated(self.target, tokens)
 
-    def speedup(self, acceptance_length: float, draft_length: int) -> float:
-        """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding; 1 for γ = 0."""
+    def drafting(self, draft_length: int) -> float:
+        """Return d(γ)."""
+        return self.draft_start + draft_length * self.draft_step
+
+    def round_seconds(self, draft_length: int, nodes: float | None = None) -> float:
+        """Return d(γ) + t(γ + 1) + o; trees verify their `nodes` in place of γ tokens, n-grams what they find."""
+        block = 1 + (draft_length if nodes is None else nodes)
+        return self.drafting(draft_length) + self.verification(block) + self.overhead
+
+    def speedup(self, acceptance_length: float, draft_length: int, nodes: float | None = None) -> float:
+        """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding; 1 for γ = 0.
+
+        t(1) is what plain decoding takes for a token, its own loop included.
+        """
         if draft_length == 0:
             return 1.0
-        seconds = draft_length * self.draft_step + self.verification(draft_length + 1) + self.overhead
-        return acceptance_length * self.target[1] / seconds
+        return acceptance_length * (self.target[1] + self.plain_overhead) / self.round_seconds(draft_length, nodes)
+
+    def break_even_length(self, draft_length: int, nodes: float | None = None) -> float:
+        """Return the τ at which this γ is as fast as plain decoding."""
+        return 1.0 / self.speedup(1.0, draft_length, nodes)
+
+    def break_even_acceptance(self, draft_length: int) -> float | None:
+        """Return the α of every position from which a chain of γ pays; None where not even α = 1 does."""
+        wanted = self.break_even_length(draft_length)
+        if wanted > draft_length + 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(50):  # τ grows with α
+            middle = (low + high) / 2
+            low, high = (low, middle) if acceptance_length([middle] * draft_length) >= wanted else (middle, high)
+        return high
+
+
+def interpolated(values: Mapping[int, float], x: float) -> float:
+    """Return the value at x: between the neighbours that were measured, level before the first, and a line beyond."""
+    known = sorted(values)
+    if len(known) == 1 or x <= known[0]:
+        return values[known[0]]
+    above = next((k for k in known if k >= x), known[-1])
+    below = known[known.index(above) - 1]
+    return values[below] + (values[above] - values[below]) / (above - below) * (x - below)
 
 
 def acceptance_length(conditional: Sequence[float]) -> float:

@@ -1,153 +1,310 @@
 """Replay: acceptance from text that the target wrote, by one teacher-forced forward of each model, without decoding.
 
-Speculative sampling emits x with law p whatever q is, so GIVEN the emitted text the drafted token at position i was
-accepted with probability a_i = min(1, q_i(x_i) / p_i(x_i)), independently along the block. The block structure is then
-a Markov chain on positions that can be summed exactly, for every draft length from the same a_i.
+The Rao-Blackwellised decoder: the same means from the same text for every draft length and any number of drafters, and
+less variance (`draftsmith.decode.rounds` has the sums). At T=0 its counts are the decoder's, integer for integer.
 
-Shape suffixes: B sequences, N positions of the text, V vocabulary.
+Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.sampling import Law, align_vocabulary, prefixes
+from draftsmith.decode.audit import TIE_ULPS
+from draftsmith.decode.counts import Ratios
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.intervals import Estimate, ratio
+from draftsmith.decode.proposers.protocol import Proposer, Task
+from draftsmith.decode.replayed import Replayed, WrittenText, teacher_forced
+from draftsmith.decode.sampling import Law, prefixes
+
+LOGITS_AT_A_TIME = 2**27
+"""Logits of the target that are held at a time, 512 MiB of them."""
+FOREIGN = 6.0
+"""Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
+probability of 2e-9, were the sum normal; its tails are a little heavier."""
 
 
-def acceptance_probabilities(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
-    """Return a_i = min(1, q_i(x_i) / p_i(x_i)), the probability that x_i was the accepted draft, given that it stands.
+@runtime_checkable
+class Replayable(Protocol):
+    """A proposer that replay applies to: what it drafts depends on nothing but the text and where the round began."""
 
-    Args:
-        p: the target's distributions on the true prefixes, (…, V).
-        q: the drafter's, warped alike, (…, V). One-hot p and q (T=0) give 1 where the drafter's argmax is x and else 0.
-        tokens: x, (…) int64, tokens that the target wrote: p(x) > 0.
+    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+        """Replay some texts.
 
-    Returns:
-        (…), in [0, 1].
-    """
-    p_x = p.gather(-1, tokens[..., None])[..., 0]
-    q_x = q.gather(-1, tokens[..., None])[..., 0]
-    return (q_x / p_x.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1.0)
+        Args:
+            task: for one row: law, vocabulary, the greatest draft length, the target.
+            texts: what the target wrote.
+            laws: its distributions of each text's tokens, (N, V); None at T=0, where the text says what it chose.
 
-
-def overlap(p: Tensor, q: Tensor) -> Tensor:
-    """Return Σ_v min(p, q) = 1 − TV(p, q) of distributions (…, V): the acceptance rate α of each context, (…)."""
-    return torch.minimum(p, q).sum(-1)
-
-
-def expected_rounds(a_BN: Tensor, lengths_B: Tensor, draft_length: int) -> Tensor:
-    """Return the expected number of rounds in which speculative decoding writes each text, (B,).
-
-    With s_t the probability that a round starts at t (s_0 = 1), a round from t accepts j tokens with probability
-    a_t…a_{t+j−1}(1 − a_{t+j}) for j < γ, or all γ, and the next one starts at t + j + 1; the rounds are Σ_t s_t, and
-    τ = N ÷ Σ_t s_t exactly.
-
-    Args:
-        a_BN: acceptance probabilities of the text's tokens, (B, N); entries past a text's length are ignored.
-        lengths_B: the texts' lengths, (B,).
-        draft_length: γ.
-    """
-    padded = torch.nn.functional.pad(a_BN, (0, draft_length - 1))
-    return expected_rounds_of_starts(padded.unfold(1, draft_length, 1), lengths_B)
-
-
-def expected_rounds_of_starts(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | None = None) -> Tensor:
-    """Return the expected rounds of each text, (B,), where what is drafted depends on where the round began.
-
-    The Markov chain of `expected_rounds`, with a_{t, j} in place of a_{t + j}.
-
-    Args:
-        a_BNK: the probability that a round from t accepts the token at t + j, given that it accepted those before,
-            (B, N, K); entries at or past a text's length are ignored.
-        lengths_B: the texts' lengths, (B,).
-        draft_length: γ ≤ K; K if None.
-    """
-    return start_probabilities(a_BNK, lengths_B, draft_length).sum(1)
-
-
-def start_probabilities(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | None = None) -> Tensor:
-    """Return s_t, the probability that a round starts at each position, (B, N); 0 past a text's length.
-
-    Arguments as in `expected_rounds_of_starts`.
-    """
-    batch, n, depth = a_BNK.shape
-    gamma = depth if draft_length is None else min(draft_length, depth)
-    inside = torch.arange(n, device=a_BNK.device)[None, :] < lengths_B[:, None]
-    # What lies past the end may be anything, and would spread.
-    a_BNK = torch.where(inside[..., None], a_BNK[..., :gamma], 0.0)
-    certain = a_BNK.new_ones(batch, n, 1)
-    reach = torch.cat([certain, a_BNK.cumprod(-1)], dim=-1)  # the first j tokens are accepted
-    accepts = reach * torch.cat([1 - a_BNK, certain], dim=-1)  # and no more
-    starts = a_BNK.new_zeros(batch, n + gamma + 1)
-    starts[:, 0] = 1.0
-    for t in range(n):
-        starts[:, t + 1 : t + gamma + 2] += starts[:, t, None] * accepts[:, t]
-    return torch.where(inside, starts[:, :n], 0.0)
+        Raises:
+            InputError: drafts of a kind that replay does not apply to.
+        """
 
 
 @dataclass(frozen=True)
-class ReplayedText:
-    """One text's acceptance probabilities, from which every draft length is summed."""
+class TextReplay:
+    """One text's acceptance by one drafter."""
 
-    acceptance: Tensor
-    """a_i of each token the target wrote, (N,)."""
-    overlap: Tensor
-    """Σ_v min(p_i, q_i) of each context, (N,); at T=0 whether the argmaxes agree."""
-
-    def __len__(self) -> int:
-        return len(self.acceptance)
-
-    def rounds(self, draft_length: int) -> float:
-        """Return the expected rounds at γ = `draft_length`; at T=0 exactly the decoder's `num_drafts`."""
-        a = self.acceptance[None, :].double()
-        return float(expected_rounds(a, torch.tensor([a.shape[1]], device=a.device), draft_length))
+    counts: dict[int, Ratios]
+    """By draft length, what a decoder is expected to count."""
+    overlap: float
+    """Σ over contexts of Σ_v min(p, q)."""
+    contexts: int
+    """The contexts."""
+    acceptance: tuple[float, ...]
+    """Of each token, the probability that a round that starts there accepts it; 0 where none drafts."""
 
 
-def replay_text(
-    target: PreTrainedModel, draft: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law
-) -> ReplayedText:
-    """Replay one text that the target wrote, with a draft model.
+@dataclass(frozen=True)
+class Replay:
+    """What replay says of one drafter; every figure has a 95 % interval over prompts."""
+
+    texts: list[TextReplay] = field(repr=False)
+    """In the order of the sequences."""
+    biased: bool = False
+    """Whether the texts were not checked to be the target's: then the figures may be off by anything."""
+
+    @cached_property
+    def draft_lengths(self) -> list[int]:
+        """The draft lengths that were replayed."""
+        return list(self.texts[0].counts)
+
+    @cached_property
+    def alpha(self) -> Estimate:
+        """α = E[Σ_v min(p, q)] over the contexts; at T=0 the rate at which the argmaxes agree."""
+        return ratio(*self.overlaps_and_contexts())
+
+    @cached_property
+    def mean_acceptance_length(self) -> dict[int, Estimate]:
+        """τ for each draft length."""
+        return {k: ratio(*self.tokens_and_rounds(k)) for k in self.draft_lengths}
+
+    @cached_property
+    def draft_acceptance_rate(self) -> dict[int, Estimate]:
+        """Accepted ÷ drafted tokens for each draft length."""
+        return {
+            k: ratio([c.num_accepted_tokens for c in own], [c.num_draft_tokens for c in own])
+            for k, own in self._by_length.items()
+        }
+
+    @cached_property
+    def acceptance_per_position(self) -> dict[int, list[Estimate]]:
+        """For each draft length: of each position, rounds that accepted it ÷ rounds that drafted it."""
+        return {k: _per_position(own, "num_draft_tokens_per_pos") for k, own in self._by_length.items()}
+
+    @cached_property
+    def conditional_acceptance(self) -> dict[int, list[Estimate]]:
+        """For each draft length: of each position, its acceptance given that all before it were accepted."""
+        return {k: _per_position(own, "num_reached_per_pos") for k, own in self._by_length.items()}
+
+    def tokens_and_rounds(self, draft_length: int) -> tuple[list[float], list[float]]:
+        """Return each text's tokens and expected rounds, whose sums' ratio is τ."""
+        own = self._by_length[draft_length]
+        return [c.num_emitted_tokens for c in own], [c.num_drafts for c in own]
+
+    def overlaps_and_contexts(self) -> tuple[list[float], list[int]]:
+        """Return each text's summed overlap and its contexts, whose sums' ratio is α."""
+        return [text.overlap for text in self.texts], [text.contexts for text in self.texts]
+
+    @cached_property
+    def _by_length(self) -> dict[int, list[Ratios]]:
+        return {k: [text.counts[k] for text in self.texts] for k in self.draft_lengths}
+
+
+def replay_acceptance(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    sequences: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    draft_lengths: Sequence[int] = range(1, 17),
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    max_new_tokens: int | None = None,
+    allow_biased: bool = False,
+) -> Replay:
+    """Replay a drafter's acceptance on texts that the target wrote.
+
+    Under several processes (`accelerate launch`) each takes its share of the texts; what they counted is gathered
+    before any ratio is taken, and all return the same.
 
     Args:
-        target: the model that wrote it.
-        draft: the draft model; its logits are cut or filled to the target's width.
-        sequence: prompt and text, (T,) int64.
-        prompt_length: tokens of the prompt, at least 1 and less than T.
-        law: the warping that the text was written under.
+        target: the model that wrote the texts.
+        proposer: a draft model's, chains at any temperature and a `Tree` at T=0; prompt lookup or another that looks
+            at the text alone; Medusa heads, chains at any temperature and trees at T=0.
+        sequences: prompts and texts, (T,) int64 each, without padding.
+        prompt_lengths: tokens of each prompt.
+        draft_lengths: γ, as many as wanted: they cost next to nothing.
+        temperature: what the texts were written under, as are `top_k` and `top_p`; 0 is greedy.
+        top_k: 0 for all tokens.
+        top_p: 1 for all tokens.
+        max_new_tokens: the limit that the texts were written under; each one's own length if None. A decoder drafts
+            beyond the end of a text that ended before the limit.
+        allow_biased: replay texts that the target does not seem to have written; the result says `biased`.
 
-    Returns:
-        Per-token acceptance of the T − `prompt_length` tokens of the text.
+    Raises:
+        InputError: a drafter that replay does not apply to, or a text that the target did not write.
     """
-    p = text_law(target, sequence, prompt_length, law)
-    return replay_law(p, draft, sequence, prompt_length, law)
+    law = Law.of(temperature, top_k, top_p)
+    replays = replay_drafters(
+        target, {"": proposer}, sequences, prompt_lengths, draft_lengths, law, max_new_tokens, allow_biased
+    )
+    return replays[""]
 
 
 @torch.inference_mode()
-def text_law(
-    model: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law, vocab_size: int | None = None
-) -> Tensor:
-    """Return a model's distributions of the text's tokens, each on the true prefix, (T − `prompt_length`, V).
+def replay_drafters(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    sequences: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    draft_lengths: Sequence[int],
+    law: Law,
+    max_new_tokens: int | None = None,
+    allow_biased: bool = False,
+) -> dict[str, Replay]:
+    """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`."""
+    texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
+    if not texts or min(draft_lengths, default=0) < 1:
+        raise InputError(
+            f"replay: expected texts and draft lengths of at least 1, found {len(texts)} and {list(draft_lengths)}"
+        )
+    for name, proposer in proposers.items():
+        if not isinstance(proposer, Replayable):
+            raise InputError(
+                f"proposer: expected one whose drafts depend on the text alone, found {name} "
+                f"{type(proposer).__name__}: decode with it"
+            )
+    state = PartialState()
+    own = list(range(len(texts)))[state.process_index :: state.num_processes]
+    vocab_size = target.config.get_text_config().vocab_size
+    task = Task(
+        law=law,
+        vocab_size=vocab_size,
+        generators=[None],
+        max_length=max(text.prompt_length + text.limit for text in texts),
+        draft_length=max(draft_lengths),
+        draw_siblings=True,
+        compiled=False,
+        target=target,
+    )
+    found: list[tuple[int, dict[str, TextReplay]]] = []
+    surprise = _Surprise()
+    for batch in _batches(texts, own, vocab_size):
+        members = [texts[i] for i in batch]
+        laws: list[Tensor] | None = [] if law.do_sample else None
+        logits = teacher_forced(target, members)
+        for text, own_logits in zip(members, logits, strict=True):
+            if laws is not None:
+                laws.append(law.probabilities(own_logits, prefixes(text.sequence[:-1], len(text))))
+            if not allow_biased:
+                surprise.check(text, own_logits, law, None if laws is None else laws[-1])
+        del logits
+        replayed = {name: p.replay(task, members, laws) for name, p in proposers.items() if isinstance(p, Replayable)}
+        by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
+        for place, i in enumerate(batch):
+            found.append((i, {name: _of_text(r, by_length[name], place) for name, r in replayed.items()}))
+    if state.num_processes > 1:
+        found = gather_object(found)
+    ordered = [replays for _, replays in sorted(found, key=lambda pair: pair[0])]
+    return {name: Replay([replays[name] for replays in ordered], allow_biased) for name in proposers}
 
-    Args:
-        model: a target or a draft model.
-        sequence: prompt and text, (T,) int64.
-        prompt_length: tokens of the prompt, at least 1 and less than T.
-        law: the warping.
-        vocab_size: cut or fill the logits to this width.
+
+def _of_text(replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], place: int) -> TextReplay:
+    overlap = replayed.overlaps[place]
+    return TextReplay(
+        {k: own[place] for k, own in counts.items()},
+        float(overlap.double().sum()),
+        len(overlap),
+        tuple(replayed.acceptance[place].tolist()),
+    )
+
+
+def _checked_texts(
+    target: PreTrainedModel, sequences: Sequence[Tensor], prompt_lengths: Sequence[int], limit: int | None
+) -> list[WrittenText]:
+    texts = []
+    for i, (sequence, length) in enumerate(zip(sequences, prompt_lengths, strict=True)):
+        if sequence.ndim != 1 or not 1 <= length < len(sequence):
+            raise InputError(
+                f"sequences: expected a prompt and a text in each, found {length} tokens of prompt in shape "
+                f"{tuple(sequence.shape)}, text {i}"
+            )
+        tokens = len(sequence) - length
+        if limit is not None and tokens > limit:
+            raise InputError(f"sequences: expected at most {limit} new tokens, found {tokens} in text {i}")
+        texts.append(WrittenText(sequence.to(target.device), length, tokens if limit is None else limit))
+    return texts
+
+
+def _batches(texts: Sequence[WrittenText], chosen: Sequence[int], vocab_size: int) -> Iterator[list[int]]:
+    """Yield places of texts of about one length, as many as their logits allow."""
+    batch: list[int] = []
+    for i in sorted(chosen, key=lambda i: -len(texts[i].sequence)):
+        longest = len(texts[batch[0] if batch else i].sequence)
+        if batch and (len(batch) + 1) * longest * vocab_size > LOGITS_AT_A_TIME:
+            yield batch
+            batch = []
+        batch.append(i)
+    if batch:
+        yield batch
+
+
+class _Surprise:
+    """Whether texts are the target's, as far as its distributions can tell.
+
+    At T=0 each token must be the argmax, or tie with it as rounding goes. Under sampling it must have a probability,
+    and −log p(x) − H(p), whose expectation is zero and whose variance is that of −log p under p, must sum over the
+    texts to what such a sum can be: too little where they were written greedily, too much where by somebody else.
     """
-    logits = model(input_ids=sequence[None, :-1], use_cache=False).logits[0, prompt_length - 1 :]
-    if vocab_size is not None:
-        logits = align_vocabulary(logits, vocab_size)
-    return law.probabilities(logits, prefixes(sequence[:-1], len(logits)))
+
+    def __init__(self) -> None:
+        self.excess, self.variance = 0.0, 0.0
+
+    def check(self, text: WrittenText, logits_NV: Tensor, law: Law, p_NV: Tensor | None) -> None:
+        x, start = text.tokens.to(logits_NV.device), text.prompt_length
+        if p_NV is None:
+            scores = law.scores(logits_NV, prefixes(text.sequence[:-1], len(text)))
+            behind = scores.amax(-1) - scores.gather(-1, x[:, None])[:, 0]
+            tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
+            self._refuse(behind > tolerance, start, "the target's argmax")
+            return
+        p_x = p_NV.gather(-1, x[:, None])[:, 0]
+        self._refuse(p_x <= 0, start, "a token that the target could have drawn")
+        log_p = p_NV.double().log().clamp(min=-700.0)
+        entropy = torch.special.entr(p_NV.double()).sum(-1)
+        self.excess += float((-p_x.double().log() - entropy).sum())
+        self.variance += float(((p_NV * log_p**2).sum(-1) - entropy**2).clamp(min=0).sum())
+        z = self.excess / max(self.variance, 1e-12) ** 0.5
+        if abs(self.excess) > 1.0 and abs(z) > FOREIGN:
+            kind = "likelier" if z < 0 else "less likely"
+            raise InputError(
+                f"sequences: expected text that the target wrote under these settings, found text that is {kind} than "
+                f"its own by {abs(z):.1f} standard errors (allow_biased replays it all the same, with a bias)"
+            )
+
+    def _refuse(self, wrong_N: Tensor, start: int, expected: str) -> None:
+        if bool(wrong_N.any()):
+            place = start + int(wrong_N.int().argmax())
+            raise InputError(
+                f"sequences: expected text that the target wrote, found {int(wrong_N.sum())} of {len(wrong_N)} tokens "
+                f"that are not {expected}, the first at {place} (allow_biased replays it all the same, with a bias)"
+            )
 
 
-def replay_law(p: Tensor, draft: PreTrainedModel, sequence: Tensor, prompt_length: int, law: Law) -> ReplayedText:
-    """Replay one text against the target's `text_law`, (T − `prompt_length`, V): as `replay_text`, for many drafts."""
-    tokens = sequence[prompt_length:]
-    q = text_law(draft, sequence, prompt_length, law, p.shape[-1])
-    if not law.do_sample:
-        # In half precision a parallel forward can break a near-tie the other way: the text itself says what p chose.
-        p = torch.nn.functional.one_hot(tokens, p.shape[-1]).to(p.dtype)
-    return ReplayedText(acceptance_probabilities(p, q, tokens), overlap(p, q))
+def _per_position(counts: Sequence[Ratios], denominator: str) -> list[Estimate]:
+    deep = max(len(c.num_draft_tokens_per_pos) for c in counts)
+
+    def column(name: str, position: int) -> list[float]:
+        values: list[tuple[float, ...]] = [getattr(c, name) for c in counts]
+        return [v[position] if position < len(v) else 0.0 for v in values]
+
+    return [ratio(column("num_accepted_tokens_per_pos", i), column(denominator, i)) for i in range(deep)]

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
+from draftsmith.decode.replayed import Replayed, WrittenText, replayed_by_start
 from draftsmith.decode.sampling import draw_without_replacement
 from draftsmith.decode.tree import ROOT, Tree
 from draftsmith.medusa.heads import MedusaHeads, check_depth
+from draftsmith.medusa.replay import replay_heads, replay_ranks
 
 
 class MedusaProposer:
@@ -86,6 +88,31 @@ class MedusaProposer:
         """Go on with some rows alone."""
         self._hidden = [self._hidden[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+        """Replay trees at T=0, and chains at any temperature: see `draftsmith.medusa.replay`."""
+        target, heads = task.target, self.heads
+        assert target is not None
+        heads.check_fits(target)
+        if laws is None:
+            widths = [1] * heads.config.num_heads
+            for depth, children in zip((0, *self.tree.depths), self.tree.children, strict=True):
+                if children:
+                    widths[depth] = max(widths[depth], len(children))
+            found = [replay_ranks(target, heads, t.sequence, t.prompt_length, task.law, widths, t.limit) for t in texts]
+            firsts = [torch.from_numpy(ranks.ranks[:, 0]) for ranks in found]
+            drafted = [torch.from_numpy(ranks.drafted[:, 0]) for ranks in found]
+            return Replayed(
+                [(ranks < len(self.tree.children[0])).float() for ranks in firsts],
+                [(ranks == 0).float()[own] for ranks, own in zip(firsts, drafted, strict=True)],
+                lambda k: [ranks.counts(self.tree.pruned(k)[0]) for ranks in found],
+            )
+        if not self.tree.is_chain:
+            raise InputError("replay: expected a chain under sampling, found a tree: decode with it")
+        chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.law, t.limit) for t in texts]
+        overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
+        depth = self.tree.depth
+        return replayed_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
 
     def _drafted(
         self, contexts: list[Tensor], hidden: Tensor, rows: list[int], draft_lengths: list[int], tree: Tree

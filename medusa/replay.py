@@ -21,126 +21,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay import acceptance_probabilities, overlap, start_probabilities
+from draftsmith.decode.ranks import MOST_RANKS, NONE, TextRanks, drafted_from, ranks_of
+from draftsmith.decode.rounds import acceptance_probabilities, overlap, start_probabilities
 from draftsmith.decode.sampling import Law
-from draftsmith.decode.tree import ROOT, Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.heads import head_of, last_hidden
-
-NONE = torch.iinfo(torch.int16).max
-"""The rank of a token that is not drafted, or beyond the ranks that were looked at: no tree is as wide."""
-MOST_RANKS = 10
-
-
-def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """Return the rank of each token among its scores, 0 for the greatest, `NONE` from `most` on or at −∞.
-
-    Equal scores are in the order of `torch.topk(most)`, which need not be that of another k.
-
-    Args:
-        scores: (…, V).
-        tokens: (…) int64.
-        most: ranks to look at.
-
-    Returns:
-        (…) int16.
-    """
-    top = scores.topk(min(most, scores.shape[-1]))
-    found = (top.indices == tokens[..., None]) & top.values.isfinite()
-    ranks = found.to(torch.int16).argmax(-1).to(torch.int16)
-    return ranks.where(found.any(-1), NONE)
-
-
-@dataclass(frozen=True)
-class TextRanks:
-    """The ranks of one text's tokens among the heads' logits: acceptance of every fixed tree at T=0."""
-
-    ranks: np.ndarray
-    """Of x_{s+i} among head i's logits in a round from s, (N, K) int16; `NONE` where nothing is drafted."""
-    most: tuple[int, ...]
-    """For each head, how many ranks were looked at."""
-    limit: int
-    """Tokens that the text might have had: a round drafts no token past the last but one of them."""
-
-    def __len__(self) -> int:
-        """Return N."""
-        return len(self.ranks)
-
-    @property
-    def drafted(self) -> np.ndarray:
-        """Which tokens of the text each head drafts from each start, (N, K) bool."""
-        return _drafted(len(self), self.ranks.shape[1], self.limit)
-
-    def nodes(self, tree: Tree) -> np.ndarray:
-        """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` once it has left.
-
-        Raises:
-            InputError: a tree deeper than the heads, or wider than the ranks that were looked at.
-        """
-        if tree.depth > self.ranks.shape[1]:
-            raise InputError(f"tree: expected a depth up to the {self.ranks.shape[1]} heads, found {tree.depth}")
-        widths = [0] * (tree.depth + 1)
-        for depth, children in zip((0, *tree.depths), tree.children, strict=True):
-            widths[depth] = max(widths[depth], len(children))
-        for depth, (width, most) in enumerate(zip(widths, self.most, strict=False)):
-            if width > most:
-                raise InputError(
-                    f"tree: expected at most {most} siblings at depth {depth + 1}, the ranks that were looked at, "
-                    f"found {width}"
-                )
-        # Row n + 1 holds the children of node n, and ROOT where it has fewer.
-        table = np.full((len(tree) + 1, max(widths) + 1), ROOT)
-        for row, children in enumerate(tree.children):
-            table[row, : len(children)] = children
-        reached = np.full((len(self), tree.depth), ROOT)
-        node, alive = np.full(len(self), ROOT), np.ones(len(self), dtype=bool)
-        for depth in range(tree.depth):
-            rank = np.minimum(self.ranks[:, depth], table.shape[1] - 1)
-            node = np.where(alive, table[node + 1, rank], ROOT)
-            alive = node != ROOT
-            reached[:, depth] = node
-        return reached
-
-    def accepted(self, tree: Tree) -> np.ndarray:
-        """Return how many tokens a round from each start accepts, (N,)."""
-        return (self.nodes(tree) != ROOT).sum(1)
-
-    def starts(self, tree: Tree) -> list[int]:
-        """Return where the rounds of a decoder with this tree start, at T=0."""
-        return _walk(self.accepted(tree))
-
-    def rounds(self, tree: Tree) -> int:
-        """Return the decoder's `num_drafts` at T=0."""
-        return len(self.starts(tree))
-
-    def counts(self, tree: Tree) -> Counts:
-        """Return the decoder's counts at T=0, integer for integer (where both forwards round alike)."""
-        accepted, n = self.accepted(tree), len(self)
-        at_depth = np.bincount(tree.depths, minlength=tree.depth + 1).cumsum()
-        counts = Counts()
-        for start in _walk(accepted):
-            emitted = min(int(accepted[start]) + 1, n - start)
-            # Where the text ends inside the draft, what lies after its end was not drafted.
-            depth = min(tree.depth, self.limit - start - 1) if start else 0
-            depth = depth if emitted > accepted[start] else emitted
-            counts += Counts.of_round(depth, int(accepted[start]), emitted, nodes=int(at_depth[depth]))
-        return counts
-
-
-def _walk(accepted: np.ndarray) -> list[int]:
-    starts, at = [], 0
-    steps = (accepted + 1).tolist()
-    while at < len(steps):
-        starts.append(at)
-        at += steps[at]
-    return starts
-
-
-def _drafted(tokens: int, heads: int, limit: int) -> np.ndarray:
-    start, offset = np.arange(tokens)[:, None], np.arange(heads)[None, :]
-    return (start > 0) & (start + offset < min(tokens, limit - 1))
 
 
 @dataclass(frozen=True)
@@ -218,7 +104,7 @@ def ranks_of_states(
         for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, law, first, min(first + chunk, n)):
             found = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
             ranks[begin - i : end - i, i] = found.cpu().numpy()
-    ranks[~_drafted(n, len(cuts), limit)] = NONE
+    ranks[~drafted_from(n, len(cuts), limit)] = NONE
     return TextRanks(ranks, cuts, limit)
 
 
@@ -262,7 +148,7 @@ def replay_heads(
             own, rows = slice(begin - first, end - first), slice(begin - i, end - i)
             a[rows, i] = acceptance_probabilities(p[own], q, x[own]).float().cpu()
             common[rows, i] = overlap(p[own], q).float().cpu()
-    drafted = torch.from_numpy(_drafted(n, count, n if limit is None else limit))
+    drafted = torch.from_numpy(drafted_from(n, count, n if limit is None else limit))
     return ReplayedHeads(a.where(drafted, 0.0), common.where(drafted, 0.0), drafted)
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.intervals import Estimate, ratio
 from draftsmith.decode.planner import Costs
+from draftsmith.decode.ranks import TextRanks
 from draftsmith.decode.tree import ROOT, Tree
-from draftsmith.medusa.replay import TextRanks
 
 Path = tuple[int, ...]
 

@@ -23,11 +23,12 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.intervals import ratio, ratio_difference
+from draftsmith.decode.ranks import TextRanks
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.replay import TextRanks, replay_heads, replay_ranks
+from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.medusa.trees import rank_accuracies, reference_tree, search_tree
 from draftsmith.scripts.bench_objectives import ObjectivesConfig, prepare_texts, remember

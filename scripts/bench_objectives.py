@@ -24,10 +24,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from draftsmith.decode import DraftModelProposer, replay_acceptance
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.intervals import ratio, ratio_difference
-from draftsmith.decode.replay import replay_law, text_law
-from draftsmith.decode.sampling import Law
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.benchmarks import ASSETS
@@ -39,7 +38,7 @@ from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.provenance import environment, write_json
 
-Replays = dict[int, list[tuple[Tensor, int, Tensor]]]
+Replays = dict[int, tuple[list[Tensor], list[int]]]
 """By temperature, for each prompt: prompt and completion, the length of the prompt, the target's law of the rest."""
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -121,13 +120,13 @@ def compare(config: ObjectivesConfig) -> dict[str, Any]:
     results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     target = load_model(config.target, field="target", device="cpu")
     replays = {
-        temperature: _texts(output / "completions" / f"replayed-{name}", target, temperature)
+        temperature: _texts(output / "completions" / f"replayed-{name}")
         for temperature, name in ((0, "greedy"), (1, "sampled"))
     }
     train = training_examples([str(output / "completions" / side) for side in ("sampled", "greedy")])
     remember(target, train["input_ids"])
     if "stock" not in results:
-        results["stock"] = {"0": _replayed(config, load_model(config.draft, device="cpu"), replays)}
+        results["stock"] = {"0": _replayed(config, target, load_model(config.draft, device="cpu"), replays)}
         write_json(path, results)
     for seed in config.seeds:
         for variant in config.variants:
@@ -135,7 +134,7 @@ def compare(config: ObjectivesConfig) -> dict[str, Any]:
                 continue
             print(f"{variant}, seed {seed}", flush=True)
             draft = _distilled(config, variant, seed, target, train)
-            results.setdefault(variant, {})[str(seed)] = _replayed(config, draft, replays)
+            results.setdefault(variant, {})[str(seed)] = _replayed(config, target, draft, replays)
             results["environment"] = environment(target.device, "float32")
             write_json(path, results)
     return results
@@ -169,12 +168,10 @@ def prepare_texts(config: ObjectivesConfig) -> None:
         )
 
 
-def _texts(directory: Path, target: PreTrainedModel, temperature: int) -> list[tuple[Tensor, int, Tensor]]:
+def _texts(directory: Path) -> tuple[list[Tensor], list[int]]:
     # Ordered by id, so that every temperature has the same prompts in the same places.
     samples = load_completions(str(directory)).sort("id")
-    law = Law.of(temperature, 0, 1.0)
-    pairs = zip(samples["input_ids"], samples["prompt_length"], strict=True)
-    return [(ids := torch.tensor(row), length, text_law(target, ids, length, law)) for row, length in pairs]
+    return [torch.tensor(row) for row in samples["input_ids"]], list(samples["prompt_length"])
 
 
 def remember(target: PreTrainedModel, rows: list[list[int]]) -> None:
@@ -198,17 +195,18 @@ def remember(target: PreTrainedModel, rows: list[list[int]]) -> None:
     decoder.forward = forward
 
 
-def _replayed(config: ObjectivesConfig, draft: PreTrainedModel, replays: Replays) -> dict[str, dict[str, list[float]]]:
+def _replayed(
+    config: ObjectivesConfig, target: PreTrainedModel, draft: PreTrainedModel, replays: Replays
+) -> dict[str, dict[str, list[float]]]:
     """Return by temperature, for each prompt, the tokens, expected rounds and summed overlaps."""
     found = {}
-    for temperature, texts in replays.items():
-        law = Law.of(temperature, 0, 1.0)
-        replayed = [replay_law(p, draft.eval(), ids, length, law) for ids, length, p in texts]
-        found[str(temperature)] = {
-            "tokens": [float(len(r.acceptance)) for r in replayed],
-            "rounds": [r.rounds(config.draft_length) for r in replayed],
-            "overlap": [float(r.overlap.sum()) for r in replayed],
-        }
+    for temperature, (texts, lengths) in replays.items():
+        replay = replay_acceptance(
+            target, DraftModelProposer(draft.eval()), texts, lengths, [config.draft_length], temperature
+        )
+        tokens, rounds = replay.tokens_and_rounds(config.draft_length)
+        overlaps = [text.overlap for text in replay.texts]
+        found[str(temperature)] = {"tokens": tokens, "rounds": rounds, "overlap": overlaps}
     return found
 
 

@@ -14,7 +14,9 @@ COMMANDS = {
     "cache": "the target's laws on its completions, to distil with no target in memory",
     "generate": "one prompt in the terminal: every token in the colour of how it came about",
     "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
+    "profile": "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
     "medusa-tree": "the tree that Medusa heads should draft, searched on the target's own text",
+    "tune": "lossy rules at many levels: speed against departure from the target, and the level to take",
     "export": "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
 }
 USAGE = "\n".join(

@@ -1,8 +1,8 @@
-"""`draftsmith measure`: plain and speculative decoding of the same prompts, side by side in one run."""
+"""`draftsmith measure`: does a drafter pay? Acceptance by replay, speed by the clock, and costs, which join the two."""
 
+import os
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,50 +10,61 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-)
+from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import Proposer, Replay
+from draftsmith.decode.costs import CostTable
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.proposers.protocol import Proposer
-from draftsmith.decode.replay import ReplayedText, replay_text
+from draftsmith.decode.replay import replay_drafters
 from draftsmith.decode.sampling import Law
-from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.replay import replay_heads, replay_ranks
-from draftsmith.scripts.report import build_report, print_report
-from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import Batch, complete, make_batches
-from draftsmith.train.models import check_head, check_same_tokenizer, default_device, load_model, load_tokenizer
+from draftsmith.scripts.certificate import LEAST_TOKENS, certify_greedy, certify_sampled, unchecked
+from draftsmith.scripts.cost_file import load_costs, measured_costs
+from draftsmith.scripts.decoding import Group, Method, Observations, decode_side_by_side
+from draftsmith.scripts.drafters import Drafter, load_drafters
+from draftsmith.scripts.estimates import rows_of
+from draftsmith.scripts.measured import GREEDY, PROBABILISTIC, Measured
+from draftsmith.scripts.medusa_tree import picture
+from draftsmith.scripts.page import write_page
+from draftsmith.scripts.report import build_report
+from draftsmith.scripts.report_table import print_report
+from draftsmith.scripts.verdict import markdown
+from draftsmith.train.cli import numbers, parse_config, run
+from draftsmith.train.completions import complete, make_batches
+from draftsmith.train.models import check_head, default_device, load_model, load_tokenizer
 from draftsmith.train.prompts import encode_prompt, read_prompts
 from draftsmith.train.provenance import write_json
 
 COMPLETED_TOGETHER = 64
+REPLAYED_LENGTHS = 16
+"""γ up to this is replayed: it costs next to nothing."""
 
 
 @dataclass
 class MeasureConfig:
-    """Measure how a draft model or Medusa heads agree with a target and how much faster it decodes, on your prompts."""
+    """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
 
     target: str
     """The target: a model directory or hub id."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
-    """The directory that receives `report.json`."""
-    draft: str | None = None
-    """The draft model to measure."""
+    """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
+    draft: str | list[str] | None = None
+    """The draft model to measure, or several."""
     medusa: str | None = None
-    """Medusa or Hydra heads to measure, beside the draft model or without one; they draft the tree of their config."""
+    """Medusa or Hydra heads to measure; they draft the tree of their config."""
+    prompt_lookup: bool = False
+    """Measure prompt lookup too: n-grams of the text, without a model."""
     baseline_draft: str | None = None
     """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
     draft_length: str | int | list[int] = "4"
-    """γ, drafted tokens a round, of draft models; several with commas. Medusa heads draft their tree."""
+    """γ, drafted tokens a round, of draft models and prompt lookup; several with commas. Replay adds 1 to 16."""
     temperature: str | float | list[float] = "0"
     """Sampling temperatures, several with commas; 0 is greedy."""
+    batch_size: str | int | list[int] = "1"
+    """Prompts that are decoded together, several numbers with commas."""
     top_k: int = 0
     """Sample among the k most likely tokens only; 0 for all."""
     top_p: float = 1.0
@@ -69,6 +80,20 @@ class MeasureConfig:
     ones in batches. Acceptance needs more prompts than speed does, and so gets them at a fraction of the time."""
     repeats: int = 1
     """Decode each prompt so many times with each method; times are medians over them."""
+    min_speedup: float | None = None
+    """A gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
+    min_gain: float | None = None
+    """A gate: what τ must gain over the stock draft, by its interval's lower end."""
+    confidence: float = 0.95
+    """Level of the gates' intervals."""
+    measure_costs: bool = True
+    """Measure what forwards and drafting cost, which the planner needs."""
+    costs: str | None = None
+    """Costs that an earlier run left here as costs.json, in place of measuring them."""
+    context: str | int | list[int] | None = None
+    """Tokens of text that costs are measured behind, several with commas; the texts' mean length if None."""
+    lossless_tokens: int = 0
+    """Sample so many tokens for a test of each drafter's law under sampling, 2000 at least; 0 for no test."""
     seed: int = 0
     """Seeds the sampling: prompt i draws with seed + i."""
     dtype: str = "bfloat16"
@@ -77,14 +102,22 @@ class MeasureConfig:
     """CPU threads; torch's default if None."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
+    drafts: list[str] = field(init=False)
     draft_lengths: list[int] = field(init=False)
     temperatures: list[float] = field(init=False)
+    batch_sizes: list[int] = field(init=False)
+    contexts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.draft is None and self.medusa is None:
-            raise InputError("draft: expected a draft model or, as `medusa`, heads to measure, found neither")
-        self.draft_lengths = _numbers(self.draft_length, int, "draft_length")
-        self.temperatures = _numbers(self.temperature, float, "temperature")
+        self.drafts = [self.draft] if isinstance(self.draft, str) else list(self.draft or [])
+        if not self.drafts and self.medusa is None and not self.prompt_lookup:
+            raise InputError(
+                "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none"
+            )
+        self.draft_lengths = numbers(self.draft_length, int, "draft_length")
+        self.temperatures = numbers(self.temperature, float, "temperature")
+        self.batch_sizes = numbers(self.batch_size, int, "batch_size")
+        self.contexts = [] if self.context is None else numbers(self.context, int, "context")
         for name, least in (
             ("max_new_tokens", 1),
             ("repeats", 1),
@@ -96,230 +129,273 @@ class MeasureConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InputError(f"{name}: expected at least {least}, found {value}")
-        if min(self.draft_lengths) < 1:
-            raise InputError(f"draft_length: expected at least 1, found {min(self.draft_lengths)}")
+        for name in ("draft_length", "batch_size", "context"):
+            least = min(getattr(self, f"{name}s"), default=1)
+            if least < 1:
+                raise InputError(f"{name}: expected at least 1, found {least}")
         if min(self.temperatures) < 0:
             raise InputError(f"temperature: expected 0 or more, found {min(self.temperatures)}")
         if not 0 < self.top_p <= 1:
             raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
+        if not 0 < self.confidence < 1:
+            raise InputError(f"confidence: expected a value between 0 and 1, found {self.confidence}")
+        if self.min_gain is not None and self.baseline_draft is None:
+            raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
+        if self.lossless_tokens and self.lossless_tokens < LEAST_TOKENS:
+            raise InputError(f"lossless_tokens: expected 0 or at least {LEAST_TOKENS}, found {self.lossless_tokens}")
 
+    def law(self, temperature: float) -> Law:
+        """Return how the target's logits become its distribution at one of the temperatures."""
+        return Law.of(temperature, self.top_k, self.top_p)
 
-@dataclass(frozen=True)
-class Method:
-    """One way of decoding: plain, or a draft model or heads at one draft length."""
-
-    kind: str
-    """"plain", "draft", "baseline_draft" or "medusa"."""
-    draft_length: int = 0
-
-    def __str__(self) -> str:
-        return self.kind if self.kind == "plain" else f"{self.kind} γ={self.draft_length}"
-
-
-@dataclass
-class Observation:
-    """One prompt decoded by one method at one temperature."""
-
-    category: str | None
-    tokens: list[int]
-    """The completion."""
-    counts: Counts
-    seconds: float
-    """Median over the repeats."""
-
-
-Observations = dict[tuple[float, Method], list[Observation]]
-"""By temperature and method, in the order of the prompts."""
-
-
-@dataclass(frozen=True)
-class ReplayedTree:
-    """One text's acceptance by Medusa heads, in the words of `ReplayedText`."""
-
-    tokens: int
-    overlap: Tensor
-    """Σ_v min(p, q) of the first head's contexts."""
-    rounds_of_tree: float | None
-    """None under sampling with siblings, which replay does not apply to."""
-
-    def __len__(self) -> int:
-        return self.tokens
-
-    def rounds(self, draft_length: int) -> float | None:
-        """Return the expected rounds of the heads' tree; it has one draft length."""
-        return self.rounds_of_tree
-
-
-Replays = Mapping[tuple[float, str], Sequence[ReplayedText | ReplayedTree]]
-"""By temperature and the drafter's kind: the target's text of each decoded prompt, then of the further ones."""
+    def options(self, temperature: float) -> dict[str, Any]:
+        """Return how texts are written, as `generate` takes it."""
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": temperature > 0}
+        if temperature > 0:
+            options |= {"temperature": temperature, "top_k": self.top_k, "top_p": self.top_p}
+        return options
 
 
 def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
-    """Measure as the config says, write `report.json` into its output directory and return the report.
-
-    Each prompt is decoded by every method before the next prompt's turn, in an order that rotates from prompt to
-    prompt, so that a machine that slows down or speeds up does so for all of them.
-    """
+    """Measure as the config says, write the report into its output directory, and return it."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    given = {"draft": config.draft, "baseline_draft": config.baseline_draft}
-    paths = {name: path for name, path in given.items() if path is not None}
-    for name, path in paths.items():
-        own = load_tokenizer(path, field=name, trust_remote_code=config.trust_remote_code)
-        check_same_tokenizer(tokenizer, own, config.target, path)
+    remote = config.trust_remote_code
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=remote)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
     decoded = encoded[: config.limit]
-    further = make_batches(prompts[len(decoded) :], encoded[len(decoded) :], COMPLETED_TOGETHER)
-    models = {
-        name: load_model(path, field=name, dtype=config.dtype, trust_remote_code=config.trust_remote_code)
-        for name, path in {"target": config.target, **paths}.items()
-    }
-    for name, model in models.items():
-        check_head(model, tokenizer, name)
+    if max(config.batch_sizes) > len(decoded):
+        raise InputError(
+            f"batch_size: expected at most the {len(decoded)} prompts that are decoded, found {max(config.batch_sizes)}"
+        )
+    target = load_model(config.target, field="target", dtype=config.dtype, trust_remote_code=remote)
+    check_head(target, tokenizer, "target")
     # `generate` fills what is left open from here: only where a text ends may come from the target, not how it samples.
-    ends = models["target"].generation_config.eos_token_id
-    models["target"].generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    proposers: dict[str, Proposer] = {name: DraftModelProposer(models[name]) for name in paths}
-    methods = [Method("plain")] + [Method(name, k) for k in config.draft_lengths for name in paths]
-    if config.medusa is not None:
-        heads = MedusaHeads.from_pretrained(config.medusa, dtype=models["target"].dtype)
-        heads.to(default_device())  # type: ignore[arg-type]
-        heads.check_fits(models["target"])
-        drafter = MedusaProposer(heads)
-        models["medusa"], proposers["medusa"] = heads, drafter
-        methods.append(Method("medusa", drafter.tree.depth))
-    observations: Observations = {(t, m): [] for t in config.temperatures for m in methods}
-    replays: dict[tuple[float, str], list[ReplayedText | ReplayedTree]] = {}
-    for temperature in config.temperatures:
-        law = Law.of(temperature, config.top_k, config.top_p)
-        for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
-            _decode(models["target"], proposers, method, _ids(decoded[0]), config, temperature, config.seed)
-        texts = []  # what the target wrote, plainly decoded or in a batch, and the length of its prompt
-        bar = tqdm(list(enumerate(decoded)), desc=f"T={temperature:g}", unit="prompt", disable=not progress)
-        for i, ids in bar:
-            input_ids = _ids(ids)
-            rotated = methods[i % len(methods) :] + methods[: i % len(methods)]
-            runs: dict[Method, list[tuple[DecodeOutput, float]]] = {m: [] for m in methods}
-            for _ in range(config.repeats):
-                for method in rotated:
-                    arguments = method, input_ids, config, temperature, config.seed + i
-                    runs[method].append(_timed(models["target"], proposers, *arguments))
-            texts.append((runs[methods[0]][0][0].sequences[0], len(ids)))
-            for method, results in runs.items():
-                output, seconds = results[0][0], sorted(s for _, s in results)[len(results) // 2]
-                tokens = output.sequences[0, len(ids) :].tolist()
-                observation = Observation(prompts[i].category, tokens, output.counts, seconds)
-                observations[temperature, method].append(observation)
-        for batch in tqdm(
-            further, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not further
-        ):
-            texts += _complete(models["target"], batch, config, temperature)
-        for name in paths:
-            replays[temperature, name] = [
-                replay_text(models["target"], models[name], text, length, law) for text, length in texts
-            ]
-        if config.medusa is not None:
-            replays[temperature, "medusa"] = [
-                _replay_heads(config, models["target"], heads, text, length, law) for text, length in texts
-            ]
-    report = build_report(config, models, observations, replays)
-    write_json(Path(config.output) / "report.json", report)
+    ends = target.generation_config.eos_token_id
+    target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    drafters = load_drafters(
+        target,
+        config.target,
+        tokenizer,
+        config.drafts,
+        config.baseline_draft,
+        config.medusa,
+        config.prompt_lookup,
+        config.draft_lengths,
+        config.dtype,
+        remote,
+    )
+    methods = [Method(), *(Method(d.name, k) for d in drafters for k in d.draft_lengths)]
+    output, laws = Path(config.output), {t: config.law(t) for t in config.temperatures}
+    observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
+    texts: dict[float, list[list[int]]] = {}
+    replays: dict[tuple[float, str, str], Replay] = {}
+    first_heads: dict[tuple[float, str], Replay] = {}
+    for temperature, law in laws.items():
+        for rows in config.batch_sizes:
+            found = decode_side_by_side(
+                target,
+                {drafter.name: drafter.proposer for drafter in drafters},
+                methods,
+                decoded,
+                rows,
+                config.options(temperature),
+                config.seed,
+                config.repeats,
+                f"T={temperature:g}, B={rows}" if progress else None,
+            )
+            observations |= {(temperature, rows, method): own for method, own in found.items()}
+        plain = rows_of(observations[temperature, config.batch_sizes[0], Method()])
+        texts[temperature] = [row.tokens for row in plain]
+        missing = slice(len(plain), len(prompts))
+        texts[temperature] += _completed(config, target, prompts[missing], encoded[missing], temperature, progress)
+        _replay(config, target, drafters, law, temperature, encoded, texts[temperature], replays, first_heads)
+    tables = _costs(config, target, drafters, laws, encoded, texts, output)
+    measured = Measured(
+        target=target,
+        target_path=config.target,
+        dtype=config.dtype,
+        tokenizer=tokenizer,
+        prompts_path=config.prompts,
+        prompts=prompts,
+        prompt_ids=encoded,
+        texts=texts,
+        drafters=drafters,
+        observations=observations,
+        replays=replays,
+        first_heads=first_heads,
+        tables=tables,
+        lossless=_certificate(config, target, drafters, observations, decoded, laws),
+        trees=_trees(target, drafters, encoded, texts),
+    )
+    report = build_report(measured, config.min_speedup, config.min_gain, config.confidence)
+    write_json(output / "report.json", report)
+    write_page(report, output / "report.html")
+    (output / "summary.md").write_text(markdown(report), encoding="utf-8")
     return report
 
 
-def _replay_heads(
-    config: MeasureConfig, target: PreTrainedModel, heads: MedusaHeads, text: Tensor, length: int, law: Law
-) -> ReplayedTree:
-    limit = config.max_new_tokens
-    replayed = replay_heads(target, heads, text, length, law, limit)
-    rounds: float | None = None
-    if not law.do_sample:
-        widths = _widths(heads.tree, heads.config.num_heads)
-        rounds = replay_ranks(target, heads, text, length, most=widths, limit=limit).rounds(heads.tree)
-    elif heads.tree.is_chain:
-        rounds = replayed.rounds(heads.tree.depth)
-    return ReplayedTree(len(text) - length, replayed.overlap[:, 0][replayed.drafted[:, 0]], rounds)
-
-
-def _widths(tree: Tree, heads: int) -> list[int]:
-    """Return how many ranks of each head are looked at; of heads below the tree one."""
-    widths = [1] * heads
-    for parent, children in enumerate(tree.children, ROOT):
-        depth = 0 if parent == ROOT else tree.depths[parent]
-        if children:
-            widths[depth] = max(widths[depth], len(children))
-    return widths
-
-
-def _timed(*args: Any) -> tuple[DecodeOutput, float]:
-    _synchronize()
-    start = time.perf_counter()
-    output = _decode(*args)
-    _synchronize()
-    return output, time.perf_counter() - start
-
-
-def _decode(
-    target: PreTrainedModel,
-    proposers: dict[str, Proposer],
-    method: Method,
-    input_ids: Tensor,
+def _completed(
     config: MeasureConfig,
+    target: PreTrainedModel,
+    prompts: Sequence[Any],
+    encoded: Sequence[list[int]],
     temperature: float,
-    seed: int,
-) -> DecodeOutput:
-    options = _generation_options(config, temperature) | {"seed": seed}
-    if method.kind == "plain":
-        return autoregressive_generate(target, input_ids, **options)
-    return speculative_generate(target, proposers[method.kind], input_ids, draft_length=method.draft_length, **options)
-
-
-def _complete(
-    target: PreTrainedModel, batch: Batch, config: MeasureConfig, temperature: float
-) -> list[tuple[Tensor, int]]:
-    """Let the target write a batch of texts, to be replayed only; return each with the length of its prompt."""
+    progress: bool,
+) -> list[list[int]]:
+    """Let the target write further texts, in batches, to be replayed only."""
     own: Any = target.generation_config
     ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else own.eos_token_id
-    options = _generation_options(config, temperature)
-    generation = GenerationConfig(eos_token_id=ends, pad_token_id=own.pad_token_id, **options)
-    completions = complete(target, generation, batch, config.seed)
+    generation = GenerationConfig(eos_token_id=ends, pad_token_id=own.pad_token_id, **config.options(temperature))
+    written: dict[str, list[int]] = {}
+    batches = make_batches(list(prompts), list(encoded), COMPLETED_TOGETHER)
+    for batch in tqdm(batches, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not batches):
+        completions = complete(target, generation, batch, config.seed)
+        written |= {prompt.id: list(text) for prompt, (text, _) in zip(batch.prompts, completions, strict=True)}
+    return [written[prompt.id] for prompt in prompts]
+
+
+def _replay(
+    config: MeasureConfig,
+    target: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    law: Law,
+    temperature: float,
+    encoded: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    replays: dict[tuple[float, str, str], Replay],
+    first_heads: dict[tuple[float, str], Replay],
+) -> None:
+    """Replay every drafter that replay applies to, and both verifiers of draft models under sampling."""
+    proposers: dict[tuple[str, str], Proposer] = {}
+    for drafter in drafters:
+        if isinstance(drafter.proposer, MedusaProposer) and law.do_sample and not drafter.proposer.tree.is_chain:
+            proposers[drafter.name, ""] = MedusaProposer(drafter.proposer.heads, Tree.chain(1))
+            continue
+        proposers[drafter.name, PROBABILISTIC] = drafter.proposer
+        if drafter.greedy is not None and law.do_sample:
+            proposers[drafter.name, GREEDY] = drafter.greedy
+    found = replay_drafters(
+        target,
+        {"\n".join(key): proposer for key, proposer in proposers.items()},
+        [_ids(prompt + text) for prompt, text in zip(encoded, texts, strict=True)],
+        [len(prompt) for prompt in encoded],
+        range(1, max(REPLAYED_LENGTHS, *config.draft_lengths) + 1),
+        law,
+        config.max_new_tokens,
+    )
+    for name, verifier in proposers:
+        replay = found[f"{name}\n{verifier}"]
+        if verifier:
+            replays[temperature, name, verifier] = replay
+        else:
+            first_heads[temperature, name] = replay
+
+
+def _costs(
+    config: MeasureConfig,
+    target: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    laws: Mapping[float, Law],
+    encoded: Sequence[list[int]],
+    texts: Mapping[float, Sequence[list[int]]],
+    output: Path,
+) -> list[CostTable]:
+    names = [drafter.name for drafter in drafters]
+    if config.costs is not None:
+        return load_costs(Path(config.costs), target, config.target, config.dtype, names, config.temperatures)
+    if not config.measure_costs:
+        return []
+    own = next(iter(texts.values()))
+    prompt = max(1, round(sum(map(len, encoded)) / len(encoded)))
+    mean = max(2, round(prompt + sum(map(len, own)) / len(own) / 2))
+    samples = [_ids(ids + text) for ids, text in zip(encoded, own, strict=True)]
+    return measured_costs(
+        output / "costs.json",
+        target,
+        config.target,
+        config.dtype,
+        drafters,
+        max(config.draft_lengths),
+        samples,
+        laws,
+        config.batch_sizes,
+        config.contexts or [mean],
+        prompt,
+    )
+
+
+def _certificate(
+    config: MeasureConfig,
+    target: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    observations: Observations,
+    encoded: Sequence[list[int]],
+    laws: Mapping[float, Law],
+) -> dict[tuple[float, int, Method], dict[str, Any]]:
+    """Compare the texts at T=0 with plain decoding's, and test the law of sampled ones where that was asked for."""
+    prompts = [_ids(prompt) for prompt in encoded]
+    by_name = {drafter.name: drafter.proposer for drafter in drafters}
+    found = {}
+    for (temperature, rows, method), own in observations.items():
+        if method == Method():
+            continue
+        key = temperature, rows, method
+        if temperature == 0:
+            plain = rows_of(observations[temperature, rows, Method()])
+            other = [row.tokens for row in rows_of(own)]
+            written = [row.tokens for row in plain]
+            found[key] = certify_greedy(target, written, other, prompts[: len(plain)], laws[temperature])
+        elif config.lossless_tokens and rows == config.batch_sizes[0]:
+            found[key] = certify_sampled(
+                target,
+                by_name[method.drafter],
+                prompts,
+                config.lossless_tokens,
+                temperature,
+                config.top_k,
+                config.top_p,
+                draft_length=method.draft_length,
+                max_new_tokens=config.max_new_tokens,
+            )
+        else:
+            found[key] = unchecked("lossless_tokens says how many tokens to test the law on")
+    return found
+
+
+def _trees(
+    target: PreTrainedModel,
+    drafters: Sequence[Drafter],
+    encoded: Sequence[list[int]],
+    texts: Mapping[float, Sequence[list[int]]],
+) -> list[dict[str, str]]:
+    """Draw the trees of heads, as far as there are greedy texts to say how often each node is accepted."""
+    if 0.0 not in texts:
+        return []
+    sequences = [(_ids(p + t), len(p)) for p, t in zip(encoded, texts[0.0], strict=True)]
     return [
-        (_ids(prompt + text)[0], len(prompt)) for prompt, (text, _) in zip(batch.prompt_ids, completions, strict=True)
+        {"proposer": d.name, "svg": picture(target, d.model, sequences)}
+        for d in drafters
+        if isinstance(d.model, MedusaHeads) and not d.model.tree.is_chain
     ]
 
 
-def _generation_options(config: MeasureConfig, temperature: float) -> dict[str, Any]:
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": temperature > 0}
-    if temperature > 0:
-        options |= {"temperature": temperature, "top_k": config.top_k, "top_p": config.top_p}
-    return options
-
-
 def _ids(ids: list[int]) -> Tensor:
-    return torch.tensor([ids], device=default_device())
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
-    items = value if isinstance(value, list) else str(value).split(",")
-    try:
-        return [kind(item) for item in items]
-    except ValueError as error:
-        raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
+    return torch.tensor(ids, device=default_device())
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the table, and say where the report is."""
+    """Measure, print table and verdict, and say where the report is; exit code 3 where a gate did not pass."""
     config = parse_config(MeasureConfig, argv, prog="draftsmith measure")
-    print_report(measure(config))
-    print(f"report: {Path(config.output) / 'report.json'}")
-    return 0
+    report = measure(config)
+    print_report(report)
+    print(f"report: {Path(config.output) / 'report.html'}, and report.json and summary.md beside it")
+    steps = os.environ.get("GITHUB_STEP_SUMMARY")
+    if steps:
+        with open(steps, "a", encoding="utf-8") as file:
+            file.write(markdown(report))
+    return 3 if report["gate"] is not None and not report["gate"]["passed"] else 0
 
 
 if __name__ == "__main__":

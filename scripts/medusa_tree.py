@@ -19,11 +19,12 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.intervals import Estimate, ratio_difference
 from draftsmith.decode.planner import Costs, now, verification_costs
 from draftsmith.decode.proposers.protocol import Outcome, Task
+from draftsmith.decode.ranks import TextRanks
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import TextRanks, ranks_of_states, text_states
+from draftsmith.medusa.replay import ranks_of_states, replay_ranks, text_states
 from draftsmith.medusa.trees import (
     Budget,
     acceptance_estimate,
@@ -35,7 +36,7 @@ from draftsmith.medusa.trees import (
     search_budgets,
     search_tree,
 )
-from draftsmith.scripts.tree_drawing import tree_scene, write_png, write_svg
+from draftsmith.scripts.tree_drawing import svg, tree_scene, write_png
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.completions import load_completions
 from draftsmith.train.heads import head_of, require_split
@@ -257,11 +258,26 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
         title += " [{:.2f}, {:.2f}]".format(*estimate["ci95"])
     subtitle = f"tokens per forward of the target at T=0, replayed on {texts} texts that were not searched on"
     scene = tree_scene(tree, report["node_shares"], title, subtitle)
-    write_svg(scene, directory / "tree.svg")
+    (directory / "tree.svg").write_text(svg(scene), encoding="utf-8")
     write_png(scene, directory / "tree.png")
     if config.output is None:
         path = directory / "config.json"
         write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"medusa_choices": report["choices"]})
+
+
+def picture(target: PreTrainedModel, heads: MedusaHeads, texts: Sequence[tuple[Tensor, int]]) -> str:
+    """Return the heads' tree as SVG, with the shares of rounds that accept each node.
+
+    Args:
+        target: the model.
+        heads: of this target.
+        texts: what it wrote at T=0, (T,) each, and tokens of the prompt.
+    """
+    tree = heads.tree
+    ranks = [replay_ranks(target, heads, sequence, length) for sequence, length in texts]
+    estimate = acceptance_estimate(ranks, tree)
+    title = f"{len(tree)} nodes, mean acceptance length {estimate['value']:.2f}"
+    return svg(tree_scene(tree, node_shares(ranks, tree).tolist(), title, f"T=0, replayed on {len(texts)} texts"))
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:

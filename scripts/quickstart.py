@@ -19,7 +19,7 @@ from draftsmith.medusa.__main__ import train_heads
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.scripts.measure import MeasureConfig, measure
 from draftsmith.scripts.medusa_tree import MedusaTreeConfig, print_tree, search
-from draftsmith.scripts.report import print_report
+from draftsmith.scripts.report_table import print_report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.corpus import code_prompts, stdlib_modules
@@ -174,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("draft/", "the distilled draft, an ordinary Hugging Face directory"),
         ("medusa/", "the heads, with the picture of their tree in tree.svg"),
         ("completions/", "what the target wrote"),
-        ("report.json", "every figure, with counts and intervals"),
+        ("report.html", "the verdict, and every figure behind it, on one page"),
+        ("report.json", "the same for machines, with counts and intervals"),
     ):
         console.print(f"  {Path(config.output) / name}  {what}", highlight=False)
     return 0

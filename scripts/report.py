@@ -1,253 +1,208 @@
-"""From observations to `report.json` and a table in the terminal."""
+"""From what was decoded and replayed to `report.json`."""
 
-from __future__ import annotations
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts
-from draftsmith.decode.intervals import Estimate, rate_ratio, ratio, ratio_difference
-from draftsmith.decode.replay import ReplayedText
+from draftsmith.decode import Counts, Replay
+from draftsmith.decode.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.text import count_repeated_ngrams
-from draftsmith.medusa import MedusaHeads
+from draftsmith.scripts.breaks import breaks
+from draftsmith.scripts.decoding import Group, Method, Row
+from draftsmith.scripts.drafters import STOCK
+from draftsmith.scripts.estimates import emitted_and_rounds, rows_of, speed, speedup
+from draftsmith.scripts.measured import PROBABILISTIC, Measured
+from draftsmith.scripts.pair_costs import cached_numbers
+from draftsmith.scripts.prediction import advice, costs_entry, curve_of, planner_check, predicted_speedup
+from draftsmith.scripts.verdict import comparisons, judge
 from draftsmith.train.provenance import environment
-
-if TYPE_CHECKING:
-    from draftsmith.scripts.measure import (
-        MeasureConfig,
-        Method,
-        Observation,
-        Observations,
-        ReplayedTree,
-        Replays,
-    )
 
 SCHEMA = "draftsmith.report/1"
 
 
 def build_report(
-    config: MeasureConfig, models: dict[str, PreTrainedModel], observations: Observations, replays: Replays
+    measured: Measured, min_speedup: float | None = None, min_gain: float | None = None, confidence: float = 0.95
 ) -> dict[str, Any]:
     """Return the report of one run of `measure`; what is not measured is None.
 
     Intervals are bootstrapped over prompts; comparisons are paired over prompts.
     """
-    target = models["target"]
-    plain = {t: seen for (t, method), seen in observations.items() if method.kind == "plain"}
-    runs = [
-        _run(config, models, temperature, method, seen, plain[temperature], observations, replays)
-        for (temperature, method), seen in observations.items()
-        if method.kind != "plain"
-    ]
+    plain = {(t, b): own for (t, b, method), own in measured.observations.items() if method == Method()}
+    runs = [_run(measured, *key, own) for key, own in measured.observations.items() if key[2] != Method()]
+    decoded = max(len(rows_of(own)) for own in plain.values())
+    lengths = sorted({method.draft_length for _, _, method in measured.observations if method != Method()})
+    curves = [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
+    gains = {
+        (run["temperature"], run["proposer"]["name"], run["draft_length"]): gain
+        for run in runs
+        if (gain := _gain(measured, run["temperature"], _method(run), confidence)) is not None
+    }
+    gate, recommendation = judge(
+        runs, measured.observations, gains, min_speedup, min_gain, confidence, advice(curves, runs)
+    )
     return {
         "schema": SCHEMA,
-        "environment": environment(target.device, config.dtype),
-        "target": {"path": config.target, "parameters": target.num_parameters(), "dtype": config.dtype},
+        "environment": environment(measured.target.device, measured.dtype),
+        "target": {
+            "path": measured.target_path,
+            "parameters": measured.target.num_parameters(),
+            "dtype": measured.dtype,
+        },
         "prompts": {
-            "path": config.prompts,
-            "count": len(next(iter(plain.values()))),
-            "replayed": len(next(iter(replays.values()))),
+            "path": measured.prompts_path,
+            "count": decoded,
+            "replayed": len(measured.prompts),
+            "categories": {name: len(places) for name, places in measured.categories().items()},
         },
         "baseline": {
-            "tokens_per_second": _speed([o for seen in plain.values() for o in seen]),
+            "tokens_per_second": speed([group for own in plain.values() for group in own]),
             "by_temperature": [
-                {"temperature": t, "tokens_per_second": _speed(seen), "repeated_ngram_share": _repeated(seen)}
-                for t, seen in plain.items()
+                {
+                    "temperature": t,
+                    "batch_size": b,
+                    "tokens_per_second": speed(own),
+                    "repeated_ngram_share": _repeated(own),
+                }
+                for (t, b), own in plain.items()
             ],
         },
         "runs": runs,
-        "costs": None,
-        "recommendation": None,
+        "curves": curves,
+        "comparisons": comparisons(measured.replays, lengths),
+        "costs": costs_entry(measured),
+        "planner_check": planner_check(runs),
+        "memory": _memory(measured),
+        "breaks": breaks(measured),
+        "trees": list(measured.trees),
+        "gate": gate,
+        "recommendation": recommendation,
     }
 
 
 def _run(
-    config: MeasureConfig,
-    models: dict[str, PreTrainedModel],
-    temperature: float,
-    method: Method,
-    seen: list[Observation],
-    plain: list[Observation],
-    observations: Observations,
-    replays: Replays,
+    measured: Measured, temperature: float, batch_size: int, method: Method, own: Sequence[Group]
 ) -> dict[str, Any]:
-    counts = sum((o.counts for o in seen), Counts())
-    texts = replays[temperature, method.kind]
-    replayed, gain = _replayed_length(texts, method.draft_length), None
-    if method.kind == "draft" and config.baseline_draft:
-        stock = replace(method, kind="baseline_draft")
-        other = observations[temperature, stock]
-        replayed_stock = _replayed_length(replays[temperature, stock.kind], method.draft_length)
-        gain = {  # replayed on the same texts for both, without the noise of what each of them happened to decode
-            "mean_acceptance_length": replayed and replayed_stock and ratio_difference(*replayed, *replayed_stock),
-            "decoded_mean_acceptance_length": ratio_difference(*_acceptance_length(seen), *_acceptance_length(other)),
-            "speedup": _speedup(seen, other),
-        }
+    drafter, rows = measured.drafter(method.drafter), rows_of(own)
+    counts = sum((row.counts for row in rows), Counts())
+    replay = measured.replays.get((temperature, drafter.name, PROBABILISTIC))
+    plain = measured.observations[temperature, batch_size, Method()]
+    known = replay or measured.first_heads.get((temperature, drafter.name))
     return {
-        "proposer": _proposer(config, models, method),
+        "proposer": drafter.to_dict(),
         "draft_length": method.draft_length,
         "rule": "exact",
         "temperature": temperature,
-        "batch_size": 1,
+        "batch_size": batch_size,
         "counts": counts.to_dict(),
-        "alpha": ratio([float(r.overlap.sum()) for r in texts], [len(r.overlap) for r in texts]),
+        "alpha": None if known is None else known.alpha,
         "draft_acceptance_rate": ratio(
-            [o.counts.num_accepted_tokens for o in seen], [o.counts.num_draft_tokens for o in seen]
+            [row.counts.num_accepted_tokens for row in rows], [row.counts.num_draft_tokens for row in rows]
         ),
-        "mean_acceptance_length": ratio(*_acceptance_length(seen)),
+        "mean_acceptance_length": ratio(*emitted_and_rounds(rows)),
         "acceptance_per_position": counts.acceptance_per_position(),
         "conditional_acceptance": counts.conditional_acceptance(),
-        "speedup": _speedup(seen, plain),
-        "predicted_speedup": None,
-        "tokens_per_second": _speed(seen),
-        "gain_over_baseline_draft": gain,
-        "replay": replayed and _replay(seen, *replayed, temperature),
-        "lossless": _lossless(seen, plain, temperature),
-        "by_category": _by_category(seen, plain),
-        "repeated_ngram_share": _repeated(seen),
+        "speedup": speedup(own, plain),
+        "predicted_speedup": predicted_speedup(measured, temperature, drafter, method.draft_length, own, plain),
+        "tokens_per_second": speed(own),
+        "gain_over_baseline_draft": _gains(measured, temperature, batch_size, method, own),
+        "replay": None if replay is None else _replayed(replay, rows, method.draft_length, temperature),
+        "lossless": measured.lossless[temperature, batch_size, method],
+        "by_category": _by_category(measured, own, plain),
+        "repeated_ngram_share": _repeated(own),
     }
 
 
-def _proposer(config: MeasureConfig, models: dict[str, PreTrainedModel], method: Method) -> dict[str, Any]:
-    model = models[method.kind]
-    path = {"draft": config.draft, "baseline_draft": config.baseline_draft, "medusa": config.medusa}[method.kind]
-    proposer: dict[str, Any] = {"kind": method.kind, "path": path, "parameters": model.num_parameters()}
-    if isinstance(model, MedusaHeads):
-        tree, _ = model.tree.pruned(method.draft_length)
-        proposer |= {"heads": model.config.num_heads, "tree_nodes": len(tree)}
-    return proposer
+def _method(run: Mapping[str, Any]) -> Method:
+    return Method(run["proposer"]["name"], run["draft_length"])
 
 
-def _replayed_length(
-    texts: Sequence[ReplayedText | ReplayedTree], draft_length: int
-) -> tuple[list[int], list[float]] | None:
-    """Return tokens and rounds of each text; None where replay does not apply."""
-    rounds = [r for text in texts if (r := text.rounds(draft_length)) is not None]
-    return ([len(text) for text in texts], rounds) if len(rounds) == len(texts) else None
+def _gain(measured: Measured, temperature: float, method: Method, confidence: float = 0.95) -> Estimate | None:
+    """Return how much a drafter's replayed τ is above the stock draft's on the same texts, at the same γ."""
+    own = measured.replays.get((temperature, method.drafter, PROBABILISTIC))
+    stock, k = measured.replays.get((temperature, STOCK, PROBABILISTIC)), method.draft_length
+    if own is None or stock is None or method.drafter == STOCK or k not in stock.draft_lengths:
+        return None
+    return ratio_difference(*own.tokens_and_rounds(k), *stock.tokens_and_rounds(k), confidence=confidence)
 
 
-def _acceptance_length(seen: list[Observation]) -> tuple[list[int], list[int]]:
-    return [o.counts.num_emitted_tokens for o in seen], [o.counts.num_drafts for o in seen]
+def _gains(
+    measured: Measured, temperature: float, batch_size: int, method: Method, own: Sequence[Group]
+) -> dict[str, Any] | None:
+    stock = measured.observations.get((temperature, batch_size, Method(STOCK, method.draft_length)))
+    if stock is None or method.drafter == STOCK:
+        return None
+    return {  # replayed on the same texts for both, without the noise of what each of them happened to decode
+        "mean_acceptance_length": _gain(measured, temperature, method),
+        "decoded_mean_acceptance_length": ratio_difference(
+            *emitted_and_rounds(rows_of(own)), *emitted_and_rounds(rows_of(stock))
+        ),
+        "speedup": speedup(own, stock),
+    }
 
 
-def _tokens_and_seconds(seen: list[Observation]) -> tuple[list[int], list[float]]:
-    return [len(o.tokens) for o in seen], [o.seconds for o in seen]
-
-
-def _speed(seen: list[Observation]) -> dict[str, Any]:
-    speeds = sorted(len(o.tokens) / o.seconds for o in seen)
-    return {"median": speeds[len(speeds) // 2], **ratio(*_tokens_and_seconds(seen))}
-
-
-def _speedup(seen: list[Observation], plain: list[Observation]) -> Estimate:
-    """Tokens per second ÷ those of the other method on the same prompts."""
-    return rate_ratio(*_tokens_and_seconds(seen), *_tokens_and_seconds(plain))
-
-
-def _replay(seen: list[Observation], tokens: list[int], rounds: list[float], temperature: float) -> dict[str, Any]:
-    """Replayed τ of the target's texts, and whether that of the decoded prompts' texts agrees with the decoder's own.
+def _replayed(replay: Replay, rows: Sequence[Row], draft_length: int, temperature: float) -> dict[str, Any]:
+    """Return the replayed τ of the target's texts, and whether that of the decoded prompts' agrees with the decoder's.
 
     At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
     and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
     """
-    decoded = tokens[: len(seen)], rounds[: len(seen)]
+    tokens, rounds = replay.tokens_and_rounds(draft_length)
+    places = [row.prompt for row in rows]
     agrees: bool | None
     if temperature == 0:
-        agrees = all(abs(o.counts.num_drafts - r) < 1e-6 for o, r in zip(seen, decoded[1], strict=True))
+        agrees = all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
     else:
-        interval = ratio_difference(*_acceptance_length(seen), *decoded)["ci95"]
+        decoded = [tokens[i] for i in places], [rounds[i] for i in places]
+        interval = ratio_difference(*emitted_and_rounds(rows), *decoded)["ci95"]
         agrees = None if interval is None else interval[0] <= 0 <= interval[1]
-    return {"mean_acceptance_length": ratio(tokens, rounds), "agrees": agrees}
+    return {"mean_acceptance_length": replay.mean_acceptance_length[draft_length], "agrees": agrees}
 
 
-def _lossless(seen: list[Observation], plain: list[Observation], temperature: float) -> dict[str, Any]:
-    if temperature > 0:
-        return {"checked": False, "identical": None, "prompts_identical": None, "p_value": None}
-    same = sum(o.tokens == p.tokens for o, p in zip(seen, plain, strict=True))
-    return {"checked": True, "identical": same == len(seen), "prompts_identical": same, "p_value": None}
+def _memory(measured: Measured) -> dict[str, Any]:
+    def cached(model: PreTrainedModel | None) -> int | None:
+        numbers = None if model is None else cached_numbers(model)
+        return None if numbers is None else numbers * measured.target.dtype.itemsize
+
+    return {
+        "target_bytes": sum(p.numel() * p.element_size() for p in measured.target.parameters()),
+        "target_cache_bytes_per_token": cached(measured.target),
+        "drafters": {
+            drafter.name: {
+                "weights_bytes": drafter.weights_bytes,
+                # Heads and n-grams keep nothing of the text.
+                "cache_bytes_per_token": cached(drafter.model) if "draft" in drafter.kind else 0,
+            }
+            for drafter in measured.drafters
+        },
+    }
 
 
-def _by_category(seen: list[Observation], plain: list[Observation]) -> dict[str, Any]:
-    names = sorted({o.category for o in seen if o.category is not None})
-
-    def of(name: str) -> dict[str, Any]:
-        chosen = [(o, p) for o, p in zip(seen, plain, strict=True) if o.category == name]
-        own, other = [o for o, _ in chosen], [p for _, p in chosen]
-        return {
-            "prompts": len(own),
-            "mean_acceptance_length": ratio(*_acceptance_length(own)),
-            "speedup": _speedup(own, other),
+def _by_category(measured: Measured, own: Sequence[Group], plain: Sequence[Group]) -> dict[str, Any]:
+    decoded = {row.prompt for row in rows_of(own)}
+    found = {}
+    for name, places in measured.categories().items():
+        chosen = decoded & set(places)
+        if not chosen:
+            continue
+        rows = [row for row in rows_of(own) if row.prompt in chosen]
+        found[name] = {
+            "prompts": len(rows),
+            "mean_acceptance_length": ratio(*emitted_and_rounds(rows)),
+            # Of batches that hold it alone, for a batch has one clock.
+            "speedup": _pure_speedup(own, plain, chosen),
         }
+    return found
 
-    return {name: of(name) for name in names}
+
+def _pure_speedup(own: Sequence[Group], plain: Sequence[Group], chosen: set[int]) -> Estimate:
+    pure = [
+        (group, base) for group, base in zip(own, plain, strict=True) if all(row.prompt in chosen for row in group.rows)
+    ]
+    return speedup([group for group, _ in pure], [base for _, base in pure])
 
 
-def _repeated(seen: list[Observation]) -> float | None:
-    repeated, total = (sum(x) for x in zip(*(count_repeated_ngrams(o.tokens) for o in seen), strict=True))
+def _repeated(groups: Sequence[Group]) -> float | None:
+    counted = [count_repeated_ngrams(row.tokens) for row in rows_of(groups)]
+    repeated, total = (sum(x) for x in zip(*counted, strict=True))
     return repeated / total if total else None
-
-
-def print_report(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
-    environment = report["environment"]
-    has_tree = any(_drafter(run).startswith("medusa/") for run in report["runs"])
-    table = Table(
-        title=f"{_prompts(report)}, {environment['dtype']}, {environment['device']}, {environment['threads']} threads",
-        title_justify="left",
-        caption="α: 1 - TV(p, q). accepted: of the drafted tokens. τ: tokens per target forward.\n"
-        "±: half of the 95 % interval, bootstrapped over prompts."
-        + ("\nmedusa/n: heads that draft a tree of n nodes, of which a round accepts one path." if has_tree else ""),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-    )
-    for name in ("T", "drafter", "γ", "α", "accepted", "τ", "tok/s", "speed-up", "τ over stock"):
-        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
-    for base in report["baseline"]["by_temperature"]:
-        temperature = base["temperature"]
-        speed = f"{base['tokens_per_second']['value']:.0f}"
-        table.add_row(f"{temperature:g}", "plain", "", "", "", "1.00", speed, "1.00×", "", style="dim")
-        for run in report["runs"]:
-            if run["temperature"] == temperature:
-                gain = (run["gain_over_baseline_draft"] or {}).get("mean_acceptance_length")
-                table.add_row(
-                    f"{temperature:g}",
-                    _drafter(run),
-                    str(run["draft_length"]),
-                    _cell(run["alpha"], "{:.2f}", interval=False),
-                    _cell(run["draft_acceptance_rate"], "{:.0%}", interval=False),
-                    _cell(run["mean_acceptance_length"], "{:.2f}"),
-                    f"{run['tokens_per_second']['value']:.0f}",
-                    _cell(run["speedup"], "{:.2f}×"),
-                    _cell(gain, "{:+.2f}") if gain else "",
-                )
-        table.add_section()
-    (console or Console()).print(table)
-
-
-def _drafter(run: dict[str, Any]) -> str:
-    proposer = run["proposer"]
-    if proposer["kind"] != "medusa":
-        return {"draft": "draft", "baseline_draft": "stock"}[proposer["kind"]]
-    nodes = proposer["tree_nodes"]
-    return "medusa" if nodes == run["draft_length"] else f"medusa/{nodes}"
-
-
-def _prompts(report: dict[str, Any]) -> str:
-    decoded, replayed = report["prompts"]["count"], report["prompts"]["replayed"]
-    return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if (replayed or 0) > decoded else "")
-
-
-def _cell(estimate: Estimate | None, form: str, interval: bool = True) -> str:
-    if estimate is None or estimate["value"] is None:
-        return "–"
-    bounds = estimate.get("ci95")
-    spread = f" ±{(bounds[1] - bounds[0]) / 2:.2f}" if interval and bounds else ""
-    return form.format(estimate["value"]) + spread

@@ -135,8 +135,8 @@ def _colour(depth: int) -> str:
     return BY_DEPTH[depth % len(BY_DEPTH)]
 
 
-def write_svg(scene: Scene, path: Path) -> None:
-    """Write a scene as SVG."""
+def svg(scene: Scene) -> str:
+    """Return a scene as SVG."""
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{scene.width:g}" height="{scene.height:g}" '
         f'viewBox="0 0 {scene.width:g} {scene.height:g}" font-family="Helvetica, Arial, sans-serif">',
@@ -158,7 +158,7 @@ def write_svg(scene: Scene, path: Path) -> None:
             if shape.halo:  # a text of its own: not every viewer knows paint-order
                 lines.append(f'{start} fill="white" stroke="white" stroke-width="3">{words}</text>')
             lines.append(f'{start} fill="{shape.colour}">{words}</text>')
-    path.write_text("\n".join([*lines, "</svg>"]) + "\n", encoding="utf-8")
+    return "\n".join([*lines, "</svg>"]) + "\n"
 
 
 def write_png(scene: Scene, path: Path, scale: float = 2.0) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jsonargparse
 from jsonargparse import ArgumentParser
@@ -29,12 +29,26 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
     if "training" in names:
         # Resolved already in the default: `gradient_checkpointing`, its older name, would be overruled in silence.
         parser.set_defaults({"training.activation_checkpointing": None})
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = [_underscored(argument) for argument in (sys.argv[1:] if argv is None else argv)]
+    switches = {f"--{field.name}" for field in dataclasses.fields(cls) if field.type in (bool, "bool")}  # type: ignore[arg-type]
     try:
-        values = vars(parser.instantiate(parser.parse_args([_underscored(argument) for argument in arguments])))
+        values = vars(parser.instantiate(parser.parse_args(_switched(arguments, switches))))
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from the library's own arguments
         raise InputError(" ".join(str(error).split())) from error
     return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
+
+
+def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
+    """Return the numbers of a field that takes one, a list, or several with commas.
+
+    Raises:
+        InputError: something else.
+    """
+    items = value if isinstance(value, list) else str(value).split(",")
+    try:
+        return [kind(item) for item in items]
+    except ValueError as error:
+        raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
 
 
 def _underscored(argument: str) -> str:
@@ -42,6 +56,16 @@ def _underscored(argument: str) -> str:
         return argument
     flag, equals, value = argument[2:].partition("=")
     return f"--{flag.replace('-', '_')}{equals}{value}"
+
+
+def _switched(arguments: list[str], switches: set[str]) -> list[str]:
+    """Let a flag that is true or false stand alone: `--prompt-lookup` says `true`."""
+    found = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        found.append(argument)
+        if argument in switches and following.startswith("--"):
+            found.append("true")
+    return found
 
 
 def run(main: Callable[[], int | None]) -> int:

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer, Task
+from draftsmith.decode.replayed import Replayed, WrittenText, replayed_by_start
+from draftsmith.decode.rounds import overlap
 from draftsmith.decode.sampling import draw
 from draftsmith.decode.tree import Tree
 
@@ -55,6 +57,23 @@ class BlindProposer(StatelessProposer):
             else:
                 drafts.append(Proposal(law.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
         return drafts
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+        """Replay certain drafts at T=0, and under sampling those drawn from the frequencies at the round's start."""
+        if laws is None:
+            return super().replay(task, texts, laws)
+        self.start(task)
+        acceptance, overlaps = [], []
+        for text, p in zip(texts, laws, strict=True):
+            n = len(text)
+            q = torch.stack([self._law(text.sequence[: text.prompt_length + start]) for start in range(n)]).to(p)
+            offsets = torch.arange(task.draft_length, device=p.device)
+            places = torch.arange(n, device=p.device)[:, None] + offsets
+            tokens = text.tokens[places.clamp(max=n - 1)]
+            p_x = p[places.clamp(max=n - 1), tokens].clamp(min=torch.finfo(p.dtype).tiny)
+            acceptance.append((q.gather(1, tokens) / p_x).clamp(max=1.0).where(places < n, 0.0))
+            overlaps.append(overlap(p, q))
+        return replayed_by_start(texts, acceptance, overlaps)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the generators of the rows that are left."""

@@ -11,7 +11,16 @@ from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded
 from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
-from draftsmith.decode.sampling import align_vocabulary, draw, draw_without_replacement
+from draftsmith.decode.ranks import ranks_of
+from draftsmith.decode.replayed import (
+    Replayed,
+    WrittenText,
+    replayed_by_position,
+    replayed_by_ranks,
+    teacher_forced,
+)
+from draftsmith.decode.rounds import acceptance_probabilities, overlap
+from draftsmith.decode.sampling import align_vocabulary, draw, draw_without_replacement, prefixes
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -57,13 +66,21 @@ class DraftModelProposer:
         tree: None drafts chains; a `Tree` has one shape for every round, whose siblings are the most likely tokens at
             T=0 and drawn without replacement under sampling; a `DynamicTree` grows.
         stop: ends a chain early; see `stop_below_confidence` and `stop_above_entropy`.
+        greedy: draft the most likely tokens under sampling too, for certain, as vLLM does by default: lossless, and
+            accepted with probability p(argmax q) in place of Σ_v min(p, q).
     """
 
-    def __init__(self, draft_model: PreTrainedModel, tree: Tree | DynamicTree | None = None, stop: Stop | None = None):
+    def __init__(
+        self,
+        draft_model: PreTrainedModel,
+        tree: Tree | DynamicTree | None = None,
+        stop: Stop | None = None,
+        greedy: bool = False,
+    ):
         check_model(draft_model, "draft model")
         if tree is not None and stop is not None:
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
-        self.draft_model, self.tree, self.stop = draft_model, tree, stop
+        self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""
@@ -116,6 +133,31 @@ class DraftModelProposer:
         self._cached = [self._cached[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
+    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+        """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.replay`."""
+        if isinstance(self.tree, DynamicTree) or self.stop is not None:
+            raise InputError("replay: expected drafts of one shape, found some that grow or stop: decode them")
+        if self.tree is not None and laws is not None:
+            raise InputError("replay: expected chains under sampling, found a tree: decode with it")
+        law, widest = task.law, 1 if self.tree is None else max(map(len, self.tree.children))
+        ranks, acceptance, overlaps = [], [], []
+        for place, (text, logits) in enumerate(zip(texts, teacher_forced(self.draft_model, texts), strict=True)):
+            contexts = prefixes(text.sequence[:-1], len(text))
+            scores = law.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
+            ranks.append(ranks_of(scores, text.tokens, widest))
+            guess = scores.argmax(-1)
+            agrees = (guess == text.tokens).to(scores.dtype)
+            if laws is None or self.greedy:
+                acceptance.append(agrees)
+                overlaps.append(agrees if laws is None else laws[place].gather(1, guess[:, None])[:, 0])
+            else:
+                p, q = laws[place], scores.softmax(-1)
+                acceptance.append(acceptance_probabilities(p, q, text.tokens))
+                overlaps.append(overlap(p, q))
+        if self.tree is None:
+            return replayed_by_position(texts, acceptance, overlaps)
+        return replayed_by_ranks(texts, ranks, self.tree, overlaps)
+
     def _pruned(self, row: int, draft: Proposal, depth: int) -> Proposal:
         """Cut a draft to the depth that the length limit leaves this row."""
         tree, kept = draft.tree.pruned(depth)
@@ -153,7 +195,7 @@ class DraftModelProposer:
         return align_vocabulary(logits, self._task.vocab_size)
 
     def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> list[Proposal]:
-        law = self._task.law
+        law, drawn = self._task.law, self._task.law.do_sample and not self.greedy
         texts = list(contexts)
         drafted: list[list[Tensor]] = [[] for _ in contexts]
         laws: list[list[Tensor]] = [[] for _ in contexts]
@@ -162,8 +204,8 @@ class DraftModelProposer:
         for step in range(max(draft_lengths)):
             # One call for all rows wherever the law looks at the scores alone.
             scores = law.scores(logits, texts)
-            q = scores.softmax(-1) if law.do_sample or self.stop or self._wants_confidence else None
-            chosen = None if law.do_sample else scores.argmax(-1)
+            q = scores.softmax(-1) if drawn or self.stop or self._wants_confidence else None
+            chosen = None if drawn else scores.argmax(-1)
             tokens = []
             for row in range(len(texts)):
                 if going[row] and self.stop is not None and q is not None and self.stop(q[row]):
@@ -177,7 +219,7 @@ class DraftModelProposer:
                 tokens.append(token)
                 if going[row]:
                     drafted[row].append(token)
-                    if law.do_sample:
+                    if drawn:
                         laws[row].append(q[row])  # type: ignore[index]
                     if q is not None:
                         confidences[row].append(q[row].max())
@@ -209,7 +251,7 @@ class DraftModelProposer:
     ) -> list[Proposal]:
         """Draft every row the same shape, a depth at a time; nothing is drawn deeper than a row's draft length."""
         law, rows, size = self._task.law, len(contexts), len(tree)
-        drawn = law.do_sample and self._task.draw_siblings
+        drawn = law.do_sample and self._task.draw_siblings and not self.greedy
         tokens = contexts[0].new_zeros(rows, size)
         laws = logits.new_zeros(rows, size, logits.shape[-1]) if drawn else None
         confidence = logits.new_zeros(rows, size)

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.replayed import Replayed, WrittenText, replayed_by_walk
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 
@@ -103,3 +105,19 @@ class StatelessProposer:
 
     def select(self, rows: Sequence[int]) -> None:
         """Nothing is kept by row."""
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft what may follow each row's text."""
+        raise NotImplementedError
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+        """Replay certain drafts: see `draftsmith.decode.replay`."""
+        self.start(task)
+
+        def draft(context: Tensor, draft_length: int) -> tuple[Tensor, Tree]:
+            proposal = self.propose([context], [draft_length])[0]
+            if proposal.probabilities is not None:
+                raise InputError(f"replay: expected certain drafts, found {type(self).__name__}, which draws them")
+            return proposal.tokens, proposal.tree
+
+        return replayed_by_walk(texts, laws, draft)

@@ -2,31 +2,44 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
+import torch
 from conftest import TEXTS, tiny_llama
 from families import tiny_model
 from rich.cells import cell_len
 from rich.console import Console
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
 
+from draftsmith.decode import DraftModelProposer
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs
-from draftsmith.scripts import cli, doctor
-from draftsmith.scripts.doctor import main, smallest_acceptance
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts import cli, pair_checks, pair_costs
+from draftsmith.scripts.doctor import main
 from draftsmith.scripts.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
+from draftsmith.scripts.pair_costs import (
+    cached_numbers,
+    draft_costs,
+    drafting_seconds,
+    heads_costs,
+)
 from draftsmith.train.completions import PrepareConfig, prepare
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 from draftsmith.train.tokenizer import train_bpe
 
 
 def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], str, str]:
-    """Run the command; return its exit code, the line of each check, the rest of the output and the error line."""
-    given = {"target": target} | ({"draft": draft} if draft else {}) | options
+    """Run the command; return its exit code, the line of each check, the rest of the output and the error line.
+
+    Whatever the fault, what is not well has a way out, and the code is 2 just where something cannot be used.
+    """
+    given = {"target": target, "dtype": "float32"} | ({"draft": draft} if draft else {}) | options
     capsys.readouterr()  # what saving the models said
     code = main([part for name, value in given.items() for part in (f"--{name}", str(value))])
     out, err = capsys.readouterr()
@@ -35,6 +48,8 @@ def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], s
     for line in head.splitlines():
         name, _, said = line[2:].partition(": ")
         lines[name] = f"{line[0]} {said}"
+        assert line[0] in "✓!✗" and ("→" in said) == (line[0] != "✓"), line
+    assert (code == 2) == any(line[0] == "✗" for line in lines.values())
     return code, lines, rest, err
 
 
@@ -63,24 +78,24 @@ def chat(tmp_path_factory):
 
 
 def test_a_pair_that_works_is_said_to_without_loading_its_weights(pair_dirs, capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
+    monkeypatch.setattr(pair_costs, "load_model", lambda *args, **kwargs: pytest.fail("the weights are not needed"))
     code, lines, rest, err = check(capsys, *pair_dirs)
     assert (code, err) == (0, "")
     assert list(lines) == [
-        "target", "draft", "sizes", "tokenizers", "vocabulary", "rollback", "positions", "chat template",
-        "special tokens",
+        "target", "draft", "sizes", "tokenizers", "vocabulary", "rollback", "positions", "dtype", "chat template",
+        "special tokens", "memory",
     ]  # fmt: skip
     assert lines["target"].startswith("✓ LlamaForCausalLM, 2 layers, ") and lines["target"].endswith("stored as F32")
     assert lines.pop("sizes").startswith("! the draft has")  # of two tiny models neither is far smaller
     assert lines.pop("chat template").startswith("! none in the target's tokenizer: prompts are plain text → ")
     assert all(line.startswith("✓ ") and "→" not in line for line in lines.values()), lines
-    assert rest.strip() == "7 ✓, 2 !, 0 ✗"
+    assert rest.strip() == "9 ✓, 2 !, 0 ✗"
 
 
 def test_the_target_alone_can_be_checked(chat, capsys):
     code, lines, _, _ = check(capsys, chat)
     assert code == 0 and list(lines) == [
-        "target", "vocabulary", "rollback", "positions", "chat template", "special tokens",
+        "target", "vocabulary", "rollback", "positions", "dtype", "chat template", "special tokens", "memory",
     ]  # fmt: skip
     assert lines["chat template"] == "✓ without generation markers: turns are found by comparison"
     assert "texts end with '<|endoftext|>' (0), '<|im_end|>'" in lines["special tokens"]
@@ -199,28 +214,224 @@ def test_chat_templates_are_compared(chat, tmp_path, capsys):
 
 def test_the_smallest_acceptance_solves_for_the_break_even():
     free, dear = {1: 1.0, 5: 1.0}, {1: 1.0, 5: 5.0}
-    assert smallest_acceptance(Costs(free, 0.25)) == 0.52  # 1 + α + α² + α³ + α⁴ > 2
-    assert smallest_acceptance(Costs(free, 0.0)) == 0.01
-    assert smallest_acceptance(Costs(free, 0.99)) == 1.0
-    assert smallest_acceptance(Costs(free, 1.0)) is None
-    assert smallest_acceptance(Costs(dear, 0.0)) is None
+    assert Costs(free, 0.25).break_even_acceptance(4) == pytest.approx(0.5188, abs=1e-4)  # 1 + α + α² + α³ + α⁴ > 2
+    assert Costs(free, 0.0).break_even_acceptance(4) == pytest.approx(0.0, abs=1e-9)
+    assert Costs(free, 0.99).break_even_acceptance(4) == pytest.approx(0.996, abs=1e-3)
+    assert Costs(free, 1.01).break_even_acceptance(4) is None
+    assert Costs(dear, 0.0).break_even_acceptance(4) is None
 
 
-def test_costs_are_measured_on_request(pair_dirs, capsys, monkeypatch):
-    code, lines, _, _ = check(capsys, *pair_dirs, costs="true", dtype="float32")
-    assert code == 0 and " (1), " in lines["costs"] and " (8) ms for so many tokens, draft " in lines["costs"]
-    for draft_step, expected in (
-        (0.0, ("✓", "γ = 4 pays from α = 0.01 on")),
-        (0.95, ("!", "γ = 4 pays from α = 0.98 on → few drafts agree that often")),
-        (2.0, ("!", "γ = 4 pays at no α, for at α = 1 it is 0.56× as fast → ")),
-    ):
-        monkeypatch.setattr(
-            doctor, "verification_costs", lambda *a, d=draft_step: {1: d} if a[3] == [1] else dict.fromkeys(a[3], 1.0)
-        )
-        line = check(capsys, *pair_dirs, costs="true", dtype="float32")[1]["costs"]
-        assert line[0] == expected[0] and expected[1] in line
+def test_costs_are_measured_on_request(pair_dirs, heads, capsys, monkeypatch):
+    code, lines, _, _ = check(capsys, *pair_dirs, medusa=heads, costs="true")
+    assert code == 0 and list(lines)[-4:] == ["costs, B = 1", "heads, B = 1", "costs, B = 8", "heads, B = 8"]
+    for rows in (1, 8):
+        for name, block, paying in (("costs", 5, "γ = 4 pays "), ("heads", 4, "a tree of 3 pays ")):
+            line = lines[f"{name}, B = {rows}"]
+            assert " ms behind 64 tokens, " in line and f" t({block}) = " in line and paying in line
     rewrite(pair_dirs[1], vocab_size=8)  # what cannot work is not measured
-    assert "costs" not in check(capsys, *pair_dirs, costs="true")[1]
+    assert "costs, B = 1" not in check(capsys, *pair_dirs, costs="true")[1]
+
+
+def test_what_costs_mean_is_said(target, draft, monkeypatch):
+    heads = MedusaHeads.of_target(target, 2)
+    heads.config.medusa_choices = [[0], [1], [0, 0]]
+    for verifying, drafting, state, text, remedy in (
+        (1.0, 0.0, "ok", "t(1) = 1000.00 ms behind 64 tokens, t(5) = 1.00 t(1), drafting c = 0.00 t(1) a token: "
+         "γ = 4 pays from α = 0.01 on", ""),
+        (1.0, 3.8, "warning", "c = 0.95 t(1) a token: γ = 4 pays from α = 0.98 on", "few drafts agree that often"),
+        (1.0, 8.0, "warning", "γ = 4 pays at no α, for at α = 1 it is 0.56× as fast", "take a smaller draft, or"),
+        (1.5, 0.25, "ok", "t(1) = 1000.00 ms behind 64 tokens, t(4) = 1.50 t(1), drafting 0.25 t(1): a tree of 3 pays "
+         "from τ = 1.75 on, of 3 at most", ""),
+        (2.5, 0.25, "warning", "pays from τ = 2.75 on, of 3 at most", "search a smaller tree"),
+        (2.5, 0.5, "warning", "pays at no τ: 3.00 is asked, and 3 the most", "search a smaller tree"),
+    ):  # fmt: skip
+        monkeypatch.setattr(pair_costs, "_measure", lambda *a, v=verifying, d=drafting: ({1: 1.0, 1 + a[4]: v}, d))
+        found = heads_costs(target, heads, 2) if "τ" in text else draft_costs(target, draft, 2)
+        assert (found.name, found.state) == ("heads, B = 2" if "τ" in text else "costs, B = 2", state)
+        assert found.text.endswith(text) and found.remedy.startswith(remedy) and bool(found.remedy) == bool(remedy)
+
+
+def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, draft, monkeypatch):
+    """By a clock that ticks with the draft's forwards: all drafts but the first, which reads the text, are alike."""
+    clock = [0]
+    hook = draft.register_forward_hook(lambda *args: clock.__setitem__(0, clock[0] + 1))
+    monkeypatch.setattr(pair_costs, "now", lambda model: clock[0])
+    for rows in (1, 3):
+        assert drafting_seconds(DraftModelProposer(draft), target, rows, context=20, depth=4) == 4
+    hook.remove()
+    asked = []
+    heads = MedusaHeads.of_target(target, 3)
+    monkeypatch.setattr(heads, "logits", lambda i, h, e, own=heads.logits: asked.append((i, len(h))) or own(i, h, e))
+    drafting_seconds(MedusaProposer(heads), target, 3, context=20, depth=3)
+    assert asked == [(0, 3), (1, 3), (2, 3)] * pair_costs.ROUNDS
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon", "gemma3", "gpt-oss"])
+def test_what_a_token_takes_in_the_cache_is_found_without_weights(family):
+    config = tiny_model(family).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert cached_numbers(model) == cached_numbers(tiny_model(family)) > 0
+
+
+def test_a_real_shape_takes_what_its_card_says_in_the_cache():
+    shape = Path(__file__).parents[1] / "golden" / "configs" / "qwen3-8b.json"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape))
+    assert cached_numbers(model) == 36 * 2 * 8 * 128  # layers, keys and values, their heads and width
+    assert cached_numbers(tiny_model("mamba")) is None
+
+
+def test_memory_is_compared_with_what_is_free(pair_dirs, heads, capsys, monkeypatch):
+    # The cache takes 2 layers × keys and values × 2 heads × 8 numbers in the target, half of that in the draft.
+    numbers = {path: load_model(path).num_parameters() for path in pair_dirs}
+    sizes = [4 * count for count in (*numbers.values(), 2 * (32 * 32 + 300 * 32))]
+    total, each = sum(sizes), (64 + 32) * 4
+    target, draft, medusa, one, whole = (f"{n / 1024:.1f} KiB" for n in (*sizes, total + 512 * each, total))
+    eight = f"{(total + 8 * 512 * each) / 2**20:.1f} MiB"
+    tight = total + 8 * 100 * each
+    for free, options, expected in (
+        (2**30, {}, f"✓ float32 weights: target {target}, draft {draft}, medusa {medusa}; a token in the cache: 256 B "
+         f"+ 128 B; 512 tokens × batch size 1: {one}, 8: {eight}, of 1.0 GiB free (cpu)"),
+        (tight, {"context": 100}, "✓ "),
+        (tight, {"context": 101},
+         "! … → texts that fit, in tokens: 800 at batch size 1, 100 at batch size 8 (--context to check them)"),
+        (total - 1, {"costs": "true"},
+         f"! … they do not fit → find a device with more than {whole}, or take a smaller target, or --dtype bfloat16"),
+    ):  # fmt: skip
+        monkeypatch.setattr(pair_costs, "free_memory", lambda device, free=free: free)
+        code, lines, _, _ = check(capsys, *pair_dirs, medusa=heads, **options)
+        first, _, rest = expected.partition("…")
+        assert code == 0 and lines["memory"].startswith(first) and rest in lines["memory"], lines["memory"]
+        assert ("costs" in lines) == ("costs" in options)  # not measured where it would not fit
+    monkeypatch.undo()
+    assert pair_costs.free_memory(torch.device("cpu")) > 2**20
+
+
+def test_quantised_weights_take_what_their_files_take(pair_dirs, capsys):
+    rewrite(pair_dirs[1], quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    stored = (pair_dirs[1] / "model.safetensors").stat().st_size
+    assert f"draft {stored / 1024:.1f} KiB" in check(capsys, *pair_dirs, dtype="float64")[1]["memory"]
+
+
+def test_dtypes_are_compared_with_what_is_stored(pair_dirs, tokenizer, capsys, monkeypatch):
+    for native, stored, dtype, expected in (
+        (False, "float32", "float32", "✓ stored: target in F32, draft in F32; to run in float32"),
+        (True, "float32", "float64", "✓ … to run in float64, exactly but in more memory"),
+        (True, "bfloat16", "float32", "! stored: target in F32, draft in BF16; target and draft differ → here both run "
+         "in float32; for a server, save the draft in the target's dtype"),
+        (True, "bfloat16", "float16", "! … float16 rounds target and draft; target and draft differ → "),
+        (False, "float32", "bfloat16", "! … this cpu computes bfloat16 by way of float32; bfloat16 rounds target and "
+         "draft → compare --dtype float32 by --costs true; fine where it is served so; --dtype float32 keeps every "
+         "number"),
+    ):  # fmt: skip
+        monkeypatch.setattr(pair_checks, "bfloat16_is_native", lambda device, native=native: native)
+        save_model(tiny_llama(1, len(tokenizer), layers=1).to(getattr(torch, stored)), tokenizer, pair_dirs[1])
+        code, lines, _, _ = check(capsys, *pair_dirs, dtype=dtype)
+        first, _, rest = expected.partition("…")
+        assert code == 0 and lines["dtype"].startswith(first) and rest in lines["dtype"], lines["dtype"]
+    monkeypatch.undo()
+    x86 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    monkeypatch.setattr("platform.machine", lambda: "AMD64")
+    assert pair_checks.bfloat16_is_native(torch.device("cpu")) == x86
+
+
+def save_heads(path, tokenizer, choices=((0,), (1,), (0, 0)), **shape):
+    """Heads for the target of `pair_dirs`, whose default tree needs both of them."""
+    config = {"num_heads": 2} | {key: shape.pop(key) for key in ("num_heads", "token_map") if key in shape}
+    heads = MedusaHeads.of_target(tiny_llama(0, **{"vocab_size": len(tokenizer)} | shape), path="t", **config)
+    heads.config.medusa_choices = [list(choice) for choice in choices]
+    heads.save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, tokenizer):
+    """The target that `save_heads` makes heads for."""
+    path = tmp_path_factory.mktemp("plain") / "target"
+    save_model(tiny_llama(0, len(tokenizer)), tokenizer, path)
+    return path
+
+
+@pytest.fixture
+def heads(tmp_path, tokenizer):
+    save_heads(tmp_path / "heads", tokenizer)
+    return tmp_path / "heads"
+
+
+def test_heads_that_fit_are_said_to(plain, heads, capsys):
+    rewrite(heads, base_model_name_or_path=f"{plain}/")
+    code, lines, _, _ = check(capsys, plain, medusa=heads)
+    assert code == 0 and list(lines)[:2] == ["target", "medusa"] and "draft" not in lines
+    assert lines["medusa"] == "✓ 2 heads, 1 block each, 21.2 K parameters, stored as F32"
+    assert lines["heads"] == "✓ made for this target's hidden size 32 and 300 logits; draft a tree of 3, 2 deep"
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "expected"),
+    [
+        (lambda path, tokenizer: save_heads(path, tokenizer, hidden=64), "heads",
+         "✗ expected heads with the target's hidden_size 32, found 64 → "),
+        (lambda path, tokenizer: save_heads(path, tokenizer, vocab_size=320), "heads",
+         "✗ expected heads with the target's vocab_size 300, found 320 → "),
+        (lambda path, tokenizer: save_heads(path, tokenizer, ((0,), (1,), (2,), (0, 0)), token_map=torch.arange(2)),
+         "heads", "✗ tree: expected at most 2 siblings, as many as the heads have tokens, found 3 → "),
+        (lambda path, tokenizer: save_heads(path, tokenizer, ((0,), (1,))), "heads",
+         "! made for this target's hidden size 32 and 300 logits; draft a tree of 2, 1 deep; trained on t, which "
+         "should be the same model; 1 of 2 heads lie deeper and are not used → "),
+        (lambda path, tokenizer: rewrite(path, medusa_choices=[[0], [0, 0], [0, 0, 0]]), "medusa",
+         "✗ tree: expected a depth between 1 and the 2 heads, found 3 → search one that they can draft: "),
+        (lambda path, tokenizer: rewrite(path, medusa_choices=7), "medusa", "✗ expected Medusa heads in "),
+        (lambda path, tokenizer: rewrite(path, num_heads=3), "medusa",
+         "✗ 3 heads, 1 block each, 31.9 K parameters, but 2 tensors are not what its config.json says, the first "
+         "blocks.2.layers.0.weight: expected (32, 32), found none → "),
+        (lambda path, tokenizer: rewrite(path, num_heads=1, medusa_choices=None), "medusa", "✗ 1 head, 1 block each, "),
+        (lambda path, tokenizer: rewrite(path, hidden_size=16), "medusa", "✗ 2 heads, "),
+        (lambda path, tokenizer: rewrite(path, num_heads=0), "medusa", "✗ num_heads: expected at least 1, found 0 → "),
+        (lambda path, tokenizer: (path / "config.json").write_text("{"), "medusa", "✗ expected Medusa heads in "),
+        (lambda path, tokenizer: (path / "config.json").unlink(), "medusa",
+         "✗ expected a directory of Medusa heads with config.json, found none in "),
+        (lambda path, tokenizer: path.rename(path.parent / "gone"), "medusa",
+         "✗ expected a directory of Medusa heads with config.json, found none in "),
+        (lambda path, tokenizer: (path / "model.safetensors").unlink(), "medusa", "✗ 2 heads, "),
+        (lambda path, tokenizer: (path / "model.safetensors").write_bytes(b"no"), "medusa", "✗ 2 heads, "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_heads_is_said_in_its_line(damage, name, expected, plain, heads, tokenizer, capsys):
+    damage(heads, tokenizer)
+    code, lines, _, err = check(capsys, plain, medusa=heads)
+    assert lines[name].startswith(expected), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
+    assert err.count("\n") == (code == 2) and err.startswith(f"error: {name}: " if code else "")
+
+
+def test_texts_longer_than_the_models_read_are_told(pair_dirs, tmp_path, capsys):
+    rewrite(pair_dirs[1], max_position_embeddings=8)
+    source = chats(tmp_path, "import os", "import os\n" * 30)
+    code, lines, _, _ = check(capsys, *pair_dirs, prompts=source)
+    assert code == 0 and lines["lengths"].startswith("! 1 of 2 samples are longer than the draft's 8 positions, the ")
+    assert check(capsys, pair_dirs[0], prompts=source)[1]["lengths"].endswith(" tokens at most, of the target's 512")
+    for context, expected in (
+        (8, "✓ target 512, draft 8, for texts of 8"),
+        (9, "! target 512, draft 8, for texts of 9 → keep prompt and text within 8 tokens"),
+        (513, "✗ target 512, draft 8, for texts of 513 → --context 512 at most"),
+    ):
+        assert check(capsys, *pair_dirs, context=context)[1]["positions"].startswith(expected)
+
+
+def test_findings_are_left_for_a_job_to_read(pair_dirs, tmp_path, capsys):
+    rewrite(pair_dirs[1], vocab_size=256)
+    _, lines, _, _ = check(capsys, *pair_dirs, json=tmp_path / "out" / "doctor.json")
+    left = json.loads((tmp_path / "out" / "doctor.json").read_text())
+    assert (left["schema"], left["exit_code"]) == ("draftsmith.doctor/1", 2)
+    assert left["environment"]["dtype"] == "float32" and left["config"]["draft"] == str(pair_dirs[1])
+    told = {
+        found["name"]: f"{SYMBOLS[found['state']]} {found['text']}"
+        + (f" → {found['remedy']}" if found["remedy"] else "")
+        for found in left["findings"]
+    }
+    assert told == lines
+    with pytest.raises(InputError, match="json: expected a file that can be written, found"):
+        main(["--target", str(pair_dirs[0]), "--json", str(tmp_path)])
 
 
 def test_the_loss_masks_of_conversations_and_prompts_are_counted(chat, tmp_path, capsys):
@@ -320,7 +531,10 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
         ({"limit": 0}, "limit: expected at least 1, found 0"),
         ({"show_mask": 1}, "show_mask: expected samples to show in prompts or completions, found none"),
         ({"prompts": "a", "completions": "b"}, "completions: expected either prompts or completions, found both"),
-        ({"costs": "true"}, "costs: expected a draft to measure, found none"),
+        ({"costs": "true"}, "costs: expected a draft or Medusa heads to measure, found neither"),
+        ({"context": 0}, "context: expected at least 1, found 0"),
+        ({"batch_size": "1,0"}, "batch_size: expected at least 1, found 0"),
+        ({"batch_size": "one"}, "batch_size: expected numbers separated by commas, found 'one'"),
         ({"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, float64, found 'int8'"),
     ],
 )

@@ -11,6 +11,8 @@ from draftsmith.scripts.doctor import DoctorConfig
 from draftsmith.scripts.generate import GenerateConfig
 from draftsmith.scripts.measure import MeasureConfig
 from draftsmith.scripts.medusa_tree import MedusaTreeConfig
+from draftsmith.scripts.profile import ProfileConfig
+from draftsmith.scripts.tune import TuneConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.completions import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig
@@ -27,6 +29,8 @@ FOLDERS = {
     "doctor": DoctorConfig,
     "generate": GenerateConfig,
     "measure": MeasureConfig,
+    "tune": TuneConfig,
+    "profile": ProfileConfig,
 }
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))

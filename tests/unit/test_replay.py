@@ -1,18 +1,25 @@
-"""Replay against enumeration, closed forms, and the decoder itself."""
+"""Replay against enumeration, closed forms, and the decoder itself, count for count."""
 
 import math
 from itertools import product
 
 import pytest
 import torch
-from conftest import tiny_llama
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.decode.replay import ReplayedText, acceptance_probabilities, expected_rounds, overlap, replay_text
-from draftsmith.decode.sampling import Law
-
-GREEDY = Law(LogitsProcessorList(), do_sample=False)
+from draftsmith.decode import (
+    BlindProposer,
+    DraftModelProposer,
+    DynamicTree,
+    InputError,
+    LookaheadProposer,
+    PromptLookupProposer,
+    Tree,
+    autoregressive_generate,
+    replay_acceptance,
+    speculative_generate,
+)
+from draftsmith.decode.rounds import acceptance_probabilities, expected_counts, expected_rounds, overlap
 
 
 def rounds_of(accepted: tuple[int, ...], draft_length: int) -> int:
@@ -73,7 +80,49 @@ def test_ragged_rows_are_as_alone(draft_length):
     for row, n in enumerate(lengths):
         alone = expected_rounds(a[row : row + 1, :n], torch.tensor([n]), draft_length)
         assert float(rounds[row]) == pytest.approx(float(alone), abs=1e-14)
-        assert float(rounds[row]) == ReplayedText(a[row, :n], a[row, :n]).rounds(draft_length)
+
+
+def counted(accepted: tuple[int, ...], draft_length: int, limit: int) -> dict[str, list[float]]:
+    """What the decoder counts on a text whose drafted token at position i is accepted where `accepted[i]`."""
+    n, at = len(accepted), 0
+    found = {"accepted": [0.0] * draft_length, "drafted": [0.0] * draft_length, "reached": [0.0] * draft_length}
+    while at < n:
+        depth = min(draft_length, limit - at - 1)
+        taken = 0
+        while taken < depth and at + taken < n and accepted[at + taken]:
+            taken += 1
+        emitted = min(taken + 1, n - at)
+        depth = depth if emitted > taken else emitted
+        for i in range(depth):
+            found["drafted"][i] += 1
+            found["accepted"][i] += i < taken
+            found["reached"][i] += i <= taken
+        at += emitted
+    return found
+
+
+@pytest.mark.parametrize("limit", [6, 7, 9, 20])
+@pytest.mark.parametrize("draft_length", [1, 2, 4, 8])
+def test_expected_counts_are_the_sums_over_all_patterns(limit, draft_length):
+    """A text that the limit ended (6), and texts that ended before: their last rounds may have drafted past the end."""
+    n, a = 6, random_a(6, limit)
+    total = {name: [0.0] * draft_length for name in ("accepted", "drafted", "reached")}
+    for accepted in product((0, 1), repeat=n):
+        mass = math.prod(float(x) if kept else 1 - float(x) for x, kept in zip(a, accepted, strict=True))
+        for name, values in counted(accepted, draft_length, limit).items():
+            total[name] = [x + mass * y for x, y in zip(total[name], values, strict=True)]
+    windows = torch.nn.functional.pad(a[None], (0, draft_length - 1)).unfold(1, draft_length, 1)
+    [found] = expected_counts(windows, torch.tensor([n]), torch.tensor([limit]))
+    deep = sum(x > 0 for x in total["drafted"])
+    for name, own in (
+        ("accepted", found.num_accepted_tokens_per_pos),
+        ("drafted", found.num_draft_tokens_per_pos),
+        ("reached", found.num_reached_per_pos),
+    ):
+        assert list(own) == pytest.approx(total[name][:deep], abs=1e-12), name
+    assert found.num_accepted_tokens == pytest.approx(sum(total["accepted"]))
+    assert found.num_draft_tokens == pytest.approx(sum(total["drafted"]))
+    assert found.num_drafts == pytest.approx(enumerated(a, draft_length))
 
 
 def test_acceptance_probability_is_q_over_p_of_the_token_that_stands():
@@ -102,85 +151,168 @@ def test_overlap_is_one_minus_total_variation():
     assert torch.allclose(overlap(p, p), torch.ones(5))
 
 
-def prompt(seed: int, length: int = 7) -> torch.Tensor:
-    return torch.randint(1, 97, (1, length), generator=torch.Generator().manual_seed(seed))
+NEW = 20
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0), (0, 0, 0, 0)])
+PROPOSERS = {
+    "draft": lambda draft: DraftModelProposer(draft),
+    "tree": lambda draft: DraftModelProposer(draft, tree=TREE),
+    "lookup": lambda draft: PromptLookupProposer(),
+    "blind": lambda draft: BlindProposer(),
+}
 
 
-@pytest.mark.parametrize("ended", [False, True])
-def test_greedy_replay_is_the_decoders_count_of_rounds(target, draft, ended):
-    lengths = set()
-    for seed in range(10):
-        ids = prompt(seed)
-        options = {"max_new_tokens": 24, "do_sample": False}
-        plain = autoregressive_generate(target, ids, **options).sequences
-        if ended:
-            # An end token at another depth for each prompt; it may have occurred before.
-            options["eos_token_id"] = int(plain[0, 7 + 2 * seed])
-            plain = autoregressive_generate(target, ids, **options).sequences
-            assert plain.shape[1] <= 7 + 2 * seed + 1
-        lengths.add(plain.shape[1] - 7)
-        replayed = replay_text(target, draft, plain[0], 7, GREEDY)
-        assert len(replayed.acceptance) == plain.shape[1] - 7
-        for draft_length in (1, 2, 4, 8):
-            out = speculative_generate(target, DraftModelProposer(draft), ids, draft_length=draft_length, **options)
-            assert torch.equal(out.sequences, plain)
-            assert replayed.rounds(draft_length) == out.counts.num_drafts
-        if not ended:  # the pair agrees sometimes: neither bound is trivial
-            assert 24 / 9 <= replayed.rounds(8) <= 24
-    assert len(lengths) > 4 or not ended
-
-
-def test_greedy_replay_takes_the_texts_word_for_what_the_target_chose(target, draft):
-    """Half precision can break a near-tie the other way in a parallel forward: here every token is another than its."""
-    text = torch.cat([prompt(0), prompt(1, 20)], dim=1)[0]
+@pytest.fixture(scope="module")
+def repeating():
+    """A target that writes in circles, so that every drafter is right now and then: it knows the last token alone."""
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    ).eval()
     with torch.no_grad():
-        text[10] = draft(text[None, :10]).logits[0, -1].argmax()  # and one that the draft would have said
-        choices = draft(text[None, :-1]).logits[0, 6:].argmax(-1)
-    replayed = replay_text(target, draft, text, 7, GREEDY)
-    assert torch.equal(replayed.acceptance, (choices == text[7:]).float())
-    assert torch.equal(replayed.overlap, replayed.acceptance)
-    assert replayed.acceptance[3] == 1 and replayed.acceptance.sum() < 5
+        model.model.layers[0].self_attn.o_proj.weight.mul_(0.2)
+        model.lm_head.weight.mul_(8)
+    model.generation_config.eos_token_id = None
+    return model
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.6, "top_k": 12}])
-def test_sampled_replay_agrees_with_the_decoder(kwargs):
+def near(target, amount: float):
+    drafter = LlamaForCausalLM(target.config).eval()
+    drafter.load_state_dict(target.state_dict())
+    torch.manual_seed(4)
+    with torch.no_grad():
+        drafter.lm_head.weight.add_(torch.randn_like(drafter.lm_head.weight) * amount)
+    return drafter
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_greedy_replay_is_the_decoder_count_for_count(repeating, name):
+    """Half of the texts end before their limit, at a token of their own."""
+    proposer, options = PROPOSERS[name](near(repeating, 0.1)), {"max_new_tokens": NEW, "do_sample": False}
+    prompts = [torch.randint(31, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    lengths = (1, 2, 4, 7)
+    for ended in (False, True):
+        texts, decoded = [], {k: [] for k in lengths}
+        own = dict(options)
+        if ended:
+            own["eos_token_id"] = [7, 11, 18]
+        for ids in prompts:
+            texts.append(autoregressive_generate(repeating, ids, **own).sequences[0])
+            for k in lengths:
+                out = speculative_generate(repeating, proposer, ids, draft_length=k, **own)
+                assert torch.equal(out.sequences[0], texts[-1])
+                decoded[k].append(out.counts)
+        assert ended == any(len(text) < 5 + NEW for text in texts)
+        replay = replay_acceptance(
+            repeating, proposer, texts, [5] * len(texts), lengths, temperature=0, max_new_tokens=NEW
+        )
+        accepted = 0
+        for k in lengths:
+            for text, counts in zip(replay.texts, decoded[k], strict=True):
+                found = text.counts[k]
+                for field in counts.to_dict():
+                    assert getattr(found, field) == getattr(counts, field), (name, ended, k, field)
+                accepted += counts.num_accepted_tokens
+            total = sum(decoded[k][1:], decoded[k][0])
+            assert replay.mean_acceptance_length[k]["value"] == pytest.approx(total.mean_acceptance_length())
+            assert replay.draft_acceptance_rate[k]["value"] == pytest.approx(total.draft_acceptance_rate())
+            for estimates, ratios in (
+                (replay.acceptance_per_position[k], total.acceptance_per_position()),
+                (replay.conditional_acceptance[k], total.conditional_acceptance()),
+            ):
+                assert [e["value"] for e in estimates] == pytest.approx(ratios)
+        assert accepted > 5  # not a comparison of noughts
+
+
+def test_alpha_at_t0_is_the_share_of_equal_argmaxes(repeating):
+    draft = near(repeating, 0.1)
+    ids = torch.arange(1, 6)[None]
+    text = autoregressive_generate(repeating, ids, max_new_tokens=NEW, do_sample=False).sequences
+    with torch.no_grad():
+        p, q = (model(text[:, :-1]).logits[0, 4:].argmax(-1) for model in (repeating, draft))
+    replay = replay_acceptance(repeating, DraftModelProposer(draft), [text[0]], [5], [2], temperature=0)
+    assert replay.alpha["value"] == pytest.approx(float((p == q).float().mean()))
+    assert replay.texts[0].acceptance == tuple((p == q).float().tolist())
+
+
+@pytest.mark.parametrize("name", ["draft", "greedy", "lookup", "blind"])
+@pytest.mark.parametrize("warped", [{}, {"temperature": 0.6, "top_k": 9}])
+def test_sampled_replay_agrees_with_the_decoder(repeating, name, warped):
     """Texts differ between the two ways, so means are compared.
 
     Over the choice of seeds, a right pair differs by more than 4 standard errors with probability 6e-5 a case.
     """
-    target, samples, draft_length = tiny_llama(0, layers=1), 150, 3
-    drafter = noisy(target)
-    warpers = LogitsProcessorList()
-    if kwargs:
-        warpers.extend([TemperatureLogitsWarper(kwargs["temperature"]), TopKLogitsWarper(kwargs["top_k"])])
-    law, proposer = Law(warpers, do_sample=True), DraftModelProposer(drafter)
-    options = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": [3, 50, 77], **({"top_k": 0} | kwargs)}
-    ids = torch.cat([prompt(i % 15, 5) for i in range(samples)])
-    plain = autoregressive_generate(target, ids, **options).sequences
-    replayed, shorter, decoded = [], [], []
-    for i, row in enumerate(plain):
-        end = next((n for n, token in enumerate(row[5:].tolist(), start=6) if token in options["eos_token_id"]), 15)
-        text = replay_text(target, drafter, row[:end], 5, law)
-        replayed.append(text.rounds(draft_length))
-        shorter.append(text.rounds(1))
-        out = speculative_generate(
-            target, proposer, ids[i : i + 1], draft_length=draft_length, seed=10_000 + i, **options
-        )
-        decoded.append(float(out.counts.num_drafts))
-    replayed, shorter, decoded = (torch.tensor(x) for x in (replayed, shorter, decoded))
-    error = (replayed - decoded).std() / samples**0.5
-    assert (replayed - decoded).mean().abs() < 4 * error, f"{(replayed - decoded).mean():.3f}, se {error:.3f}"
-    # The test has power: replay of another draft length is told apart.
-    assert (shorter - decoded).mean().abs() > 4 * error
-    # Rao–Blackwell: the replayed count varies less over texts than the decoder's own.
-    assert replayed.var() < decoded.var()
+    samples, k, ends = 150, 3, [3, 25]
+    draft = near(repeating, 0.1)
+    proposer = DraftModelProposer(draft, greedy=True) if name == "greedy" else PROPOSERS[name](draft)
+    sampling = {"temperature": 1.0, "top_k": 0} | warped
+    options = {"max_new_tokens": 10, "do_sample": True, "eos_token_id": ends, **sampling}
+    ids = torch.cat(
+        [torch.randint(31, (1, 5), generator=torch.Generator().manual_seed(i % 15)) for i in range(samples)]
+    )
+    plain = autoregressive_generate(repeating, ids, **options).sequences
+    texts = []
+    for row in plain:
+        end = next((n for n, token in enumerate(row[5:].tolist(), start=6) if token in ends), 15)
+        texts.append(row[:end])
+    replay = replay_acceptance(
+        repeating, proposer, texts, [5] * samples, [1, k], max_new_tokens=10, top_p=1.0, **sampling
+    )
+    out = speculative_generate(repeating, proposer, ids, draft_length=k, seed=10_000, **options)
+    for what in ("num_drafts", "num_accepted_tokens", "num_draft_tokens"):
+        own = torch.tensor([float(getattr(text.counts[k], what)) for text in replay.texts])
+        decoded = torch.tensor([float(getattr(counts, what)) for counts in out.row_counts])
+        error = (own.var() / samples + decoded.var() / samples) ** 0.5
+        difference = own.mean() - decoded.mean()
+        assert difference.abs() < 4 * error, f"{what}: {difference:.3f}, standard error {error:.3f}"
+    if name == "draft" and not warped:
+        # The test has power: replay of another draft length is told apart, and the replayed count varies less.
+        shorter = torch.tensor([text.counts[1].num_accepted_tokens for text in replay.texts])
+        own = torch.tensor([text.counts[k].num_accepted_tokens for text in replay.texts])
+        decoded = torch.tensor([float(counts.num_accepted_tokens) for counts in out.row_counts])
+        assert (shorter - decoded).mean().abs() > 4 * ((shorter.var() + decoded.var()) / samples) ** 0.5
+        assert own.var() < decoded.var()
 
 
-def noisy(target):
-    """A draft that is right often enough that the rounds depend on how it is warped."""
-    drafter = tiny_llama(0, layers=1)
-    drafter.load_state_dict(target.state_dict())
-    torch.manual_seed(4)
-    with torch.no_grad():
-        drafter.lm_head.weight.add_(torch.randn_like(drafter.lm_head.weight) * 0.05)
-    return drafter
+def test_what_the_target_did_not_write_is_refused(repeating):
+    draft = DraftModelProposer(near(repeating, 0.1))
+    ids = torch.arange(1, 6)[None]
+    options = {"max_new_tokens": 60, "top_k": 0}
+    greedy = autoregressive_generate(repeating, ids, do_sample=False, max_new_tokens=60).sequences[0]
+    sampled = autoregressive_generate(repeating, ids, do_sample=True, temperature=1.0, **options).sequences[0]
+    hotter = autoregressive_generate(repeating, ids, do_sample=True, temperature=3.0, **options).sequences[0]
+    random = torch.cat([ids[0], torch.randint(31, (60,), generator=torch.Generator().manual_seed(0))])
+    changed = greedy.clone()
+    changed[20] = (changed[20] + 1) % 31
+
+    def replay(*texts, **settings):
+        return replay_acceptance(repeating, draft, list(texts), [5] * len(texts), [2], **settings)
+
+    assert not replay(greedy, temperature=0).biased and not replay(sampled).biased
+    with pytest.raises(InputError, match="found 1 of 16 tokens that are not the target's argmax, the first at 20"):
+        replay(changed[:21], temperature=0)
+    with pytest.raises(InputError, match="not the target's argmax"):
+        replay(sampled, temperature=0)
+    with pytest.raises(InputError, match=r"likelier than its own by .* standard errors"):
+        replay(greedy)
+    with pytest.raises(InputError, match="less likely than its own"):
+        replay(random, torch.cat([ids[0], random[5:].flip(0)]), torch.cat([ids[0], random[5:].roll(7)]))
+    with pytest.raises(InputError, match="less likely than its own"):
+        replay(hotter, hotter, hotter)
+    with pytest.raises(InputError, match="not a token that the target could have drawn"):
+        replay(hotter, top_k=2)
+    assert replay(random, allow_biased=True).biased
+
+
+def test_drafts_that_replay_does_not_apply_to_are_refused(repeating):
+    draft, text = near(repeating, 0.1), torch.arange(1, 12)
+    for proposer, temperature, said in (
+        (LookaheadProposer(), 0.0, "LookaheadProposer"),
+        (DraftModelProposer(draft, tree=DynamicTree()), 0.0, "grow or stop"),
+        (DraftModelProposer(draft, stop=lambda q: False), 1.0, "grow or stop"),
+        (DraftModelProposer(draft, tree=TREE), 1.0, "found a tree"),
+    ):
+        with pytest.raises(InputError, match=said):
+            replay_acceptance(repeating, proposer, [text], [4], [2], temperature=temperature, allow_biased=True)
+    for length, said in ((0, "prompt and a text"), (11, "prompt and a text"), (2, "at most")):
+        with pytest.raises(InputError, match=said):
+            replay_acceptance(repeating, DraftModelProposer(draft), [text], [length], max_new_tokens=3)

@@ -1,0 +1,219 @@
+"""The acceptance rate of speculative decoding as a metric of Hugging Face's `evaluate`: `evaluate.load` of this folder.
+
+`evaluate` runs a copy of this file from its cache, so it finds the counts and their ratios in the installed draftsmith.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from operator import index, lt
+from typing import Any
+
+import datasets
+
+# As a module: of the names in this file `evaluate` takes the first metric class, which would be an imported `Metric`.
+import evaluate
+
+try:
+    from draftsmith.decode.counts import Counts
+    from draftsmith.decode.errors import InputError
+    from draftsmith.decode.intervals import ratio
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] != "draftsmith":
+        raise
+    raise ImportError("acceptance_rate: expected draftsmith to be installed (`pip install -e` its clone)") from None
+
+DESCRIPTION = """\
+How far a target model agrees with what was drafted for it in speculative decoding: accepted ÷ drafted tokens, and
+tokens per forward of the target (τ), with 95 % intervals over prompts.
+"""
+CITATION = """\
+@inproceedings{leviathan2023fast,
+  title = {Fast Inference from Transformers via Speculative Decoding},
+  author = {Leviathan, Yaniv and Kalman, Matan and Matias, Yossi},
+  booktitle = {International Conference on Machine Learning},
+  year = {2023}
+}
+"""
+INPUTS = """
+Args:
+    predictions: one entry a prompt. Under "counts", the default, a dictionary with vLLM's names: num_drafts,
+        num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos; where known also num_emitted_tokens (else
+        num_accepted_tokens + num_drafts), num_draft_tokens_per_pos and num_reached_per_pos (else found where every
+        round drafted every position). Under "tokens" a list of rounds, each the list of its drafted tokens.
+    references: under "tokens" only, shaped likewise: the tokens that the target emitted in each round, the accepted
+        ones and the one more, by the exact rule and from a chain of drafts.
+
+Returns:
+    draft_acceptance_rate: accepted ÷ drafted tokens, bonus excluded; it depends on the draft length.
+    mean_acceptance_length: tokens emitted per forward of the target, bonus included; plain decoding has 1.
+    draft_acceptance_rate_ci95, mean_acceptance_length_ci95: [low, high], by bootstrap over prompts; None for one.
+    acceptance_per_position: rounds that accepted position i ÷ rounds that drafted it.
+    conditional_acceptance: the same of rounds that accepted every position before it.
+    counts: the sums that all of these derive from.
+    What is not known is None, never 0.
+
+Examples:
+    >>> metric = evaluate.load("decode/acceptance_rate", "tokens")
+    >>> result = metric.compute(predictions=[[[5, 6], [7, 8]]], references=[[[5, 6, 9], [3]]])
+    >>> result["draft_acceptance_rate"], result["mean_acceptance_length"]
+    (0.5, 2.0)
+"""
+
+NAMES = tuple(field.name for field in fields(Counts))
+REQUIRED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos")
+
+
+class AcceptanceRate(evaluate.Metric):
+    """Acceptance of speculative decoding from counts or from tokens, one entry a prompt; `INPUTS` has the details.
+
+    Raises:
+        InputError: an entry that cannot be counts or rounds; the message names it.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        whole = datasets.Value("int64")
+        if self.config_name == "tokens":
+            rounds = datasets.Sequence(datasets.Sequence(whole))
+            features = {"predictions": rounds, "references": rounds}
+        elif self.config_name in ("default", "counts"):
+            per_pos = datasets.Sequence(whole)
+            features = {"predictions": {name: per_pos if name.endswith("_per_pos") else whole for name in NAMES}}
+        else:
+            raise InputError(f"config_name: expected 'counts' or 'tokens', found {self.config_name!r}")
+        return evaluate.MetricInfo(
+            description=DESCRIPTION,
+            citation=CITATION,
+            inputs_description=INPUTS,
+            features=datasets.Features(features),
+            reference_urls=["https://arxiv.org/abs/2211.17192"],
+            license="Apache-2.0",
+        )
+
+    def add_batch(self, *, predictions: Any = None, references: Any = None, **kwargs: Any) -> None:
+        """Add prompts."""
+        given = {"predictions": predictions, "references": references}
+        for name in self.features:
+            if given[name] is None or len(given[name]) == 0:
+                raise InputError(f"{name}: expected one entry a prompt, found none")
+        # A fault is told here: the prompts have the user's numbers still, and nothing lies on the disk.
+        if self.config_name == "tokens":
+            if len(predictions) != len(references):
+                raise InputError(f"references: expected {len(predictions)} prompts, found {len(references)}")
+            drafted, emitted = ([_rounds(f"{n}[{i}]", v) for i, v in enumerate(given[n])] for n in self.features)
+            for i, rounds in enumerate(zip(drafted, emitted, strict=True)):
+                _count_rounds(f"references[{i}]", *rounds)
+            super().add_batch(predictions=drafted, references=emitted, **kwargs)
+        else:
+            counts = [_completed(f"predictions[{i}]", entry) for i, entry in enumerate(predictions)]
+            super().add_batch(predictions=counts, **kwargs)
+
+    def add(self, *, prediction: Any = None, reference: Any = None, **kwargs: Any) -> None:
+        """Add one prompt."""
+        self.add_batch(predictions=[prediction], references=[reference], **kwargs)
+
+    def _compute(self, *, predictions: Any = None, references: Any = None) -> dict[str, Any]:
+        unknown: list[str] = []
+        if self.config_name == "tokens":
+            prompts = [_count_rounds("", *rounds) for rounds in zip(predictions, references, strict=True)]
+        else:
+            unknown = [name for name in NAMES if any(given[name] is None for given in predictions)]
+            prompts = [_without(unknown, given) for given in predictions]
+        total = sum(prompts, Counts())
+        rate = ratio([c.num_accepted_tokens for c in prompts], [c.num_draft_tokens for c in prompts])
+        length = ratio([c.num_emitted_tokens for c in prompts], [c.num_drafts for c in prompts])
+        return {
+            "draft_acceptance_rate": total.draft_acceptance_rate(),
+            "draft_acceptance_rate_ci95": rate["ci95"],
+            "mean_acceptance_length": total.mean_acceptance_length(),
+            "mean_acceptance_length_ci95": length["ci95"],
+            "acceptance_per_position": total.acceptance_per_position(),
+            "conditional_acceptance": total.conditional_acceptance(),
+            "counts": total.to_dict() | dict.fromkeys(unknown),
+        }
+
+
+def _completed(where: str, given: Any) -> dict[str, Any]:
+    """Check one prompt's counts and complete them; what the given ones do not tell becomes None."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {_short(given)}")
+    if strange := [name for name in given if name not in NAMES]:
+        raise InputError(f"{where}: expected the names {', '.join(NAMES)}, found {strange[0]!r}")
+    counts: dict[str, Any] = {}
+    for name in NAMES:
+        if name in REQUIRED and given.get(name) is None:
+            raise InputError(f"{where}: expected {name}, found none")
+        read = _integers if name.endswith("_per_pos") else _integer
+        counts[name] = None if given.get(name) is None else read(f"{where}.{name}", given[name])
+    drafts, drafted, accepted, per_pos = (counts[name] for name in REQUIRED)
+    if sum(per_pos) != accepted or accepted > drafted:
+        expected = f"the sum over positions, {sum(per_pos)}, and at most num_draft_tokens, {drafted}"
+        raise InputError(f"{where}.num_accepted_tokens: expected {expected}, found {accepted}")
+    if counts["num_emitted_tokens"] is None:
+        counts["num_emitted_tokens"] = accepted + drafts
+    elif not accepted <= counts["num_emitted_tokens"] <= accepted + drafts:
+        expected = f"the {accepted} accepted and at most one more for each of {drafts} drafts"
+        raise InputError(f"{where}.num_emitted_tokens: expected {expected}, found {counts['num_emitted_tokens']}")
+    # Where every round drafted every position, vLLM's four counts tell the rest.
+    every = [drafts] * len(per_pos)
+    if counts["num_draft_tokens_per_pos"] is None and drafted == sum(every):
+        counts["num_draft_tokens_per_pos"] = every
+    if counts["num_reached_per_pos"] is None and counts["num_draft_tokens_per_pos"] == every:
+        counts["num_reached_per_pos"] = [drafts, *per_pos][: len(per_pos)]
+    for name in ("num_draft_tokens_per_pos", "num_reached_per_pos"):
+        found = counts[name]
+        if found is not None and (len(found) != len(per_pos) or any(map(lt, found, per_pos))):
+            raise InputError(f"{where}.{name}: expected at least {per_pos}, the accepted ones, found {found}")
+    return counts
+
+
+def _without(unknown: Sequence[str], given: Mapping[str, Any]) -> Counts:
+    """Return one prompt's counts, those that some prompt lacks as zeros, by which a ratio is None."""
+    found = dict(given) | dict.fromkeys(unknown, [0] * len(given["num_accepted_tokens_per_pos"]))
+    counts: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return Counts(**counts)
+
+
+def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[list[int]]) -> Counts:
+    """Count the rounds of one prompt; tokens after the text's end count neither as drafted nor as accepted."""
+    if len(drafted) != len(emitted):
+        raise InputError(f"{where}: expected {len(drafted)} rounds as in predictions, found {len(emitted)}")
+    counts = Counts()
+    for i, (draft, tokens) in enumerate(zip(drafted, emitted, strict=True)):
+        agree = [a == b for a, b in zip(draft, tokens, strict=False)]
+        accepted = [*agree, False].index(False)
+        # Under the exact rule a correction is never the token that it stands for, so the agreeing ones were accepted.
+        ends = len(tokens) == accepted > 0 and i == len(drafted) - 1
+        if not ends and len(tokens) != accepted + 1:
+            expected = f"the {accepted} accepted tokens and one more, which only the last round may lack"
+            raise InputError(f"{where}[{i}]: expected {expected}, found {len(tokens)} tokens")
+        counts += Counts.of_round(accepted if ends else len(draft), accepted, len(tokens))
+    return counts
+
+
+def _rounds(where: str, given: Any) -> list[list[int]]:
+    try:
+        rounds = list(given)
+    except TypeError:
+        raise InputError(f"{where}: expected a list of rounds, found {_short(given)}") from None
+    return [_integers(f"{where}[{i}]", tokens) for i, tokens in enumerate(rounds)]
+
+
+def _integers(where: str, given: Any) -> list[int]:
+    try:
+        return [_integer(where, value) for value in given]
+    except TypeError:
+        raise InputError(f"{where}: expected a list of integers, found {_short(given)}") from None
+
+
+def _integer(where: str, given: Any) -> int:
+    try:
+        value = index(given)
+    except TypeError:
+        raise InputError(f"{where}: expected integers, found {_short(given)}") from None
+    if value < 0:
+        raise InputError(f"{where}: expected 0 or more, found {value}")
+    return value
+
+
+def _short(given: Any) -> str:
+    return f"{given!r:.60}"

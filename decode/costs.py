@@ -1,0 +1,334 @@
+"""What a round costs: seconds measured on this machine, behind a context and for a number of rows.
+
+t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o what the loop does beside them.
+Everything is warm, taken in turns, and a median; measured through the decoder's own cache, proposers and loop.
+
+Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.autoregressive import autoregressive_generate
+from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.planner import Costs, interpolated, now, verification_costs
+from draftsmith.decode.proposers.protocol import Outcome, Proposer, Task
+from draftsmith.decode.sampling import Law
+from draftsmith.decode.speculative import speculative_generate
+
+BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+WRITTEN = 24
+"""Tokens that are written to see what the loop costs."""
+
+
+@dataclass(frozen=True)
+class DraftCosts:
+    """What drafting costs, in seconds, for a number of rows."""
+
+    start: float
+    """A draft, however long: d(γ) = start + γ · step."""
+    step: float
+    """Each token of it; 0 where all are drafted at once."""
+    overhead: float
+    """o, the rest of a round."""
+    prefill: float
+    """The first draft behind a prompt, beyond another."""
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds by the number of rows, behind texts of `context` tokens under one temperature."""
+
+    context: int
+    """Tokens of text in the cache."""
+    temperature: float
+    target: dict[int, dict[int, float]]
+    """B → k → t(k)."""
+    plain_overhead: dict[int, float]
+    """B → what plain decoding does for a token beside its forward."""
+    prefill: dict[int, float]
+    """B → the target's forward over `prompt` tokens."""
+    prompt: int
+    drafters: dict[str, dict[int, DraftCosts]]
+    """Name → B → what its drafting costs."""
+
+    def at(self, name: str, rows: int) -> Costs:
+        """Return a drafter's costs for a number of rows, interpolated between those measured."""
+        sizes = sorted({k for own in self.target.values() for k in own})
+        own = self.drafters[name]
+
+        def between(values: Mapping[int, float]) -> float:
+            return interpolated(values, rows)
+
+        return Costs(
+            target={k: between({b: t[k] for b, t in self.target.items()}) for k in sizes},
+            draft_step=between({b: costs.step for b, costs in own.items()}),
+            overhead=between({b: costs.overhead for b, costs in own.items()}),
+            draft_start=between({b: costs.start for b, costs in own.items()}),
+            plain_overhead=between(self.plain_overhead),
+        )
+
+    def speculative_seconds(
+        self, name: str, rounds: Sequence[float], draft_length: int, nodes: float | None = None
+    ) -> float:
+        """Return how long rows that are decoded together take for these rounds each, prompts included.
+
+        Rows that end leave the batch: it is faster without them, but less than by their share.
+        """
+        first = self.at(name, len(rounds))
+        prefill = interpolated({b: c.prefill for b, c in self.drafters[name].items()}, len(rounds))
+        seconds = interpolated(self.prefill, len(rounds)) + prefill
+        if len(rounds) == 1:  # the prompt and the first draft go through the target together
+            seconds += first.drafting(draft_length) + first.overhead
+            rounds = [rounds[0] - 1]
+        return seconds + _drained(rounds, lambda rows: self.at(name, rows).round_seconds(draft_length, nodes))
+
+    def plain_seconds(self, tokens: Sequence[float]) -> float:
+        """Return how long plain decoding takes for rows of these many tokens, prompts included."""
+        seconds = interpolated(self.prefill, len(tokens))
+        steps = [tokens[0] - 1] if len(tokens) == 1 else tokens  # one prompt's forward gives its first token
+
+        def token_seconds(rows: int) -> float:
+            return interpolated({b: t[1] for b, t in self.target.items()}, rows) + interpolated(
+                self.plain_overhead, rows
+            )
+
+        return seconds + _drained(steps, token_seconds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON types; keys are strings."""
+        return {
+            "context": self.context,
+            "temperature": self.temperature,
+            "target_seconds": {str(b): {str(k): s for k, s in own.items()} for b, own in self.target.items()},
+            "plain_overhead_seconds": {str(b): s for b, s in self.plain_overhead.items()},
+            "prompt": self.prompt,
+            "prefill_seconds": {str(b): s for b, s in self.prefill.items()},
+            "drafters": {
+                name: {str(b): vars(costs) for b, costs in own.items()} for name, own in self.drafters.items()
+            },
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "CostTable":
+        """Return what `to_dict` gave.
+
+        Raises:
+            InputError: something else.
+        """
+        try:
+            return cls(
+                context=values["context"],
+                temperature=values["temperature"],
+                target={
+                    int(b): {int(k): float(s) for k, s in own.items()} for b, own in values["target_seconds"].items()
+                },
+                plain_overhead={int(b): float(s) for b, s in values["plain_overhead_seconds"].items()},
+                prompt=values["prompt"],
+                prefill={int(b): float(s) for b, s in values["prefill_seconds"].items()},
+                drafters={
+                    name: {int(b): DraftCosts(**costs) for b, costs in own.items()}
+                    for name, own in values["drafters"].items()
+                },
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"costs: expected a table of costs, found one without {error}") from error
+
+
+def _drained(steps: Sequence[float], seconds: Callable[[int], float]) -> float:
+    """Sum the steps of a batch whose rows have these many, at what a step costs for the rows that are left."""
+    total, before = 0.0, 0.0
+    for ended, own in enumerate(sorted(steps)):
+        total += (own - before) * seconds(len(steps) - ended) if own > before else 0.0
+        before = max(before, own)
+    return total
+
+
+@torch.inference_mode()
+def measure_costs(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    draft_lengths: Mapping[str, int],
+    text: Tensor,
+    laws: Mapping[float, Law],
+    batch_sizes: Sequence[int],
+    context: int,
+    prompt: int,
+    blocks: Sequence[int] = BLOCKS,
+    repeats: int = 5,
+) -> list[CostTable]:
+    """Measure what rounds cost behind texts of `context` tokens.
+
+    Args:
+        target: the model.
+        proposers: what drafts, by name.
+        draft_lengths: the longest draft of each.
+        text: tokens of real text, (T,): drafters that look at the text find in it what they would find.
+        laws: by temperature; each has a table, and the target's forwards are measured once for all.
+        batch_sizes: B.
+        context: tokens of text in the cache.
+        prompt: tokens of a prompt.
+        blocks: k, tokens of a forward.
+        repeats: each is measured so often, once more to warm up.
+    """
+    sizes = sorted(set(batch_sizes))
+    forwards = {b: verification_costs(target, b, context, sorted(set(blocks) | {1}), repeats) for b in sizes}
+    prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in sizes}
+    tables = []
+    for temperature, law in laws.items():
+        with _endless(target):
+            plain = {b: _plain_overhead(target, text, b, context, law, repeats, forwards[b][1]) for b in sizes}
+            drafters = {
+                name: {
+                    b: _draft_costs(target, proposer, text, b, context, prompt, law, draft_lengths[name], repeats, own)
+                    for b, own in forwards.items()
+                }
+                for name, proposer in proposers.items()
+            }
+        tables.append(CostTable(context, temperature, forwards, plain, prefill, prompt, drafters))
+    return tables
+
+
+def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: int) -> float:
+    tokens = torch.ones(rows, prompt, dtype=torch.long, device=target.device)
+    return _median(target, lambda: CachedModel(target, rows, prompt + 1).prefill(tokens), repeats)
+
+
+def _median(target: PreTrainedModel, call: Callable[[], Any], repeats: int) -> float:
+    seconds = []
+    for _ in range(repeats + 1):
+        begun = now(target)
+        call()
+        seconds.append(now(target) - begun)
+    return median(seconds[1:])
+
+
+@contextmanager
+def _endless(target: PreTrainedModel) -> Iterator[None]:
+    """Let no end of text cut a measurement short."""
+    own: Any = target.generation_config
+    ends, own.eos_token_id = own.eos_token_id, None
+    try:
+        yield
+    finally:
+        own.eos_token_id = ends
+
+
+def _options(law: Law, tokens: int) -> dict[str, Any]:
+    # With the law's processors as they are: no other settings.
+    processors = {"logits_processor": law.processors} if law.processors else {}
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if law.do_sample else {}
+    return {"max_new_tokens": tokens, "do_sample": law.do_sample, **sampling, **processors}
+
+
+def _contexts(text: Tensor, rows: int, length: int) -> Tensor:
+    """Return rows of real text, (B, length), each from another place."""
+    enough = text.repeat(-(-(length + rows) // len(text)) + 1)
+    shift = max(1, (len(enough) - length) // rows)
+    return torch.stack([enough[row * shift : row * shift + length] for row in range(rows)])
+
+
+def _plain_overhead(
+    target: PreTrainedModel, text: Tensor, rows: int, context: int, law: Law, repeats: int, forward: float
+) -> float:
+    """Return what a token of plain decoding takes beyond its forward."""
+    prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
+
+    def seconds(tokens: int) -> float:
+        begun = now(target)
+        autoregressive_generate(target, prompts, **_options(law, tokens))
+        return now(target) - begun
+
+    differences = [seconds(WRITTEN + 4) - seconds(4) for _ in range(repeats + 1)]
+    return max(0.0, median(differences[1:]) / WRITTEN - forward)
+
+
+def _draft_costs(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    text: Tensor,
+    rows: int,
+    context: int,
+    prompt: int,
+    law: Law,
+    draft_length: int,
+    repeats: int,
+    forwards: dict[int, float],
+) -> DraftCosts:
+    timed = {
+        k: _drafting(target, proposer, text, rows, context, prompt, law, k, repeats)
+        for k in sorted({1, max(1, draft_length // 2), draft_length})
+    }
+    (first, _, _), (last, prefill, nodes) = timed[1], timed[draft_length]
+    step = max(0.0, (last - first) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
+    start = max(0.0, last - draft_length * step)
+    costs = Costs(forwards, step, draft_start=start)
+    ends: list[float] = []
+
+    def observe(round: Any) -> None:
+        ends.append(time.perf_counter())
+
+    prompts, loops = _contexts(text, rows, max(1, context - WRITTEN // 2)), []
+    for _ in range(repeats + 1):
+        ends.clear()
+        out = speculative_generate(
+            target, proposer, prompts, draft_length=draft_length, observer=observe, **_options(law, WRITTEN)
+        )
+        # While all rows are there: each round ends with its last row's observer.
+        whole = min(counts.num_drafts for counts in out.row_counts)
+        if whole > 2:
+            loops.append((ends[(whole - 1) * rows - 1] - ends[rows - 1]) / (whole - 2))
+    # The last round drafts what the limit leaves, and is left out.
+    overhead = max(0.0, median(loops[1:]) - costs.round_seconds(draft_length, nodes)) if len(loops) > 1 else 0.0
+    return DraftCosts(start, step, overhead, max(0.0, prefill - last))
+
+
+def _drafting(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    text: Tensor,
+    rows: int,
+    context: int,
+    prompt: int,
+    law: Law,
+    draft_length: int,
+    repeats: int,
+) -> tuple[float, float, int]:
+    """Return the median seconds of a draft, those of the first one behind a prompt, and how many tokens it holds."""
+    config = target.config.get_text_config()
+    longest = context + 2 * repeats + 4
+    texts = _contexts(text, rows, longest)
+    generators: list[torch.Generator | None] = [None] * rows
+    task = Task(law, config.vocab_size, generators, longest + draft_length + 2, draft_length, True, False, target)
+    drafts, firsts, nodes = [], [], 0
+    for length in (prompt, context):
+        proposer.start(task)
+        for turn in range(repeats + 2):
+            contexts = [row[: length + turn] for row in texts]
+            begun = now(target)
+            proposals = proposer.propose(contexts, [draft_length] * rows)
+            seconds = now(target) - begun
+            if turn == 0 and length == prompt:
+                firsts.append(seconds)
+            elif turn > 1 and length == context:
+                drafts.append(seconds)
+                nodes = max(len(proposal.tokens) for proposal in proposals)
+            proposer.commit([_rejected(target, len(proposal.tokens)) for proposal in proposals])
+    return median(drafts), firsts[0], nodes
+
+
+def _rejected(target: PreTrainedModel, tokens: int) -> Outcome:
+    """Return the outcome of a draft none of which was accepted."""
+    config = target.config.get_text_config()
+    logits = torch.zeros(tokens + 1, config.vocab_size, device=target.device, dtype=target.dtype)
+    hidden = torch.zeros(tokens + 1, config.hidden_size, device=target.device, dtype=target.dtype)
+    return Outcome([], logits, hidden)

@@ -1,0 +1,396 @@
+"""Where a round's time goes: draft, target, accept, sync and rest, measured from outside of the round loop.
+
+The loop is not touched. A proxy of the proposer times the drafting, hooks on the target its forwards, a proxy of the
+rule the acceptance, and the loop's observer says what a round came to; what lies between is the rest.
+
+A round lasts from one call of `propose` to the next, the last one to its last row's end. On CUDA every part begins and
+ends with a wait for the device. These waits are "sync", told apart by what was waited for; the other parts are the
+host's time, with the waits that are their own, as acceptance waits for its tokens. A profiled round is slower there
+than one that lets the device run behind. On the CPU nothing waits.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.generation import DecodeOutput
+from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.rules import Rule, Verdict, as_rule
+from draftsmith.decode.sampling import Law
+from draftsmith.decode.speculative import Observer, Round, speculative_generate
+
+PARTS = ("draft", "target", "accept", "sync", "rest")
+# The rows of a trace: what a span is of. The first forward of the target holds the prompts.
+TRACKS = ("call", "round", "prefill", *PARTS)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time, in nanoseconds of `time.perf_counter_ns`."""
+
+    kind: str
+    """One of `TRACKS`."""
+    name: str
+    """What was called; of a wait, the part that was waited for."""
+    begin: int
+    end: int
+
+
+@dataclass
+class ProfiledRound:
+    """One round of a batch, and the spans that it is made of, without gaps: they add up to it."""
+
+    number: int
+    """Counted from 1, through all calls of a profile."""
+    first: bool
+    """Whether it is its rows' first round, in which target and drafter read the prompts."""
+    rows: int
+    draft_length: int
+    """γ, the greatest depth asked for."""
+    begin: int
+    end: int = 0
+    spans: list[Span] = field(default_factory=list)
+    drafted: int = 0
+    """Drafted tokens, of a tree all its nodes; summed over the rows, as the next two are."""
+    accepted: int = 0
+    emitted: int = 0
+
+    def nanoseconds(self, kind: str) -> int:
+        """Return the time of one kind of span."""
+        return sum(span.end - span.begin for span in self.spans if span.kind == kind)
+
+    def close(self, end: int) -> None:
+        """End the round, and fill what lies between its spans with "rest"."""
+        self.end = end
+        edges = [self.begin, *(edge for span in self.spans for edge in (span.begin, span.end)), end]
+        gaps = [Span("rest", "rest", a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        self.spans = sorted([*self.spans, *gaps], key=lambda span: span.begin)
+
+
+class Profile:
+    """Decodes, and keeps where the time went: `profile = Profile(); profile.generate(target, proposer, input_ids)`.
+
+    What it decodes, and the counts, are those of `speculative_generate`; one call may follow another. What a draft that
+    runs ahead does beside the target is no part of a round. Compiled forwards go past the target's hooks: there the
+    target's part is all between drafting and acceptance, the making of its inputs included.
+
+    Attributes:
+        rounds: the rounds, in order.
+        calls: a span for each call of `generate`.
+        batch_size: B, the rows of the largest call.
+    """
+
+    def __init__(self) -> None:
+        self.rounds: list[ProfiledRound] = []
+        self.calls: list[Span] = []
+        self.batch_size = 0
+        self._outside: list[Span] = []  # what the proposer does before the rounds
+        self._round: ProfiledRound | None = None
+        self._seen = 0  # the last moment that was looked at
+        self._busy = False  # inside a span: what is called from there is part of it
+        self._first = self._compiled = False
+        self._forward_began = 0
+        self._device = torch.device("cpu")
+
+    def generate(
+        self,
+        target: PreTrainedModel,
+        proposer: Proposer,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        rule: str | Rule = "exact",
+        observer: Observer | None = None,
+        **kwargs: Any,
+    ) -> DecodeOutput:
+        """Decode as `speculative_generate` does, with its arguments, errors and result.
+
+        An observer's own time counts as the rest of the round.
+        """
+        self._device = target.device
+        self.batch_size = max(self.batch_size, len(input_ids))
+
+        def observe(round: Round) -> None:
+            if observer is not None:
+                observer(round)
+            self._observe(round)
+
+        hooks = [target.register_forward_pre_hook(self._forward), target.register_forward_hook(self._forwarded)]
+        begin = time.perf_counter_ns()
+        self._wait("rest")
+        try:
+            return speculative_generate(
+                target,
+                _TimedProposer(proposer, self),
+                input_ids,
+                attention_mask,
+                rule=_TimedRule(as_rule(rule), self),
+                observer=observe,
+                **kwargs,
+            )
+        finally:
+            self._close_round(self._seen)
+            end = self._wait("rest")
+            self.calls.append(Span("call", f"call {len(self.calls) + 1}", begin, end))
+            self._busy = False
+            for hook in hooks:
+                hook.remove()
+
+    def breakdown(self) -> dict[str, Any]:
+        """Return the times as plain JSON types, in seconds.
+
+        `parts` holds, for each of `PARTS`, its share of the rounds' time, the median of its time in a round and its
+        total; `sync_after` the same of the waits, by the part that was waited for; `round` of the rounds themselves,
+        which the parts add up to. A call's first round is none of them: `prefill` holds those, and `outside` what calls
+        took before and after their rounds. The totals of `round`, `prefill` and `outside` add up to `total_seconds`.
+        None: there is nothing of that kind.
+        """
+        rounds = [round for round in self.rounds if not round.first]
+        firsts = [round.end - round.begin for round in self.rounds if round.first]
+        whole = [round.end - round.begin for round in rounds]
+        waits = self._device.type == "cuda"
+        parts = {kind: [round.nanoseconds(kind) for round in rounds] for kind in PARTS if waits or kind != "sync"}
+        after = {
+            kind: [sum(s.end - s.begin for s in r.spans if s.kind == "sync" and s.name == kind) for r in rounds]
+            for kind in PARTS
+            if waits and kind != "sync"
+        }
+        outside = [
+            call.end - call.begin - sum(r.end - r.begin for r in self.rounds if call.begin <= r.begin < call.end)
+            for call in self.calls
+        ]
+        return {
+            "batch_size": self.batch_size,
+            "rounds": len(rounds),
+            "rows_per_round": sum(round.rows for round in rounds) / len(rounds) if rounds else None,
+            "parts": {kind: _times(parts.get(kind, []), sum(whole)) for kind in PARTS},
+            "sync_after": {kind: _times(times, sum(whole)) for kind, times in after.items()},
+            "round": _times(whole, sum(whole)),
+            "prefill": _times(firsts),
+            "outside": _times(outside),
+            "total_seconds": sum(text.end - text.begin for text in self.calls) / 1e9,
+        }
+
+    def table(self) -> Table:
+        """Return the breakdown as a table for a terminal."""
+        return profile_table([self])
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write the spans as a file for chrome://tracing or ui.perfetto.dev."""
+        Path(path).write_text(json.dumps(chrome_trace([self])) + "\n", encoding="utf-8")
+
+    def spans(self) -> list[tuple[Span, ProfiledRound | None]]:
+        """Return every span, and the round that it lies in or is; None outside of the rounds."""
+        found: list[tuple[Span, ProfiledRound | None]] = [(span, None) for span in [*self.calls, *self._outside]]
+        for round in self.rounds:
+            found.append((Span("round", f"round {round.number}", round.begin, round.end), round))
+            found += [(span, round) for span in round.spans]
+        return sorted(found, key=lambda pair: (pair[0].begin, TRACKS.index(pair[0].kind)))
+
+    @contextmanager
+    def _span(self, kind: str, name: str) -> Iterator[None]:
+        """Time one call; forwards of the target that happen in it are part of it."""
+        begin = self._wait("rest")
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._add(Span(kind, name, begin, time.perf_counter_ns()))
+            self._wait(kind)
+            self._busy = False
+
+    def _begin_rows(self, task: Task) -> None:
+        """Hear that the loop begins with new rows; it may do so several times a call."""
+        self._close_round(self._seen)
+        self._first, self._compiled = True, task.compiled
+
+    def _begin_round(self, rows: int, draft_length: int) -> None:
+        """Hear that the loop begins a round; the one before it ends here."""
+        now = time.perf_counter_ns()
+        self._close_round(now)
+        self._round = ProfiledRound(len(self.rounds) + 1, self._first, rows, draft_length, now)
+        self._first = False
+
+    def _verified(self) -> None:
+        """Hear that the target's logits are there."""
+        round = self._round
+        if self._compiled and round is not None and not any(span.kind == "accept" for span in round.spans):
+            self._add(Span("target", "forward", self._seen, time.perf_counter_ns()))
+            self._wait("target")
+
+    def _forward(self, module: nn.Module, args: Any) -> None:
+        if not self._busy:
+            self._forward_began = self._wait("rest")
+
+    def _forwarded(self, module: nn.Module, args: Any, output: Any) -> None:
+        round = self._round
+        if self._busy or round is None:  # a drafter's own, or a plan's that measures before the rounds
+            return
+        first = round.first and not any(span.kind == "prefill" for span in round.spans)
+        self._add(Span("prefill" if first else "target", "forward", self._forward_began, time.perf_counter_ns()))
+        self._wait("target")
+
+    def _observe(self, round: Round) -> None:
+        if self._round is not None:
+            self._round.drafted += round.nodes
+            self._round.accepted += round.accepted
+            self._round.emitted += len(round.tokens)
+        self._seen = time.perf_counter_ns()
+
+    def _close_round(self, end: int) -> None:
+        if self._round is not None:
+            self._round.close(end)
+            self.rounds.append(self._round)
+            self._round = None
+
+    def _wait(self, after: str) -> int:
+        """Let the device finish what it was asked for, and return the time."""
+        self._seen = begin = time.perf_counter_ns()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._add(Span("sync", after, begin, time.perf_counter_ns()))
+        return self._seen
+
+    def _add(self, span: Span) -> None:
+        (self._outside if self._round is None else self._round.spans).append(span)
+        self._seen = span.end
+
+
+class _TimedProposer:
+    """A proposer whose calls are timed; all else of it is its own."""
+
+    def __init__(self, proposer: Proposer, profile: Profile):
+        self._proposer, self._profile = proposer, profile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._proposer, name)
+
+    def start(self, task: Task) -> int:
+        self._profile._begin_rows(task)
+        with self._profile._span("draft", "start"):
+            return self._proposer.start(task)
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        self._profile._begin_round(len(contexts), max(draft_lengths))
+        with self._profile._span("draft", "propose"):
+            return self._proposer.propose(contexts, draft_lengths)
+
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        with self._profile._span("draft", "commit"):
+            self._proposer.commit(outcomes)
+
+    def select(self, rows: Sequence[int]) -> None:
+        with self._profile._span("draft", "select"):
+            self._proposer.select(rows)
+
+
+class _TimedRule:
+    """A rule whose verdicts are timed."""
+
+    def __init__(self, rule: Rule, profile: Profile):
+        self.lossy = rule.lossy
+        self._rule, self._profile = rule, profile
+
+    def verify(
+        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+    ) -> Verdict:
+        self._profile._verified()
+        with self._profile._span("accept", "verify"):
+            return self._rule.verify(law, logits, contexts, proposal, generator)
+
+
+def chrome_trace(profiles: Sequence[Profile]) -> dict[str, Any]:
+    """Return profiles on one clock in the Trace Event Format, a process each and a thread for each of `TRACKS`.
+
+    Spans are complete events ("ph": "X"), `ts` and `dur` in microseconds. The format is that of Google's document
+    "Trace Event Format", which chrome://tracing and Perfetto read.
+    """
+    origin = min((call.begin for profile in profiles for call in profile.calls), default=0)
+    events: list[dict[str, Any]] = []
+    for pid, profile in enumerate(profiles, start=1):
+        events.append(_metadata("process", pid, 0, f"batch size {profile.batch_size}"))
+        events += [_metadata("thread", pid, tid, track) for tid, track in enumerate(TRACKS)]
+        for span, round in profile.spans():
+            event: dict[str, Any] = {
+                "name": f"wait for {span.name}" if span.kind == "sync" else span.name,
+                "cat": span.kind,
+                "ph": "X",
+                "ts": (span.begin - origin) / 1e3,
+                "dur": (span.end - span.begin) / 1e3,
+                "pid": pid,
+                "tid": TRACKS.index(span.kind),
+            }
+            if round is not None:
+                event["args"] = {
+                    "round": round.number,
+                    "rows": round.rows,
+                    "draft_length": round.draft_length,
+                    "drafted": round.drafted,
+                    "accepted": round.accepted,
+                    "emitted": round.emitted,
+                }
+            events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def profile_table(profiles: Sequence[Profile]) -> Table:
+    """Return the breakdowns of profiles, one for each batch size, as a table; it fits 80 columns."""
+    table = Table(
+        caption="ms: the median of a round; of prefill, outside: of a call. sync: waits for the device. rest: the "
+        "round loop itself. prefill: a call's first round, with the prompts. outside: before and after the rounds.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 2, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("batch", "part", "share", "ms", "total s"):
+        table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
+    for profile in profiles:
+        found = profile.breakdown()
+        rows = [(kind, found["parts"][kind], "") for kind in PARTS]
+        place = PARTS.index("sync") + 1
+        rows[place:place] = [(f"  after {kind}", times, "dim") for kind, times in found["sync_after"].items()]
+        # Rows end at different rounds, so that a batch is not always full.
+        mean = f" × {found['rows_per_round']:.1f} rows" if profile.batch_size > 1 and found["rounds"] else ""
+        rows.append((f"{found['rounds']} rounds{mean}", found["round"], "bold"))
+        rows += [(name, found[name], "dim") for name in ("prefill", "outside")]
+        for i, (name, times, style) in enumerate(rows):
+            table.add_row(
+                "" if i else str(profile.batch_size),
+                name,
+                _cell(times["share"], "{:.1%}"),
+                _cell(times["median_seconds"], "{:.3f}", 1e3),
+                _cell(times["total_seconds"], "{:.3f}"),
+                style=style,
+            )
+        table.add_section()
+    return table
+
+
+def _times(nanoseconds: Sequence[int], whole: int | None = None) -> dict[str, float | None]:
+    if not nanoseconds:
+        return {"share": None, "median_seconds": None, "total_seconds": None}
+    total = sum(nanoseconds)
+    return {
+        "share": total / whole if whole else None,
+        "median_seconds": median(nanoseconds) / 1e9,
+        "total_seconds": total / 1e9,
+    }
+
+
+def _cell(value: float | None, form: str, scale: float = 1.0) -> str:
+    return "–" if value is None else form.format(value * scale)
+
+
+def _metadata(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": f"{what}_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,299 @@
+"""The losslessness certificate: is a drafter's decoding the target's, at T=0 token for token, under sampling in law?
+
+An entry is what `report.json` keeps of a run: `checked`, `identical`, `prompts_identical`, `near_ties`, `departures`,
+`p_value`, `tokens`, `passed` and `reason`; what a check does not tell is None. The statistic is that of
+`draftsmith.decode.lossless`; `draftsmith.decode.audit` says what a tie is.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode import Counts, DraftModelProposer, InputError, PromptLookupProposer, Proposer
+from draftsmith.decode.audit import GREEDY, TIE_ULPS, Divergence, first_divergence
+from draftsmith.decode.lossless import (
+    PAIR_BINS,
+    Laws,
+    LawTest,
+    Text,
+    law_test,
+    model_laws,
+    prepared_law,
+    proposer_laws,
+    sample_texts,
+)
+from draftsmith.decode.sampling import Law
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.train.heads import last_hidden
+
+FALSE_ALARM = 1e-4
+"""A lossless drafter fails one test of the law with at most this probability."""
+LEAST_TOKENS = 20 * PAIR_BINS**2
+"""What the test of the law needs."""
+PLACES_NAMED = 3
+TEXTS_FED_AGAIN = 4
+TIE_DEVIATIONS = 6
+
+
+def unchecked(reason: str) -> dict[str, Any]:
+    """Return the entry of a run that was not checked."""
+    return _entry(checked=False, reason=reason)
+
+
+def certify_greedy(
+    target: PreTrainedModel,
+    plain: Sequence[Sequence[int]],
+    other: Sequence[Sequence[int]],
+    prompts: Sequence[Tensor],
+    law: Law = GREEDY,
+) -> dict[str, Any]:
+    """Compare a drafter's texts at T=0 with plain decoding's, and judge where each first differs.
+
+    Forwards of one token and of several round differently: where the target's logits of the two tokens tie, either is
+    right. Any other difference is a departure, and one is enough to fail. What follows a first difference has another
+    context and is not judged. The 8 units in the last place that `first_divergence` allows are wide in half precision:
+    lossy rules depart by less. So how much margins move by rounding is measured on the texts that differ, and what is
+    above 6 standard deviations of it (yet more than one unit) is no tie.
+
+    Args:
+        target: the model, as both were decoded with.
+        plain: the completions of plain decoding, without prompts and padding.
+        other: the drafter's of the same prompts, decoded alone or in batches.
+        prompts: (T,) int64, T ≥ 1.
+        law: the processors of T=0, none by default.
+
+    Returns:
+        The entry; `reason` names the first places that differ, prompts and tokens of a completion counted from 0.
+
+    Raises:
+        InputError: not as many completions as prompts, or none.
+    """
+    if not len(prompts) == len(plain) == len(other) or not len(prompts):
+        raise InputError(
+            f"texts: expected as many plain and other ones as prompts, at least one, found {len(plain)} and "
+            f"{len(other)} for {len(prompts)} prompts"
+        )
+    found = {}
+    for i, (prompt, *completions) in enumerate(zip(prompts, plain, other, strict=True)):
+        expected, own = (torch.cat([prompt, prompt.new_tensor(list(tokens))]) for tokens in completions)
+        divergence = first_divergence(target, expected, own, len(prompt), law)
+        if divergence is not None:
+            found[i] = replace(divergence, position=divergence.position - len(prompt))
+    near = [i for i, divergence in found.items() if divergence.is_tie]
+    if near:
+        texts = [(torch.cat([prompts[i], prompts[i].new_tensor(list(plain[i]))]), len(prompts[i])) for i in near]
+        noise = TIE_DEVIATIONS * _rounding(target, texts[:TEXTS_FED_AGAIN], law)
+        for i in near:
+            least, most = found[i].tolerance / TIE_ULPS, found[i].tolerance
+            found[i] = replace(found[i], tolerance=min(max(noise, least), most))
+    ties = {i: divergence for i, divergence in found.items() if divergence.is_tie}
+    departures = {i: divergence for i, divergence in found.items() if i not in ties}
+    return _entry(
+        identical=not found,
+        prompts_identical=len(prompts) - len(found),
+        near_ties=len(ties),
+        departures=len(departures),
+        passed=not departures,
+        reason="; ".join(_named(kind, of) for kind, of in (("departures", departures), ("near ties", ties)) if of)
+        or None,
+    )
+
+
+def certify_sampled(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    prompts: Sequence[Tensor],
+    tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    draft_length: int = 4,
+    batch_size: int = 8,
+    max_new_tokens: int = 128,
+    seed: int = 0,
+    false_alarm: float = FALSE_ALARM,
+    **decoding: Any,
+) -> dict[str, Any]:
+    """Sample texts by speculative decoding, and test whether their law is the target's under the same settings.
+
+    Args:
+        target: the model.
+        proposer: what drafts. Of draft models, prompt lookup and Medusa heads the test knows what they lean to; others
+            are tested without, which sees less, and `reason` says so.
+        prompts: token ids, each (T,) int64, T ≥ 1; gone through as often as it takes, each time with other seeds.
+        tokens: to be sampled, at least 2000. The more, the smaller the departures that are seen.
+        temperature: more than 0.
+        top_k: 0 for all.
+        top_p: 1 for all.
+        draft_length: γ.
+        batch_size: texts decoded, and then tested, together.
+        max_new_tokens: of a text.
+        seed: of the test's random points.
+        false_alarm: what `p_value` must exceed: a lossless drafter fails with at most this probability.
+        decoding: further arguments of `speculative_generate`, such as `rule`.
+
+    Returns:
+        The entry; `reason` says what failed.
+
+    Raises:
+        InputError: T=0, fewer than 2000 tokens, or no prompts.
+    """
+    result, _ = sampled_law(
+        target,
+        proposer,
+        prompts,
+        tokens,
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p},
+        batch_size=batch_size,
+        seed=seed,
+        draft_length=draft_length,
+        max_new_tokens=max_new_tokens,
+        **decoding,
+    )
+    passed = result.p_value > false_alarm
+    reason = None
+    if not passed:
+        name, test = min(result.tests.items(), key=lambda item: item[1].p_value)
+        reason = f"the tokens' law is not the target's: {name}, χ² = {test.statistic:.4g} of {test.degrees_of_freedom} "
+        reason += f"degrees of freedom; {result.num_impossible} tokens that it rules out"
+    elif drafter_laws(target, proposer, GREEDY) is None:
+        reason = f"tested without the law of {type(proposer).__name__}, and so with less power"
+    return _entry(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
+
+
+def sampled_law(
+    target: PreTrainedModel,
+    proposer: Proposer,
+    prompts: Sequence[Tensor],
+    tokens: int,
+    sampling: Mapping[str, Any],
+    batch_size: int = 8,
+    seed: int = 0,
+    **decoding: Any,
+) -> tuple[LawTest, Counts]:
+    """Sample texts speculatively; return the test of their law, and the decoder's counts.
+
+    A token of probability zero fails the test outright, as in `law_test`, unless rounding explains it: where a tie may
+    move a token in or out of what top-k or top-p keep, the other tests alone decide.
+
+    Args:
+        target: the model.
+        proposer: what drafts.
+        prompts: token ids, each (T,) int64, T ≥ 1.
+        tokens: to be sampled, at least 2000.
+        sampling: the arguments of `generate` that make the law; the target's generation config fills the others.
+        batch_size: texts decoded, and then tested, together.
+        seed: of the test's random points.
+        decoding: further arguments of `speculative_generate`.
+
+    Raises:
+        InputError: fewer than 2000 tokens, no prompts, or T=0.
+    """
+    if tokens < LEAST_TOKENS:
+        raise InputError(f"tokens: expected at least {LEAST_TOKENS} to test their law, found {tokens}")
+    if not len(prompts):
+        raise InputError("prompts: expected at least one to sample from, found none")
+    if not sampling.get("temperature", 1.0) > 0:
+        raise InputError(f"temperature: expected more than 0 to sample texts, found {sampling['temperature']}")
+    options: dict[str, Any] = {"do_sample": True, **sampling}
+    texts, counts = sample_texts(target, proposer, prompts, tokens, batch_size=batch_size, **options, **decoding)
+    law = prepared_law(target, **options)
+    result = law_test(target, texts, law, drafter_laws(target, proposer, law), seed, batch_size)
+    if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, law) for i, k in result.impossible):
+        least = min(test.p_value for test in result.tests.values())
+        result = replace(result, p_value=min(1.0, len(result.tests) * least))
+    return result, counts
+
+
+def drafter_laws(target: PreTrainedModel, proposer: Proposer, law: Law) -> Laws | None:
+    """Return what a proposer leans to in every context, for the power of `law_test`; None where that is not known."""
+    vocab_size: int = target.config.get_text_config().vocab_size
+    if isinstance(proposer, DraftModelProposer):
+        return model_laws(proposer.draft_model, law, vocab_size)
+    if isinstance(proposer, MedusaProposer):
+        return head_laws(target, proposer.heads, law)
+    if isinstance(proposer, PromptLookupProposer):
+        return proposer_laws(proposer, vocab_size)
+    return None
+
+
+def head_laws(target: PreTrainedModel, heads: MedusaHeads, law: Law) -> Laws:
+    """Return what the first head says of each token: what it drafts where a round begins with that token.
+
+    It sees the hidden state that the target predicted the token before from; the second token of a text, which no head
+    drafts, is given the first one's, for the test asks only that a law be known from the tokens before.
+    """
+
+    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+        hidden_BTH = last_hidden(target, input_ids=ids_BT).to(heads.device, heads.dtype)
+        embed: Any = target.get_input_embeddings()
+        for start in range(1, ids_BT.shape[1], columns):
+            places, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
+            places = places + start
+            before = embed(ids_BT[rows, places - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
+            logits = heads.logits(0, hidden_BTH[rows, (places - 2).clamp(min=0)], before)
+            contexts = (
+                [] if law.context_free else [ids_BT[row, :place] for row, place in zip(rows, places, strict=True)]
+            )
+            yield law.probabilities(logits, contexts) if len(rows) else logits
+
+    return laws
+
+
+@torch.inference_mode()
+def _rounding(target: PreTrainedModel, texts: Sequence[Text], law: Law) -> float:
+    """Return the root mean square of what rounding adds to the margin between the two likeliest tokens.
+
+    It is the difference between a forward of the whole text, as `first_divergence` judges, and forwards of one token,
+    as plain decoding chose.
+    """
+    squares: list[Tensor] = []
+    for ids, length in texts:
+        contexts = [ids[:end] for end in range(length, len(ids))]
+        whole = law.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
+        past, singly = None, []
+        for tokens in (ids[:length], *ids[length:-1].split(1)):
+            output = target(input_ids=tokens[None], past_key_values=past, use_cache=True)
+            past = output.past_key_values
+            singly.append(output.logits[0, -1:])
+        best = whole.topk(2).indices
+        margins = [scores.gather(1, best).diff() for scores in (whole, law.scores(torch.cat(singly), contexts))]
+        squares.append((margins[1] - margins[0]).square())
+    return float(torch.cat(squares).mean().sqrt())
+
+
+@torch.inference_mode()
+def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, law: Law) -> bool:
+    """Say whether a token of probability zero has some once all margins move in its favour by the size of a tie."""
+    context, token = text[0][:place], int(text[0][place])
+    logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]
+    tie = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    favoured = torch.where(logits > logits[:, token], logits - tie / 2, logits + tie / 2)
+    return bool(law.probabilities(favoured, [context])[0, token] > 0)
+
+
+def _named(kind: str, found: Mapping[int, Divergence]) -> str:
+    """Name the first of some differences."""
+    places = [
+        f"prompt {i}, token {d.position}: "
+        + (
+            f"{d.found} in place of {d.expected}, margin {d.margin:.2g}, a tie up to {d.tolerance:.2g}"
+            if d.found is not None and d.expected is not None
+            else "the text ends there"
+            if d.found is None
+            else "the plain text ends there"
+        )
+        for i, d in list(found.items())[:PLACES_NAMED]
+    ]
+    return f"{len(found)} {kind}: " + " | ".join(places) + (" | …" if len(found) > PLACES_NAMED else "")
+
+
+def _entry(**found: Any) -> dict[str, Any]:
+    """Return an entry with all its keys."""
+    entry: dict[str, Any] = {"checked": True, "identical": None, "prompts_identical": None, "near_ties": None}
+    return entry | {"departures": None, "p_value": None, "tokens": None, "passed": None, "reason": None} | found

@@ -1,0 +1,118 @@
+"""Costs in a file: measured once on a machine, and used again there."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.costs import BLOCKS, CostTable, measure_costs
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.sampling import Law
+from draftsmith.scripts.drafters import Drafter
+from draftsmith.train.provenance import environment, write_json
+
+SCHEMA = "draftsmith.costs/1"
+SAME = ("device", "dtype", "threads")
+"""What must be as it was for costs to be used again."""
+
+
+def measured_costs(
+    path: Path,
+    target: PreTrainedModel,
+    target_path: str,
+    dtype: str,
+    drafters: Sequence[Drafter],
+    longest: int,
+    texts: Sequence[Tensor],
+    laws: Mapping[float, Law],
+    batch_sizes: Sequence[int],
+    contexts: Sequence[int],
+    prompt: int,
+) -> list[CostTable]:
+    """Measure what rounds of these drafters cost, and keep it in a file.
+
+    Args:
+        path: the file.
+        target: the model.
+        target_path: where it came from.
+        dtype: of the weights.
+        drafters: what drafts.
+        longest: γ of the longest draft that is measured, of draft models and prompt lookup.
+        texts: prompts and texts, (T,) each, which the drafting is measured behind.
+        laws: by temperature.
+        batch_sizes: B; 2 and 4 are measured with a greater one, for rows that end leave smaller batches.
+        contexts: tokens in the cache.
+        prompt: tokens of a prompt.
+    """
+    sizes = sorted({1, *batch_sizes, *(b for b in (2, 4, 8, 16, 32) if b < max(batch_sizes))})
+    blocks = sorted({k for k in BLOCKS if k <= longest + 1} | {1 + d.nodes for d in drafters if d.nodes is not None})
+    tables = []
+    for context in contexts:
+        tables += measure_costs(
+            target,
+            {drafter.name: drafter.proposer for drafter in drafters},
+            {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters},
+            torch.cat(list(texts)),
+            laws,
+            sizes,
+            context,
+            prompt,
+            blocks,
+        )
+    write_json(
+        path,
+        {
+            "schema": SCHEMA,
+            "environment": environment(target.device, dtype),
+            "target": target_path,
+            "tables": [table.to_dict() for table in tables],
+        },
+    )
+    return tables
+
+
+def load_costs(
+    path: Path,
+    target: PreTrainedModel,
+    target_path: str,
+    dtype: str,
+    names: Sequence[str],
+    temperatures: Sequence[float],
+) -> list[CostTable]:
+    """Read costs that were measured here before.
+
+    Raises:
+        InputError: no such file, or costs of another target, drafter, temperature, device, dtype or number of threads.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"costs: expected a file that `measure` wrote at {path}, found: {error}") from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise InputError(f"costs: expected schema {SCHEMA} in {path}, found another")
+    here: dict[str, Any] = environment(target.device, dtype)
+    pairs = [("target", target_path, found["target"])]
+    pairs += [(name, here[name], found["environment"].get(name)) for name in SAME]
+    for name, wanted, own in pairs:
+        if wanted != own:
+            raise InputError(f"costs: expected those of {name} {wanted} in {path}, found those of {own}: measure again")
+    tables = [CostTable.from_dict(table) for table in found["tables"]]
+    for temperature in temperatures:
+        known = {name for table in tables if table.temperature == temperature for name in table.drafters}
+        missing = [name for name in names if name not in known]
+        if missing:
+            raise InputError(
+                f"costs: expected those of {', '.join(missing)} at T={temperature:g} in {path}, found none: "
+                "measure again"
+            )
+    return tables
+
+
+def table_for(tables: Sequence[CostTable], temperature: float, context: float) -> CostTable:
+    """Return the table of a temperature whose context is the nearest."""
+    own = [table for table in tables if table.temperature == temperature]
+    return min(own, key=lambda table: abs(table.context - context))

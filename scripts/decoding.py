@@ -1,0 +1,129 @@
+"""Plain and speculative decoding of the same prompts, side by side, and what was seen of each."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from draftsmith.decode import Counts, Proposer, autoregressive_generate, speculative_generate
+from draftsmith.decode.generation import DecodeOutput
+from draftsmith.train.models import default_device
+
+PLAIN = ""
+"""The name of plain decoding among the drafters'."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way of decoding: plain, or a drafter at one draft length."""
+
+    drafter: str = PLAIN
+    draft_length: int = 0
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt's completion."""
+
+    prompt: int
+    """Its place among the prompts."""
+    tokens: list[int]
+    counts: Counts
+
+
+@dataclass(frozen=True)
+class Group:
+    """Prompts that were decoded together."""
+
+    rows: list[Row]
+    seconds: float
+    """Median over the repeats."""
+
+    @property
+    def tokens(self) -> int:
+        """All that was written."""
+        return sum(len(row.tokens) for row in self.rows)
+
+
+Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
+"""By temperature, batch size and method, in the order of the prompts."""
+
+
+def decode_side_by_side(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    methods: Sequence[Method],
+    prompts: Sequence[list[int]],
+    batch_size: int,
+    options: Mapping[str, Any],
+    seed: int,
+    repeats: int,
+    progress: str | None,
+) -> dict[Method, list[Group]]:
+    """Decode prompts by every method; as many as fill whole batches.
+
+    Each batch is decoded by every method before the next one's turn, in an order that rotates from batch to batch, so
+    that a machine that slows down or speeds up does so for all of them.
+
+    Args:
+        target: the model.
+        proposers: by name.
+        methods: plain decoding among them.
+        prompts: token ids.
+        batch_size: B.
+        options: as `generate` takes them.
+        seed: prompt i draws with seed + i, whatever the batch.
+        repeats: each batch is decoded so many times by each method.
+        progress: the bar's name; None shows none.
+    """
+
+    def decode(method: Method, first: int) -> DecodeOutput:
+        rows = prompts[first : first + batch_size]
+        longest = max(map(len, rows))
+        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=default_device())
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=ids.device)
+        own = dict(options) | {"seed": seed + first}
+        if method.drafter == PLAIN:
+            return autoregressive_generate(target, ids, mask, **own)
+        proposer = proposers[method.drafter]
+        return speculative_generate(target, proposer, ids, mask, draft_length=method.draft_length, **own)
+
+    for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
+        decode(method, 0)
+    found: dict[Method, list[Group]] = {method: [] for method in methods}
+    firsts = range(0, len(prompts) - batch_size + 1, batch_size)
+    for turn, first in enumerate(tqdm(firsts, desc=progress, unit="batch", disable=progress is None)):
+        rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
+        runs: dict[Method, list[tuple[DecodeOutput, float]]] = {method: [] for method in methods}
+        for _ in range(repeats):
+            for method in rotated:
+                _synchronize()
+                begun = time.perf_counter()
+                output = decode(method, first)
+                _synchronize()
+                runs[method].append((output, time.perf_counter() - begun))
+        longest = max(map(len, prompts[first : first + batch_size]))
+        for method, results in runs.items():
+            seconds = sorted(s for _, s in results)
+            output = results[0][0]
+            rows = [
+                Row(first + i, _completion(text, longest, counts), counts)
+                for i, (text, counts) in enumerate(zip(output.sequences, output.row_counts, strict=True))
+            ]
+            found[method].append(Group(rows, seconds[len(seconds) // 2]))
+    return found
+
+
+def _completion(text: Tensor, prompt: int, counts: Counts) -> list[int]:
+    # Rows that end early are padded on the right.
+    return text[prompt : prompt + counts.num_emitted_tokens].tolist()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,214 @@
+"""What a pair costs on this machine: the memory it takes, and the acceptance from which drafting pays."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from draftsmith.decode import DraftModelProposer
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.planner import Costs, acceptance_length, now, verification_costs
+from draftsmith.decode.proposers.protocol import Outcome, Proposer, Task
+from draftsmith.decode.sampling import Law
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts.findings import Finding
+from draftsmith.scripts.pair_checks import Patient
+from draftsmith.scripts.pair_sides import Heads, Side
+from draftsmith.train.models import DTYPES, load_model
+
+GAMMA = 4
+CONTEXT = 64
+ROUNDS = 6  # the first is for warming up
+HARD = 0.9  # an acceptance rate that few drafts reach
+
+
+def check_memory(
+    patient: Patient, batch_sizes: Sequence[int], context: int | None, dtype: str, device: torch.device
+) -> tuple[bool, Finding]:
+    """Compare weights, keys and values with the memory that is free; activations are not counted.
+
+    Args:
+        patient: what was given, at least one part of it.
+        batch_sizes: texts that are decoded together.
+        context: tokens of a text; None for as many as the models have positions.
+        dtype: that the models are to run in; quantised checkpoints stay as they are stored.
+        device: where.
+
+    Returns:
+        Whether the weights fit, and the finding.
+    """
+    free, width = free_memory(device), DTYPES[dtype].itemsize
+    weights = {part.role: _weights_bytes(part, width) for part in patient.parts}
+    held = {side.role: numbers * width for side in patient.sides if (numbers := cached_numbers(side.model))}
+    total, each = sum(weights.values()), sum(held.values())
+    said = f"{dtype} weights: {', '.join(f'{role} {size(bytes)}' for role, bytes in weights.items())}"
+    place = f"{size(free)} free ({device.type})"
+    if total > free:
+        return False, Finding(
+            "warning",
+            "memory",
+            f"{said}; {place}: they do not fit",
+            f"find a device with more than {size(total)}, or take a smaller {max(weights, key=lambda r: weights[r])}"
+            + (", or --dtype bfloat16" if width > 2 else ""),
+        )
+    if held:
+        said += f"; a token in the cache: {' + '.join(size(bytes) for bytes in held.values())}"
+    limits = [side.positions for side in patient.sides if side.positions is not None]
+    tokens = context or min(limits, default=None)
+    if not held or tokens is None:
+        return True, Finding("ok", "memory", f"{said}; {place}")
+    needed = {rows: total + rows * tokens * each for rows in batch_sizes}
+    said += f"; {tokens} tokens × batch size {', '.join(f'{rows}: {size(bytes)}' for rows, bytes in needed.items())}"
+    said += f", of {place}"
+    if max(needed.values()) <= free:
+        return True, Finding("ok", "memory", said)
+    fitting = ", ".join(f"{int((free - total) // (rows * each))} at batch size {rows}" for rows in batch_sizes)
+    return True, Finding("warning", "memory", said, f"texts that fit, in tokens: {fitting} (--context to check them)")
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that are free on a GPU, or on this machine without swapping."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+@torch.inference_mode()
+def cached_numbers(model: PreTrainedModel) -> int | None:
+    """Return how many numbers a cache holds for a token, by running a model of no weights; None where it has none."""
+    cache = DynamicCache()
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        layers: Any = cache.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
+    except Exception:  # a recurrent state in the place of keys, or a step that needs values: `rollback` judges those
+        return None
+
+
+def size(count: float) -> str:
+    """Format bytes."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} B"
+
+
+def check_costs(
+    patient: Patient, batch_sizes: Sequence[int], dtype: str, device: torch.device, trust_remote_code: bool = False
+) -> Iterator[Finding]:
+    """Load the models, and measure for each batch size from which acceptance on draft and heads pay."""
+    assert patient.target is not None
+    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "device": device}
+    name = "costs"
+    try:
+        target = load_model(patient.target.path, field="target", **options)
+        draft = None if patient.draft is None else load_model(patient.draft.path, field="draft", **options)
+        heads: Any = None
+        if patient.heads is not None:
+            heads = MedusaHeads.from_pretrained(patient.heads.path, dtype=DTYPES[dtype]).eval()
+        for rows in batch_sizes:
+            name = f"costs, B = {rows}"
+            if draft is not None:
+                yield draft_costs(target, draft, rows)
+            if heads is not None:
+                yield heads_costs(target, heads.to(device), rows)
+    except InputError as error:
+        yield Finding("error", name, str(error), "mend that checkpoint, or give another")
+    except torch.OutOfMemoryError:
+        yield Finding("warning", name, "out of memory", "free some of it, or give a smaller --batch-size or --dtype")
+
+
+def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> Finding:
+    """Measure t(1), t(5) and c = d(1) / t(1), and solve for the α from which γ = 4 beats plain decoding."""
+    context = _room([target, draft], GAMMA)
+    verifying, drafting = _measure(target, DraftModelProposer(draft), rows, GAMMA, GAMMA, context)
+    name, costs = f"costs, B = {rows}", Costs(verifying, drafting / GAMMA)
+    one, block = costs.target[1], costs.target[GAMMA + 1]
+    said = f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({GAMMA + 1}) = {block / one:.2f} t(1), drafting c = "
+    said += f"{costs.draft_step / one:.2f} t(1) a token: γ = {GAMMA} pays"
+    alpha = costs.break_even_acceptance(GAMMA)
+    if alpha is None:
+        best = costs.speedup(GAMMA + 1, GAMMA)
+        return Finding(
+            "warning",
+            name,
+            f"{said} at no α, for at α = 1 it is {best:.2f}× as fast",
+            "take a smaller draft, or another --dtype or device",
+        )
+    said += f" from α = {alpha:.2f} on"
+    if alpha > HARD:
+        return Finding("warning", name, said, "few drafts agree that often: take a smaller one")
+    return Finding("ok", name, said)
+
+
+def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Finding:
+    """Measure what a round of the heads' tree costs; the τ from which it pays is that over t(1)."""
+    tree = heads.tree
+    context = _room([target], len(tree))
+    verifying, drafting = _measure(target, MedusaProposer(heads), rows, tree.depth, len(tree), context)
+    name, one, nodes = f"heads, B = {rows}", verifying[1], len(tree) + 1
+    needed, most = (drafting + verifying[nodes]) / one, tree.depth + 1
+    said = (
+        f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({nodes}) = {verifying[nodes] / one:.2f} t(1), drafting "
+    )
+    said += f"{drafting / one:.2f} t(1): a tree of {len(tree)} pays"
+    remedy = "search a smaller tree: draftsmith medusa-tree --heads DIR --nodes N"
+    if needed >= most:
+        return Finding("warning", name, f"{said} at no τ: {needed:.2f} is asked, and {most} the most", remedy)
+    said += f" from τ = {needed:.2f} on, of {most} at most"
+    if needed > acceptance_length([HARD] * tree.depth):
+        return Finding("warning", name, said, remedy)
+    return Finding("ok", name, said)
+
+
+def _room(models: Sequence[PreTrainedModel], drafted: int) -> int:
+    """Return how long a context may be, in tokens, for a few rounds to follow it."""
+    limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
+    return max(1, min([CONTEXT, *(limit - ROUNDS - drafted - 1 for limit in limits if limit is not None)]))
+
+
+def _measure(
+    target: PreTrainedModel, proposer: Proposer, rows: int, depth: int, drafted: int, context: int
+) -> tuple[dict[int, float], float]:
+    """Return t(1) and t(1 + drafted), and the seconds of a draft, at T=0 behind the same context."""
+    verifying = verification_costs(target, rows, context, [1, 1 + drafted])
+    return verifying, drafting_seconds(proposer, target, rows, context, depth)
+
+
+@torch.inference_mode()
+def drafting_seconds(proposer: Proposer, target: PreTrainedModel, rows: int, context: int, depth: int) -> float:
+    """Measure a draft of `rows` texts at T=0, all of whose drafts are rejected: a median over rounds."""
+    config = target.config.get_text_config()
+    vocab_size, width = int(config.vocab_size), int(config.hidden_size)
+    law, limit = Law.of(0), context + ROUNDS + depth
+    proposer.start(
+        Task(
+            law,
+            vocab_size,
+            generators=[None] * rows,
+            max_length=limit,
+            draft_length=depth,
+            draw_siblings=True,
+            compiled=False,
+            target=target,
+        )
+    )
+    seconds = []
+    logits: Tensor = torch.zeros(1, vocab_size, device=target.device)
+    outcome = Outcome([], logits, torch.zeros(1, width, device=target.device, dtype=target.dtype))
+    for emitted in range(ROUNDS + 1):
+        texts = [torch.ones(context + emitted, dtype=torch.long, device=target.device)] * rows
+        began = now(target)
+        proposer.propose(texts, [depth] * rows)
+        seconds.append(now(target) - began)
+        proposer.commit([outcome] * rows)
+    return median(seconds[2:])  # the first reads the text, or has no hidden states to draft from
+
+
+def _weights_bytes(part: Side | Heads, width: int) -> int:
+    if getattr(part.model.config, "quantization_config", None) is not None:  # packed numbers stay packed
+        return sum(file.stat().st_size for file in Path(part.path).glob("*.safetensors"))
+    return part.model.num_parameters() * width

@@ -1,0 +1,275 @@
+"""Charts of the report's page: matplotlib, as SVG that takes its colours and its font from the page around it."""
+
+import io
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import matplotlib
+from markupsafe import Markup, escape
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator
+
+from draftsmith.decode.intervals import Estimate
+
+# What matplotlib draws in these colours becomes a CSS variable of the page, which knows whether it is light or dark.
+VARIABLES = {"#ab00f0": "ink", "#ab00f1": "soft", "#ab00f2": "line", "#ab00f3": "paper", "#ab00f4": "good"}
+INK, SOFT, LINE, PAPER, GOOD = VARIABLES
+SERIES = 6
+MARKERS, GLYPHS = ("o", "s", "^", "D", "v", "P"), "●■▲◆▼✚"
+Form = Literal["curve", "other_curve", "points"]
+WIDTH = 6.0
+"""Of a chart, in inches; the page scales it."""
+OPTIONS: Any = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "draftsmith",
+    "text.parse_math": False,
+    "font.size": 10,
+    "axes.edgecolor": LINE,
+    "axes.labelcolor": SOFT,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "grid.linewidth": 0.6,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": SOFT,
+    "ytick.labelcolor": SOFT,
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """What tells one drafter from another in every chart: a colour and, for those who see colours alike, a shape."""
+
+    number: int
+    """Counted from 0; those below stand for the target."""
+
+    @property
+    def colour(self) -> str:
+        """Matplotlib's name of the colour."""
+        return INK if self.number < 0 else f"#ab00{self.number % SERIES:02x}"
+
+    @property
+    def variable(self) -> str:
+        """The page's name of the colour."""
+        return "--ink" if self.number < 0 else f"--s{self.number % SERIES}"
+
+    @property
+    def marker(self) -> str:
+        """Matplotlib's name of the shape."""
+        return MARKERS[self.number % SERIES]
+
+    @property
+    def glyph(self) -> str:
+        """The shape as a character."""
+        return GLYPHS[self.number % SERIES]
+
+
+@dataclass(frozen=True)
+class Series:
+    """Estimates of one drafter over x, joined by a line or as points with error bars."""
+
+    style: Style
+    estimates: Mapping[float, Estimate | None]
+    form: Form = "curve"
+    """"other_curve" is dashed: another verifier's."""
+    ringed: float | None = None
+    """The x that is recommended."""
+
+    def known(self) -> dict[float, Estimate]:
+        """Return the estimates that have a value, in the order of x."""
+        return {x: e for x, e in sorted(self.estimates.items()) if e is not None and e["value"] is not None}
+
+
+def limits(estimates: Iterable[Estimate], *more: float) -> tuple[float, float]:
+    """Return the range of all values and intervals and of `more`, for panels to share."""
+    values = [v for e in estimates for v in (e["value"], *(e.get("ci95") or ()))]
+    low, high = min([*values, *more]), max([*values, *more])
+    room = (high - low or abs(high) or 1.0) * 0.06
+    return low - room, high + room
+
+
+def line_chart(
+    name: str,
+    series: Sequence[Series],
+    x: str,
+    y: str,
+    span: tuple[float, float],
+    level: float | None = None,
+) -> Markup:
+    """Draw values over γ, positions or numbers of tokens.
+
+    Args:
+        name: unique in the page; the words for those who cannot see it.
+        series: what to draw; points are moved a little aside from one another.
+        x: label.
+        y: label.
+        span: limits of y.
+        level: a horizontal line, such as plain decoding at 1.
+    """
+    with matplotlib.rc_context(OPTIONS):
+        figure, axes = _axes((WIDTH, 3.4), x, y)
+        if level is not None:
+            axes.axhline(level, color=SOFT, linewidth=1, dashes=(4, 3))
+        points = [s for s in series if s.form == "points"]
+        places = sorted({p for s in series for p in s.known()})
+        step = 0.05 * min((places[-1] - places[0]) / 4, 1) if len(places) > 1 else 0.05
+        for one in series:
+            known, style = one.known(), one.style
+            xs, values = list(known), [e["value"] for e in known.values()]
+            if one.form == "points":
+                aside = (points.index(one) - (len(points) - 1) / 2) * step
+                moved = [p + aside for p in xs]
+                _bars(axes, moved, values, list(known.values()), style)
+                for place, value in zip(moved, values, strict=True):
+                    if place - aside == one.ringed:
+                        axes.plot(place, value, "o", mfc="none", mec=GOOD, mew=2, ms=14, zorder=5)
+                continue
+            bounds = [e.get("ci95") or (e["value"], e["value"]) for e in known.values()]
+            if one.form == "curve":
+                axes.fill_between(
+                    xs,
+                    [low for low, _ in bounds],
+                    [high for _, high in bounds],
+                    color=style.colour,
+                    alpha=0.16,
+                    linewidth=0,
+                )
+            alone = len(xs) == 1
+            axes.plot(
+                xs,
+                values,
+                color=style.colour,
+                linewidth=1.6 if one.form == "curve" else 1.2,
+                dashes=(1, 0) if one.form == "curve" else (3, 2),
+                marker=style.marker,
+                markersize=6 if alone else 3.2,
+                markerfacecolor=PAPER if alone else style.colour,
+            )
+        axes.xaxis.set_major_locator(
+            FixedLocator(places) if len(places) <= 8 else MaxNLocator(8, integer=True, min_n_ticks=1)
+        )
+        axes.set_xlim(places[0] - 0.35, places[-1] + 0.35)
+        axes.set_ylim(*span)
+        return _svg(figure, name)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One drafter's estimate in one row of a dot chart."""
+
+    row: int
+    style: Style
+    estimate: Estimate
+    threshold: float | None = None
+    """What the value must exceed: an upright stroke."""
+
+
+def dot_chart(
+    name: str,
+    rows: Sequence[str],
+    marks: Sequence[Mark],
+    x: str,
+    span: tuple[float, float],
+    level: float | None = None,
+) -> Markup:
+    """Draw a row for each name, and in it a dot with its interval for each drafter, over x within `span`."""
+    with matplotlib.rc_context(OPTIONS):
+        labels = [_short(row) for row in rows]
+        left = 0.3 + 0.085 * max(map(len, labels))
+        crowd = max(sum(m.row == row for m in marks) for row in range(len(rows)))
+        figure, axes = _axes((WIDTH, 0.6 + (0.22 + 0.1 * crowd) * len(rows)), x, "", left)
+        axes.grid(axis="y", visible=False)
+        if level is not None:
+            axes.axvline(level, color=SOFT, linewidth=1, dashes=(4, 3))
+        for row in range(len(rows)):
+            own = [m for m in marks if m.row == row]
+            for i, mark in enumerate(own):
+                y, value = row + (i - (len(own) - 1) / 2) * 0.7 / crowd, mark.estimate["value"]
+                _bars(axes, [y], [value], [mark.estimate], mark.style, upright=False)
+                if mark.threshold is not None:
+                    axes.plot([mark.threshold] * 2, [y - 0.34, y + 0.34], color=INK, linewidth=2.4)
+        axes.set_yticks(range(len(rows)), labels)
+        axes.tick_params(axis="y", length=0, labelcolor=INK)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlim(*span)
+        axes.xaxis.set_major_locator(MaxNLocator(7, steps=[1, 2, 5, 10]))
+        return _svg(figure, name)
+
+
+def check_chart(name: str, points: Sequence[tuple[Style, float, float]], band: float = 0.1) -> Markup:
+    """Draw measured over predicted speed-ups, with the diagonal and a relative band around it."""
+    with matplotlib.rc_context(OPTIONS):
+        figure, axes = _axes((WIDTH, 4.6), "predicted speed-up", "measured speed-up")
+        values = [v for _, *pair in points for v in pair]
+        room = 0.08 * (max(values) - min(values) or max(values))
+        low, high = min(values) - room, max(values) + room
+        ends = [low, high]
+        below, above = [v * (1 - band) for v in ends], [v * (1 + band) for v in ends]
+        axes.fill_between(ends, below, above, color=SOFT, alpha=0.16, linewidth=0)
+        axes.plot(ends, ends, color=SOFT, linewidth=1)
+        for style, predicted, measured in points:
+            axes.plot(predicted, measured, style.marker, color=style.colour, markersize=6, alpha=0.9)
+        axes.set_xlim(low, high)
+        axes.set_ylim(low, high)
+        return _svg(figure, name)
+
+
+def _axes(size: tuple[float, float], x: str, y: str, left: float = 0.66) -> tuple[Figure, Axes]:
+    # Margins in inches: matplotlib would find them by drawing everything once more.
+    (width, height), (bottom, rest) = size, (0.5, 0.1)
+    figure = Figure(figsize=size)
+    axes = figure.add_axes((left / width, bottom / height, 1 - (left + rest) / width, 1 - (bottom + rest) / height))
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    return figure, axes
+
+
+def _bars(
+    axes: Axes, places: list[float], values: list[float], estimates: list[Estimate], style: Style, upright: bool = True
+) -> None:
+    bounds = [e.get("ci95") or (v, v) for v, e in zip(values, estimates, strict=True)]
+    # A percentile bootstrap's interval need not hold the value.
+    arms = [[max(v - b[0], 0) for v, b in zip(values, bounds, strict=True)]]
+    arms.append([max(b[1] - v, 0) for v, b in zip(values, bounds, strict=True)])
+    look: dict[str, Any] = {"fmt": style.marker, "color": style.colour, "markersize": 6, "elinewidth": 1.6}
+    if upright:
+        axes.errorbar(places, values, yerr=arms, **look)
+    else:
+        axes.errorbar(values, places, xerr=arms, **look)
+
+
+def _short(words: str, most: int = 22) -> str:
+    words = "".join(c if c.isprintable() else " " for c in words)
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def _svg(figure: Figure, name: str) -> Markup:
+    written = io.StringIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # the page's fonts draw the text, not matplotlib's
+        figure.savefig(
+            written, format="svg", transparent=True, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+    svg = written.getvalue()
+    svg = svg[svg.index("<svg") :]
+    view = re.search(r'viewBox="[^"]+"', svg)
+    assert view
+    body = svg[svg.index(">", view.end()) + 1 :]
+    body = re.sub(r"<style.*?</style>", "", body, count=1, flags=re.DOTALL)
+    body = re.sub(r' font-family: [^;"]+;?', "", body)
+    body = re.sub(r'<g id="[^"]+"', "<g", body)
+    body = body.replace("xlink:href", "href")
+    prefix = re.sub(r"\W+", "-", name)
+    body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", body)
+    body = re.sub(r"\s*\n\s*", " ", body)
+    for colour, variable in VARIABLES.items():
+        body = body.replace(colour, f"var(--{variable})")
+    body = re.sub(r"#ab00([0-9a-f]{2})", lambda m: f"var(--s{int(m[1], 16)})", body)
+    return Markup('<svg role="img" aria-label="{}" {}>{}').format(escape(name), Markup(view[0]), Markup(body))

@@ -1,0 +1,170 @@
+"""What the planner says: costs times acceptance for every draft length and batch size, and how far the clock agrees."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draftsmith.decode.intervals import Estimate, ratio
+from draftsmith.decode.planner import Costs
+from draftsmith.decode.replay import Replay
+from draftsmith.scripts.decoding import Group
+from draftsmith.scripts.drafters import Drafter
+from draftsmith.scripts.estimates import scaled
+from draftsmith.scripts.measured import PROBABILISTIC, Measured
+
+WORTH_SAYING = 1.02
+"""A draft length that was not decoded is spoken of where it promises this many times the speed."""
+
+
+def predicted_speedup(
+    measured: Measured,
+    temperature: float,
+    drafter: Drafter,
+    draft_length: int,
+    own: Sequence[Group],
+    plain: Sequence[Group],
+) -> Estimate | None:
+    """Return the speed-up that costs and acceptance predict for these batches, prompts and ragged ends included.
+
+    Rounds are the replayed ones, or those that were decoded where replay does not apply.
+    """
+    table, replay = measured.costs(temperature), measured.replays.get((temperature, drafter.name, PROBABILISTIC))
+    if table is None:
+        return None
+    seconds, plain_seconds = [], []
+    nodes = _nodes(drafter, replay, draft_length)
+    for group, base in zip(own, plain, strict=True):
+        if replay is None:
+            rounds = [float(row.counts.num_drafts) for row in group.rows]
+        else:
+            rounds = [replay.texts[row.prompt].counts[draft_length].num_drafts for row in group.rows]
+        seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, nodes))
+        # Under sampling the texts differ in length too; τ is of the target's own.
+        tokens = [float(len(row.tokens)) for row in base.rows]
+        plain_seconds.append(table.plain_seconds(tokens))
+    return ratio(plain_seconds, seconds)
+
+
+def _nodes(drafter: Drafter, replay: Replay | None, draft_length: int) -> float | None:
+    """Return the tokens that a round verifies beside the last one, where they are not γ."""
+    if drafter.kind == "prompt_lookup" and replay is not None:  # it drafts where it finds something
+        counts = [text.counts[draft_length] for text in replay.texts]
+        return sum(c.num_draft_tokens for c in counts) / sum(c.num_drafts for c in counts)
+    return drafter.nodes
+
+
+def curve_of(measured: Measured, temperature: float, name: str, verifier: str, replay: Replay) -> dict[str, Any]:
+    """Return what replay says of a drafter at every draft length."""
+    drafter = measured.drafter(name)
+    # A tree has one draft length; one that is cut was never searched.
+    lengths = list(drafter.draft_lengths) if drafter.nodes is not None else replay.draft_lengths
+    by_batch: dict[int, dict[int, tuple[Costs, float | None]]] = {}
+    table = measured.costs(temperature)
+    if table is not None:
+        for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
+            by_batch[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k)) for k in lengths}
+    return {
+        "proposer": drafter.to_dict(),
+        "temperature": temperature,
+        "verifier": verifier,
+        "alpha": replay.alpha,
+        "mean_acceptance_length": {str(k): replay.mean_acceptance_length[k] for k in lengths},
+        "acceptance_per_position": replay.acceptance_per_position[lengths[-1]],
+        "conditional_acceptance": replay.conditional_acceptance[lengths[-1]],
+        "by_category": {
+            category: _category(Replay([replay.texts[i] for i in places]), lengths)
+            for category, places in measured.categories().items()
+        },
+        "predicted_speedup": {
+            str(b): {
+                str(k): scaled(replay.mean_acceptance_length[k], costs.speedup(1.0, k, nodes))
+                for k, (costs, nodes) in own.items()
+            }
+            for b, own in by_batch.items()
+        },
+        "break_even_alpha": {
+            str(b): {
+                str(k): costs.break_even_acceptance(k) if nodes is None else None for k, (costs, nodes) in own.items()
+            }
+            for b, own in by_batch.items()
+        },
+    }
+
+
+def _category(replay: Replay, lengths: Sequence[int]) -> dict[str, Any]:
+    return {
+        "prompts": len(replay.texts),
+        "alpha": replay.alpha,
+        "mean_acceptance_length": {str(k): ratio(*replay.tokens_and_rounds(k)) for k in lengths},
+    }
+
+
+def advice(curves: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what the planner says of draft lengths that were not decoded, where one of them is faster."""
+    decoded = {(run["proposer"]["name"], run["draft_length"]) for run in runs}
+    worst: dict[tuple[str, int], float] = {}
+    for curve in curves:
+        if curve["verifier"] == PROBABILISTIC:
+            for own in curve["predicted_speedup"].values():
+                for k, estimate in own.items():
+                    key = curve["proposer"]["name"], int(k)
+                    worst[key] = min(worst.get(key, float("inf")), estimate["value"] or 0.0)
+    best = max(worst, key=lambda key: worst[key], default=None)
+    known = max((worst[key] for key in decoded if key in worst), default=0.0)
+    if best is None or best in decoded or worst[best] <= max(known, 1.0) * WORTH_SAYING:
+        return None
+    return f"The planner expects {worst[best]:.2f} times of {best[0]} with γ = {best[1]}, which was not decoded."
+
+
+def costs_entry(measured: Measured) -> dict[str, Any] | None:
+    """Return what the report says of costs: those at the first temperature, and all tables as they were measured."""
+    tables = {t: measured.costs(t) for t in dict.fromkeys(t for t, _ in measured.settings)}
+    table = next(iter(tables.values()))
+    if table is None:
+        return None
+    found = table.to_dict()
+    drafters = table.drafters
+    return {
+        "context": table.context,
+        "target_seconds": found["target_seconds"],
+        "draft_seconds": {
+            name: {
+                str(b): {str(k): own.start + k * own.step for k in _lengths_of(measured.drafter(name))}
+                for b, own in costs.items()
+            }
+            for name, costs in drafters.items()
+        },
+        "draft_seconds_per_token": {
+            name: {str(b): own.step for b, own in costs.items()} for name, costs in drafters.items()
+        },
+        "overhead_seconds": {
+            name: {str(b): own.overhead for b, own in costs.items()} for name, costs in drafters.items()
+        },
+        "plain_overhead_seconds": found["plain_overhead_seconds"],
+        "prefill_seconds": found["prefill_seconds"],
+        "tables": [table.to_dict() for table in measured.tables],
+    }
+
+
+def _lengths_of(drafter: Drafter) -> list[int]:
+    return list(drafter.draft_lengths) if drafter.nodes is not None else sorted({1, *drafter.draft_lengths})
+
+
+def planner_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return how far predicted speed-ups are from measured ones; None where none was predicted."""
+    points = [
+        {
+            "proposer": run["proposer"]["name"],
+            "draft_length": run["draft_length"],
+            "batch_size": run["batch_size"],
+            "temperature": run["temperature"],
+            "predicted": run["predicted_speedup"]["value"],
+            "measured": run["speedup"]["value"],
+        }
+        for run in runs
+        if run["predicted_speedup"] is not None
+    ]
+    errors = sorted(abs(point["predicted"] / point["measured"] - 1) for point in points)
+    if not errors:
+        return None
+    middle = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
+    return {"median_relative_error": middle, "points": points}

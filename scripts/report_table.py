@@ -1,0 +1,86 @@
+"""The report's main figures as a table in the terminal, and the verdict below."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from draftsmith.decode.intervals import Estimate
+
+
+def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
+    """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
+    environment = report["environment"]
+    has_tree = any(_drafter(run).startswith("medusa/") for run in report["runs"])
+    batched = any(run["batch_size"] > 1 for run in report["runs"])
+    table = Table(
+        title=f"{_prompts(report)}, {environment['dtype']}, {environment['device']}, {environment['threads']} threads",
+        title_justify="left",
+        caption="α: 1 - TV(p, q). accepted: of the drafted tokens. τ: tokens per target forward.\n"
+        "±: half of the 95 % interval, bootstrapped over prompts."
+        + ("\nmedusa/n: heads that draft a tree of n nodes, of which a round accepts one path." if has_tree else ""),
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    names = [
+        "T",
+        *(["B"] if batched else []),
+        "drafter",
+        "γ",
+        "α",
+        "accepted",
+        "τ",
+        "tok/s",
+        "speed-up",
+        "τ over stock",
+    ]
+    for name in names:
+        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
+    for base in report["baseline"]["by_temperature"]:
+        setting = [f"{base['temperature']:g}", *([str(base["batch_size"])] if batched else [])]
+        speed = f"{base['tokens_per_second']['value']:.0f}"
+        table.add_row(*setting, "plain", "", "", "", "1.00", speed, "1.00×", "", style="dim")
+        for run in report["runs"]:
+            if (run["temperature"], run["batch_size"]) == (base["temperature"], base["batch_size"]):
+                gain = (run["gain_over_baseline_draft"] or {}).get("mean_acceptance_length")
+                table.add_row(
+                    *setting,
+                    _drafter(run),
+                    str(run["draft_length"]),
+                    _cell(run["alpha"], "{:.2f}", interval=False),
+                    _cell(run["draft_acceptance_rate"], "{:.0%}", interval=False),
+                    _cell(run["mean_acceptance_length"], "{:.2f}"),
+                    f"{run['tokens_per_second']['value']:.0f}",
+                    _cell(run["speedup"], "{:.2f}×"),
+                    _cell(gain, "{:+.2f}") if gain else "",
+                )
+        table.add_section()
+    console = console or Console()
+    console.print(table)
+    chosen = report["recommendation"]
+    console.print(Text("GO  ", "bold green") if chosen["go"] else Text("NO-GO  ", "bold red"), end="")
+    console.print(chosen["reason"], highlight=False)
+
+
+def _drafter(run: Mapping[str, Any]) -> str:
+    proposer = run["proposer"]
+    nodes = proposer.get("tree_nodes", run["draft_length"])
+    return proposer["name"] if nodes == run["draft_length"] else f"{proposer['name']}/{nodes}"
+
+
+def _prompts(report: Mapping[str, Any]) -> str:
+    decoded, replayed = report["prompts"]["count"], report["prompts"]["replayed"]
+    return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if (replayed or 0) > decoded else "")
+
+
+def _cell(estimate: Estimate | None, form: str, interval: bool = True) -> str:
+    if estimate is None or estimate["value"] is None:
+        return "–"
+    bounds = estimate.get("ci95")
+    spread = f" ±{(bounds[1] - bounds[0]) / 2:.2f}" if interval and bounds else ""
+    return form.format(estimate["value"]) + spread

@@ -1,0 +1,280 @@
+"""From decoded prompts to the curve of speed against departure, and the level of a lossy rule to take."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from draftsmith.decode.intervals import Estimate, rate_ratio, ratio, ratio_difference
+from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
+
+RULES = ("typical", "threshold", "cascade")
+COLOURS = {"typical": "#0b69a3", "threshold": "#b7791f", "cascade": "#2d9d6f"}
+INK, SOFT, LIMIT = "#1f2933", "#7b8794", "#b83280"
+MEASURES = {
+    "argmax_disagreement": "tokens that are not the target's argmax",
+    "mean_total_variation": "total variation of a token's law from the target's",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way of decoding: "plain", the "exact" rule, or a lossy rule at a level."""
+
+    rule: str
+    level: float | None = None
+    delta: float | None = None
+    """δ of typical acceptance."""
+
+    def build(self) -> Rule:
+        """Return the rule to decode with."""
+        if self.level is None:
+            return as_rule(self.rule)
+        if self.delta is not None:
+            return Typical(self.level, self.delta)
+        return Threshold(self.level) if self.rule == "threshold" else Cascade(self.level)
+
+
+PLAIN, EXACT = Setting("plain"), Setting("exact")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One prompt decoded in one setting."""
+
+    num_drafts: int
+    """Rounds."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_emitted_tokens: int
+    seconds: float
+    departure: float
+    """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its law, the target's)."""
+    repeated_ngrams: int
+    ngrams: int
+
+
+def figures(
+    setting: Setting, seen: Sequence[Seen], plain: Sequence[Seen], exact: Sequence[Seen], greedy: bool
+) -> dict[str, Any]:
+    """Return one setting's entry of tune.json: counts, and estimates with intervals over prompts.
+
+    Args:
+        setting: what decoded.
+        seen: its prompts.
+        plain: the same prompts, plainly decoded in the same turn: what the speed-up is over.
+        exact: the same prompts by the exact rule: what the gain in τ is over.
+        greedy: whether they were decoded at T=0.
+    """
+    lossy = setting.level is not None
+    tokens, times = [s.num_emitted_tokens for s in seen], _tokens_and_seconds(seen)
+    ngrams = sum(s.ngrams for s in seen)
+    counted = [name for name in Seen.__annotations__ if name.startswith("num_")]
+    return {
+        "rule": setting.rule,
+        "level": setting.level,
+        "delta": setting.delta,
+        "counts": {name: sum(getattr(s, name) for s in seen) for name in counted},
+        "mean_acceptance_length": ratio(*_tokens_and_rounds(seen)),
+        "gain_over_exact": ratio_difference(*_tokens_and_rounds(seen), *_tokens_and_rounds(exact)) if lossy else None,
+        "speedup": rate_ratio(*times, *_tokens_and_seconds(plain)),
+        "tokens_per_second": ratio(*times),
+        "departure": departure_estimate([s.departure for s in seen], tokens, greedy) if lossy else None,
+        "repeated_ngram_share": sum(s.repeated_ngrams for s in seen) / ngrams if ngrams else None,
+    }
+
+
+def _tokens_and_rounds(seen: Sequence[Seen]) -> tuple[list[int], list[int]]:
+    return [s.num_emitted_tokens for s in seen], [s.num_drafts for s in seen]
+
+
+def _tokens_and_seconds(seen: Sequence[Seen]) -> tuple[list[int], list[float]]:
+    return [s.num_emitted_tokens for s in seen], [s.seconds for s in seen]
+
+
+def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greedy: bool) -> Estimate:
+    """Return the departure a token, its interval over prompts, and an `upper_bound` of the same level.
+
+    The bound is never below what as many independent tokens would give (Clopper and Pearson 1934), at T=0 for as many
+    disagreements, and under sampling, where a departure is no event but a distance, for none: a bootstrap of prompts
+    that show no departure finds none, however few they are.
+
+    Args:
+        departures: each prompt's sum over its tokens, of values between 0 and 1.
+        tokens: each prompt's tokens.
+        greedy: whether departures are of T=0, and so count tokens.
+    """
+    estimate = ratio(departures, tokens)
+    events, count = sum(departures) if greedy else 0, sum(tokens)
+    floor = float(stats.beta.ppf(0.975, events + 1, count - events)) if events < count else 1.0
+    return estimate | {"upper_bound": max(floor, *(estimate["ci95"] or [0.0]))}
+
+
+def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None:
+    """Return the level half-way between the last admitted one and the next, the first that departs too far.
+
+    None where there are no such two, or where not even the one that departs too far gains on the exact rule: what lies
+    between would not either.
+
+    Args:
+        levels: entries of tune.json of one rule.
+        most: the departure that is allowed.
+    """
+    rows, count = _strictest_first(levels), len(admitted(levels, most))
+    if not 0 < count < len(rows) or not rows[count]["gain_over_exact"]["value"] > 0:
+        return None
+    return (rows[count - 1]["level"] + rows[count]["level"]) / 2
+
+
+def admitted(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, Any]]:
+    """Return one rule's levels, from the strictest down to the first whose departure's bound is not below `most`.
+
+    Levels that are tested in a fixed order, each only if those before it held, need no correction for their number
+    (fixed sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2).
+    """
+    return list(takewhile(lambda row: row["departure"]["upper_bound"] < most, _strictest_first(levels)))
+
+
+def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[str, Any] | None, str]:
+    """Return the fastest admitted level that gains on the exact rule, or None, and the reason in a line.
+
+    Fastest is the greatest τ: target, drafter and draft length are the same, so that the rounds cost the same, and the
+    clock is noisier than the counts. It gains where the interval of the paired difference in τ lies above zero.
+
+    Args:
+        levels: entries of tune.json of all rules.
+        most: the departure that is allowed; None if none was asked for.
+    """
+    if most is None:
+        return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
+    inside = [row for rule in RULES for row in admitted([r for r in levels if r["rule"] == rule], most)]
+    if not inside:
+        nearest = min(levels, key=lambda row: row["departure"]["upper_bound"])
+        told = f"the nearest is {_name(nearest)}, {_at_most(nearest)}"
+        return None, f"none: keep exact. No level stays below {most:.2%}; {told}"
+    gaining = [row for row in inside if (row["gain_over_exact"]["ci95"] or [0.0])[0] > 0]
+    best = max(gaining or inside, key=lambda row: row["gain_over_exact"]["value"])
+    if not gaining:
+        told = f"the best is {_name(best)}, {_gain(best)}"
+        return None, f"none: keep exact. No level below {most:.2%} surely gains; {told}"
+    return best, f"{_name(best)}: {_gain(best)}, {_at_most(best)}"
+
+
+def _strictest_first(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(levels, key=lambda row: -row["level"])
+
+
+def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the settings and what to take; it fits 80 columns."""
+    console = console or Console()
+    count, gamma = report["prompts"]["count"], report["draft_length"]
+    table = Table(
+        title=f"T={report['temperature']:g}, γ = {gamma}, {count} prompts; ±: half of the 95 % interval over prompts\n"
+        f"departure: {MEASURES[report['departure']]}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    for name in ("rule", "level", "τ", "over exact", "speed-up", "departure", "at most", "repeats"):
+        table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
+    for row in (report["plain"], report["exact"], *report["levels"]):
+        departure, gain, repeats = row["departure"], row["gain_over_exact"], row["repeated_ngram_share"]
+        table.add_row(
+            row["rule"],
+            "" if row["level"] is None else f"{row['level']:.4g}",
+            f"{row['mean_acceptance_length']['value']:.2f}",
+            "" if gain is None else _cell(gain, "{:+.2f}"),
+            "" if row["rule"] == "plain" else _cell(row["speedup"], "{:.2f}") + "×",
+            "" if departure is None else f"{departure['value']:.2%}",
+            "" if departure is None else f"{departure['upper_bound']:.2%}",
+            "" if repeats is None else f"{repeats:.0%}",
+            style="bold" if row == report["chosen"] else "",
+        )
+    console.print(table)
+    console.print(report["reason"], highlight=False, soft_wrap=True)
+
+
+def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
+    """Draw speed-up against departure, a line a rule, as SVG: written aside, then renamed."""
+    from matplotlib import rc_context  # costs half a second, which only this command should
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.add_subplot()
+    for rule in dict.fromkeys(row["rule"] for row in report["levels"]):
+        rows = [row for row in report["levels"] if row["rule"] == rule]
+        x, y = [row["departure"]["value"] for row in rows], [row["speedup"]["value"] for row in rows]
+        axes.errorbar(
+            x, y, _arms(rows, "speedup"), _arms(rows, "departure"), fmt="none", ecolor=COLOURS[rule], alpha=0.25
+        )
+        axes.plot(x, y, "o-", color=COLOURS[rule], label=rule, markersize=4, clip_on=False)
+        for row in rows:
+            place = row["departure"]["value"], row["speedup"]["value"]
+            axes.annotate(
+                f"{row['level']:.3g}", place, (4, 4), textcoords="offset points", fontsize=7, color=COLOURS[rule]
+            )
+    exact = report["exact"]["speedup"]["value"]
+    axes.axhline(exact, color=INK, linewidth=0.8, linestyle=":")
+    axes.plot([0], [exact], "D", color=INK, label="exact", clip_on=False, zorder=4)
+    axes.axhline(1, color=SOFT, linewidth=0.8, linestyle=":", label="plain decoding")
+    if report["max_departure"] is not None:
+        axes.axvline(report["max_departure"], color=LIMIT, linewidth=0.8, linestyle="--", label="asked for")
+    if report["chosen"] is not None:
+        chosen = report["chosen"]
+        axes.plot(
+            [chosen["departure"]["value"]],
+            [chosen["speedup"]["value"]],
+            "o",
+            markersize=12,
+            markerfacecolor="none",
+            color=LIMIT,
+            label=f"chosen: {_name(chosen)}",
+        )
+    # Departures of a few per mille matter as much as those of tens of per cent.
+    axes.set_xscale("symlog", linthresh=0.01)
+    axes.margins(x=0.08)
+    axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1))
+    axes.set_xlabel(MEASURES[report["departure"]])
+    axes.set_ylabel("speed-up over plain decoding")
+    axes.set_title(report["reason"], fontsize=9, loc="left", wrap=True)
+    axes.legend(frameon=False)
+    aside = path.with_name(f".{path.name}.partial")
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):  # text as text, and the same file every time
+        figure.savefig(aside, format="svg", metadata={"Date": None})
+    os.replace(aside, path)
+
+
+def _arms(rows: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
+    """Return the lengths of error bars, below and above."""
+    ends = [(row[name]["value"], row[name]["ci95"] or [row[name]["value"]] * 2) for row in rows]
+    return [[max(value - low, 0.0) for value, (low, _) in ends], [max(high - value, 0.0) for value, (_, high) in ends]]
+
+
+def _cell(estimate: Estimate, form: str) -> str:
+    bounds = estimate["ci95"]
+    return form.format(estimate["value"]) + ("" if bounds is None else f" ±{(bounds[1] - bounds[0]) / 2:.2f}")
+
+
+def _name(row: dict[str, Any]) -> str:
+    delta = "" if row["delta"] is None else f" (δ {row['delta']:.3g})"
+    return f"{row['rule']} at level {row['level']:.4g}{delta}"
+
+
+def _gain(row: dict[str, Any]) -> str:
+    bounds = row["gain_over_exact"]["ci95"]
+    told = "" if bounds is None else " [{:+.2f}, {:+.2f}]".format(*bounds)
+    return f"τ {row['gain_over_exact']['value']:+.2f}{told} over exact"
+
+
+def _at_most(row: dict[str, Any]) -> str:
+    return f"departure {row['departure']['value']:.2%}, at most {row['departure']['upper_bound']:.2%}"

@@ -1,0 +1,239 @@
+"""`draftsmith tune` on a tiny pair: the curve, the level it takes, and that a killed run goes on."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+from conftest import perturbed, tiny_llama
+
+from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
+from draftsmith.decode.rules import Threshold
+from draftsmith.medusa import MedusaHeads
+from draftsmith.scripts import tune as command
+from draftsmith.scripts.cli import main
+from draftsmith.scripts.tradeoff import choose, departure_estimate, level_between
+from draftsmith.scripts.tune import TuneConfig, tune
+from draftsmith.train.models import load_model
+from draftsmith.train.runs import save_model
+
+PROMPTS = ["def f(x):", "import os", "a story of x", "for i in", "self"]
+NEW = 12
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory, tokenizer):
+    root = tmp_path_factory.mktemp("tune")
+    target = tiny_llama(0, len(tokenizer), scale=40.0)  # sure of itself: half of its argmaxes have p > 0.5
+    for name, model in {"target": target, "draft": perturbed(target, 0.2)}.items():
+        model.generation_config.eos_token_id = None
+        save_model(model, tokenizer, root / name)
+    MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
+    return root
+
+
+def config_of(root, output, **fields) -> TuneConfig:
+    given = {"draft": str(root / "draft"), "dtype": "float32", "max_new_tokens": NEW, "draft_length": 3} | fields
+    return TuneConfig(str(root / "target"), str(root / "prompts.jsonl"), str(output), **given)
+
+
+@pytest.fixture(scope="module")
+def tuned(models, tokenizer):
+    """A run at T=0 by the command itself, and what it printed."""
+    flags = {
+        "target": models / "target", "draft": models / "draft", "prompts": models / "prompts.jsonl",
+        "output": models / "out", "dtype": "float32", "max-new-tokens": NEW, "draft-length": 3, "refine": 1,
+        "max-disagreement": 0.4,
+        "typical-levels": "0.05", "threshold-levels": "0,0.1,0.6", "cascade-levels": "0,1",
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
+    return json.loads((models / "out" / "tune.json").read_text())
+
+
+def row_of(report, rule: str, level: float) -> dict:
+    return next(row for row in report["levels"] if (row["rule"], row["level"]) == (rule, level))
+
+
+def test_the_figures_are_those_of_the_decoder(models, tuned):
+    target, draft = (load_model(models / name, dtype="float32") for name in ("target", "draft"))
+    rounds = wrong = exact_rounds = 0
+    for text in PROMPTS:
+        ids = command.load_tokenizer(models / "target")(text, return_tensors="pt")["input_ids"]
+        options = {"max_new_tokens": NEW, "do_sample": False, "draft_length": 3}
+        out = speculative_generate(target, DraftModelProposer(draft), ids, rule=Threshold(0.1), **options)
+        exact_rounds += speculative_generate(target, DraftModelProposer(draft), ids, **options).counts.num_drafts
+        rounds += out.counts.num_drafts
+        # Independently of what the rule tells: the text's tokens beside the target's argmax of their contexts.
+        argmax = target(out.sequences).logits[0, ids.shape[1] - 1 : -1].argmax(-1)
+        wrong += int((argmax != out.sequences[0, ids.shape[1] :]).sum())
+    tokens = NEW * len(PROMPTS)
+    row = row_of(tuned, "threshold", 0.1)
+    assert row["counts"]["num_emitted_tokens"] == tokens and row["counts"]["num_drafts"] == rounds
+    assert wrong > 0 and row["departure"]["value"] == pytest.approx(wrong / tokens)
+    assert tuned["exact"]["mean_acceptance_length"]["value"] == pytest.approx(tokens / exact_rounds)
+    assert row["gain_over_exact"]["value"] == pytest.approx(tokens / rounds - tokens / exact_rounds)
+    assert tuned["plain"]["mean_acceptance_length"]["value"] == 1
+    assert tuned["plain"]["speedup"]["value"] == pytest.approx(1)
+    assert tuned["exact"]["departure"] is None and tuned["exact"]["speedup"]["value"] > 0
+
+
+def test_the_ends_of_a_rule(tuned):
+    # A cascade of level 0 lets every draft stand, one of level 1 none: γ + 1 tokens a round but for the last, and 1.
+    assert row_of(tuned, "cascade", 0)["counts"]["num_drafts"] == len(PROMPTS) * NEW // 4
+    assert row_of(tuned, "cascade", 1)["mean_acceptance_length"]["value"] == 1
+    assert row_of(tuned, "cascade", 1)["departure"]["value"] == 0
+    assert row_of(tuned, "threshold", 0.6)["departure"]["value"] < row_of(tuned, "threshold", 0)["departure"]["value"]
+    assert row_of(tuned, "typical", 0.05)["delta"] == pytest.approx(0.05**0.5)
+
+
+def test_the_search_goes_between_the_levels_and_takes_the_fastest_that_is_allowed(tuned):
+    given = {"typical": {0.05}, "threshold": {0, 0.1, 0.6}, "cascade": {0, 1}}
+    further = [row for row in tuned["levels"] if row["level"] not in given[row["rule"]]]
+    assert further and all(0 < row["level"] < 1 for row in further)
+    inside = [row for row in tuned["levels"] if row["departure"]["upper_bound"] < 0.4]
+    fastest = max(inside, key=lambda row: row["mean_acceptance_length"]["value"])
+    assert tuned["chosen"] == fastest and fastest["gain_over_exact"]["ci95"][0] > 0
+    assert tuned["reason"].startswith(f"{fastest['rule']} at level ")
+
+
+def test_the_picture_holds_every_rule_and_the_choice(models, tuned):
+    svg = ElementTree.parse(models / "out" / "tune.svg").getroot()
+    words = " ".join(svg.itertext())
+    for said in ("typical", "threshold", "cascade", "exact", "asked for", "chosen: ", "speed-up over plain decoding"):
+        assert said in words
+    assert sorted(path.name for path in (models / "out").iterdir()) == ["tune.json", "tune.svg"]
+
+
+def test_the_table_fits_and_says_what_to_take(tuned, capsys):
+    command.print_tradeoff(tuned)
+    table, reason = capsys.readouterr().out.rstrip().rsplit("\n", 1)
+    assert max(map(len, table.splitlines())) <= 80 and reason == tuned["reason"]
+    assert len([line for line in table.splitlines() if "±" in line]) == len(tuned["levels"]) + 2  # exact, the title
+
+
+def test_a_killed_run_goes_on(models, tmp_path, monkeypatch):
+    fields = {
+        "typical_levels": [],
+        "threshold_levels": [0.05],
+        "cascade_levels": [0.0],
+        "limit": 3,
+        "max_new_tokens": 8,
+    }
+    decoded = []
+    decode = command._decode
+
+    def counted(config, pair, setting, i):
+        if len(decoded) == killed_at:
+            raise KeyboardInterrupt
+        decoded.append((setting, i))
+        return decode(config, pair, setting, i)
+
+    monkeypatch.setattr(command, "_decode", counted)
+    killed_at = 4 + 4 + 2  # four settings are warmed up and decode the first prompt; the second is cut half-way
+    with pytest.raises(KeyboardInterrupt):
+        tune(config_of(models, tmp_path / "out", **fields), progress=False)
+    with pytest.raises(InputError, match=r"draft_length: expected 3, found 2; .* give another --output"):
+        tune(config_of(models, tmp_path / "out", draft_length=2, **fields), progress=False)
+    decoded, killed_at = [], -1
+    report = tune(config_of(models, tmp_path / "out", **fields), progress=False)
+    assert [i for _, i in decoded[4:]] == [1] * 4 + [2] * 4
+    # Each prompt begins with another setting.
+    assert decoded[4][0] != decoded[8][0]
+    whole = tune(config_of(models, tmp_path / "whole", **fields), progress=False)
+    assert [row["counts"] for row in report["levels"]] == [row["counts"] for row in whole["levels"]]
+    assert report["chosen"] is None and "no departure was asked for" in report["reason"]
+
+
+@pytest.mark.parametrize("drafter", ["draft", "medusa"])
+def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter):
+    given = {"draft": None, "medusa": str(models / "heads")} if drafter == "medusa" else {}
+    config = config_of(
+        models, tmp_path, temperature=1.0, max_total_variation=1e-6, typical_levels=[], cascade_levels="1",
+        threshold_levels="0.01,0.99", limit=3, max_new_tokens=8, **given,
+    )  # fmt: skip
+    report = tune(config, progress=False)
+    assert report["departure"] == "mean_total_variation" and report["proposer"]["kind"] == drafter
+    low, high = (row_of(report, "threshold", level)["departure"]["value"] for level in (0.01, 0.99))
+    assert 0 <= high < low < 1
+    # No draft stands in a cascade of level 1, and yet 24 tokens without a departure do not show that it is below 1e-6.
+    none = row_of(report, "cascade", 1)
+    assert none["departure"]["value"] == 0 and none["departure"]["upper_bound"] > 0.1
+    assert report["chosen"] is None and report["reason"].startswith("none: keep exact. No level stays below")
+    assert report["plain"]["counts"]["num_drafts"] == report["plain"]["counts"]["num_emitted_tokens"] == 24
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_no_departure_in_few_tokens_is_not_none(greedy):
+    none = departure_estimate([0, 0, 0], [100, 100, 100], greedy)
+    assert none["value"] == 0 and none["ci95"] == [0, 0]
+    assert none["upper_bound"] == pytest.approx(1 - 0.025 ** (1 / 300))
+    # One prompt in which everything departs: the bootstrap over prompts is wider than independent tokens.
+    uneven = departure_estimate([100, 0, 0, 0, 0, 0, 0, 0], [100] * 8, greedy)
+    assert uneven["upper_bound"] == uneven["ci95"][1] > 0.3
+    assert departure_estimate([2, 2], [2, 2], greedy)["upper_bound"] == 1
+
+
+def test_a_distance_is_surer_than_as_many_events():
+    # Ten prompts that all depart by 5 of 100 tokens: as events they may be luck, as distances they are all alike.
+    events, distances = (departure_estimate([5.0] * 10, [100] * 10, greedy)["upper_bound"] for greedy in (True, False))
+    assert events == pytest.approx(0.0654, abs=1e-4) and distances == pytest.approx(0.05)
+
+
+def entry(rule: str, level: float, bound: float, gain: float, low: float) -> dict:
+    estimate = {"value": gain, "ci95": [low, 2 * gain - low]}
+    departure = {"value": bound / 2, "upper_bound": bound}
+    return {"rule": rule, "level": level, "delta": None, "gain_over_exact": estimate, "departure": departure}
+
+
+def test_the_choice():
+    strict, lenient = entry("threshold", 0.6, 0.004, 0.1, 0.02), entry("threshold", 0.3, 0.02, 0.4, 0.3)
+    quick = entry("cascade", 0.8, 0.009, 0.2, 0.1)
+    assert choose([strict, lenient, quick], 0.01)[0] == quick
+    assert choose([strict, lenient, quick], 0.03)[0] == lenient
+    assert choose([strict, lenient, quick], 0.009)[0] == strict  # at the bound is not below it
+    assert choose([strict, lenient, quick], None)[0] is None
+    chosen, reason = choose([strict, lenient, quick], 0.001)
+    assert chosen is None and reason.startswith(
+        "none: keep exact. No level stays below 0.10%; the nearest is threshold"
+    )
+    unsure = entry("threshold", 0.6, 0.004, 0.5, -0.1)
+    assert choose([unsure, quick], 0.01)[0] == quick
+    chosen, reason = choose([unsure], 0.01)
+    assert chosen is None and "surely gains" in reason and "τ +0.50 [-0.10, +1.10] over exact" in reason
+    # A level that passes behind a stricter one that does not was lucky.
+    lucky = entry("threshold", 0.2, 0.001, 0.6, 0.5)
+    assert choose([strict, lenient, lucky], 0.01)[0] == strict
+
+
+def test_the_level_between():
+    levels = [entry("threshold", level, bound, 0.1, 0) for level, bound in ((0.2, 0.3), (0.4, 0.1), (0.8, 0.01))]
+    assert level_between(levels, 0.2) == pytest.approx(0.3)
+    assert level_between(levels, 0.05) == pytest.approx(0.6)
+    assert level_between(levels, 0.5) is None and level_between(levels, 0.01) is None and level_between([], 0.1) is None
+    # Not even the level that departs too far is faster than the exact rule.
+    assert level_between([entry("threshold", 0.2, 0.3, -0.1, -0.2), *levels[1:]], 0.2) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"draft": None}, "draft: expected a draft model or, as `medusa`, heads, found neither"),
+        ({"medusa": "heads"}, "draft: .* found both"),
+        ({"max_total_variation": 0.1}, "max_total_variation: expected max_disagreement at temperature 0"),
+        ({"temperature": 1.0, "max_disagreement": 0.1}, "max_disagreement: expected max_total_variation at"),
+        ({"max_disagreement": 1.0}, "max_disagreement: expected more than 0 and less than 1, found 1.0"),
+        ({"temperature": -1.0}, "temperature: expected 0 or more, found -1.0"),
+        ({"threshold_levels": "0.1,1"}, "threshold_levels: expected levels of at least 0 and less than 1, found 1"),
+        ({"cascade_levels": "1.5"}, "cascade_levels: expected levels of at least 0 and at most 1, found 1.5"),
+        ({"typical_levels": "low"}, "typical_levels: expected numbers separated by commas, found 'low'"),
+        ({"typical_delta": -1.0}, "typical_delta: expected at least 0, found -1.0"),
+        ({"limit": 1}, "limit: expected at least 2, found 1"),
+        ({"typical_levels": [], "threshold_levels": "", "cascade_levels": []}, "threshold_levels: expected a level"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(tmp_path, fields, said):
+    with pytest.raises(InputError, match=said) as error:
+        config_of(tmp_path, tmp_path, **fields)
+    assert "\n" not in str(error.value)

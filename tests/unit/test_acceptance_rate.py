@@ -1,0 +1,222 @@
+"""The metric of `evaluate` beside `Counts`, from counts and from tokens, in one process and in two."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftsmith.decode import Counts, DraftModelProposer, InputError, speculative_generate
+from draftsmith.decode.intervals import ratio
+
+FOLDER = Path(__file__).parents[2] / "decode" / "acceptance_rate"
+FOUR = {
+    "num_drafts": 10,
+    "num_draft_tokens": 40,
+    "num_accepted_tokens": 17,
+    "num_accepted_tokens_per_pos": [8, 5, 3, 1],
+}
+
+# What the README of the metric shows; the first process loads the metric, from a folder that knows nothing of it.
+RANK = """
+import json
+import os
+import sys
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+rank, folder = int(os.environ["RANK"]), sys.argv[1]
+torch.distributed.init_process_group("gloo", f"file://{os.getcwd()}/store", rank=rank, world_size=2)
+state = PartialState(cpu=True)
+with state.split_between_processes(json.load(open("prompts.json"))) as mine:
+    gathered = gather_object(mine)
+result = None
+if state.is_main_process:
+    import evaluate
+
+    result = evaluate.load(folder).compute(predictions=gathered)
+found = {"processes": state.num_processes, "type": state.distributed_type, "mine": len(mine), "result": result}
+json.dump(found, open(f"{rank}.json", "w"))
+state.wait_for_everyone()
+state.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """`evaluate.load` of the metric, from another working directory and with a cache of its own."""
+    import evaluate
+
+    place = tmp_path_factory.mktemp("evaluate")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        patch.setattr(sys, "path", list(sys.path))
+        patch.setattr(evaluate.config, "HF_MODULES_CACHE", place / "modules")
+        yield lambda *config: evaluate.load(str(FOLDER), *config, cache_dir=str(place))
+
+
+class Recorded(DraftModelProposer):
+    """Remembers what it drafted."""
+
+    drafted: list[list[int]]
+
+    def propose(self, contexts, draft_lengths):
+        proposals = super().propose(contexts, draft_lengths)
+        self.drafted += [proposal.tokens.tolist() for proposal in proposals]
+        return proposals
+
+
+def decoded(target, draft, **options):
+    """Decode four prompts; return the counts, the drafted tokens and the rounds of each."""
+    counts, drafted, rounds = [], [], []
+    for seed in range(4):
+        proposer, seen = Recorded(draft), []
+        proposer.drafted = []
+        ids = torch.randint(0, 97, (1, 8), generator=torch.Generator().manual_seed(seed))
+        out = speculative_generate(
+            target, proposer, ids, draft_length=3, seed=seed, max_new_tokens=24, observer=seen.append, **options
+        )
+        counts.append(out.counts)
+        drafted.append(proposer.drafted)
+        rounds.append(seen)
+    return counts, drafted, rounds
+
+
+def figures(prompts: list[Counts]) -> dict:
+    total = sum(prompts, Counts())
+    rate = ratio([c.num_accepted_tokens for c in prompts], [c.num_draft_tokens for c in prompts])
+    length = ratio([c.num_emitted_tokens for c in prompts], [c.num_drafts for c in prompts])
+    return {
+        "draft_acceptance_rate": total.draft_acceptance_rate(),
+        "draft_acceptance_rate_ci95": rate["ci95"],
+        "mean_acceptance_length": total.mean_acceptance_length(),
+        "mean_acceptance_length_ci95": length["ci95"],
+        "acceptance_per_position": total.acceptance_per_position(),
+        "conditional_acceptance": total.conditional_acceptance(),
+        "counts": total.to_dict(),
+    }
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_counts_and_tokens_give_the_decoders_own_figures(load, target, draft, sampled):
+    options = {"do_sample": sampled, "top_k": 0}
+    _, _, rounds = decoded(target, draft, **options)
+    # The second token of a block of accepted ones ends the texts from now on: some end inside a draft.
+    ending = next(r.tokens[1] for seen in rounds for r in seen[1:] if r.accepted == 3)
+    counts, drafted, rounds = decoded(target, draft, eos_token_id=ending, **options)
+    last = [(len(tokens[-1]), seen[-1]) for tokens, seen in zip(drafted, rounds, strict=True)]
+    assert any(len(r.tokens) == r.accepted < length for length, r in last)
+
+    expected = figures(counts)
+    assert expected["draft_acceptance_rate_ci95"] is not None
+    from_counts = load().compute(predictions=[c.to_dict() for c in counts])
+    emitted = [[r.tokens for r in seen] for seen in rounds]
+    from_tokens = load("tokens").compute(predictions=drafted, references=emitted)
+    assert from_counts == from_tokens == expected
+    assert json.loads(json.dumps(from_counts)) == expected
+
+
+def test_prompts_may_come_one_by_one(load):
+    metric = load("counts")
+    metric.add(prediction=FOUR)
+    metric.add_batch(predictions=[FOUR, FOUR])
+    assert metric.compute() == load().compute(predictions=[FOUR] * 3)
+
+    metric = load("tokens")
+    metric.add(prediction=[[5, 6], [7, 8]], reference=[[5, 6, 9], [3]])
+    assert metric.compute() == figures([Counts.of_round(2, 2, 3) + Counts.of_round(2, 0, 1)])
+
+
+def test_vllms_four_counts_suffice_where_every_round_drafted_every_position(load):
+    found = load().compute(predictions=[FOUR])
+    assert found["mean_acceptance_length"] == 2.7
+    assert found["mean_acceptance_length_ci95"] is None
+    assert found["acceptance_per_position"] == [0.8, 0.5, 0.3, 0.1]
+    assert found["conditional_acceptance"] == [0.8, 5 / 8, 3 / 5, 1 / 3]
+
+
+def test_what_cannot_be_told_of_one_prompt_is_none(load):
+    found = load().compute(predictions=[FOUR, {**FOUR, "num_draft_tokens": 39}])
+    assert found["draft_acceptance_rate"] == 34 / 79
+    assert found["acceptance_per_position"] == found["conditional_acceptance"] == [None] * 4
+    assert found["counts"]["num_draft_tokens_per_pos"] is found["counts"]["num_reached_per_pos"] is None
+    assert found["counts"]["num_accepted_tokens_per_pos"] == [16, 10, 6, 2]
+
+
+@pytest.mark.parametrize(
+    ("config", "predictions", "references", "message"),
+    [
+        ("counts", [], None, r"predictions: expected one entry a prompt, found none"),
+        ("counts", [[[1]]], None, r"predictions\[0\]: expected a dictionary of counts .*found \[\[1\]\]"),
+        ("counts", [FOUR, {"num_drafts": 1}], None, r"predictions\[1\]: expected num_draft_tokens, found none"),
+        ("counts", [FOUR | {"drafts": 1}], None, r"predictions\[0\]: expected the names num_drafts.* found 'drafts'"),
+        ("counts", [FOUR | {"num_drafts": 1.5}], None, r"\[0\]\.num_drafts: expected integers, found 1\.5"),
+        ("counts", [FOUR | {"num_accepted_tokens": 16}], None, r"num_accepted_tokens: .*positions, 17, .*found 16"),
+        ("counts", [FOUR | {"num_emitted_tokens": 28}], None, r"num_emitted_tokens: .* 10 drafts, found 28"),
+        (
+            "counts",
+            [FOUR | {"num_reached_per_pos": [9, 4, 4, 4]}],
+            None,
+            r"num_reached_per_pos: .*found \[9, 4, 4, 4\]",
+        ),
+        ("tokens", [[[1]]], None, r"references: expected one entry a prompt, found none"),
+        ("tokens", [[[1]]], [[[1, 2]], [[3]]], r"references: expected 1 prompts, found 2"),
+        ("tokens", [[1, 2]], [[1, 2]], r"predictions\[0\]\[0\]: expected a list of integers, found 1"),
+        ("tokens", [[[1, 2], [3]]], [[[1, 5]]], r"references\[0\]: expected 2 rounds as in predictions, found 1"),
+        ("tokens", [[[1, 2], [3]]], [[[1], [4]]], r"references\[0\]\[0\]: expected the 1 accepted .*found 1 tokens"),
+        ("tokens", [[[1, 2]]], [[[1, 5, 2]]], r"references\[0\]\[0\]: expected the 1 accepted .*found 3 tokens"),
+    ],
+)
+def test_a_fault_is_named(load, config, predictions, references, message):
+    with pytest.raises(InputError, match=message):
+        load(config).compute(predictions=predictions, references=references)
+
+
+def test_an_unknown_config_is_refused(load):
+    with pytest.raises(InputError, match=r"config_name: expected 'counts' or 'tokens', found 'token'"):
+        load("token")
+
+
+def test_without_draftsmith_one_line_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "draftsmith.decode.counts", None)
+    spec = importlib.util.spec_from_file_location("alone", FOLDER / "acceptance_rate.py")
+    with pytest.raises(ImportError, match=r"^acceptance_rate: expected draftsmith to be installed.*$"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_two_fresh_offline_processes_give_the_figures_of_one(tmp_path):
+    prompts = [Counts.of_round(3, i % 4, i % 4 + 1) + Counts.of_round(2, i % 3, i % 3 + 1) for i in range(6)]
+    (tmp_path / "prompts.json").write_text(json.dumps([c.to_dict() for c in prompts]))
+    (tmp_path / "rank.py").write_text(RANK)
+    common = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "HF_", "PYTHON"))},
+        **{"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"},
+        **{"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "rank.py", str(FOLDER)],
+            cwd=tmp_path,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=240)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    ran = {"processes": 2, "type": "MULTI_CPU", "mine": 3}
+    assert first == ran | {"result": figures(prompts)}
+    assert second == ran | {"result": None}

@@ -1,0 +1,568 @@
+"""The report's page: both ends of what a report can hold, hostile words, and that it loads nothing."""
+
+import copy
+import random
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from draftsmith.scripts.page import lossless, number, render_page, size, visible, write_page
+
+VOID = {"meta", "link", "img", "br", "use", "path"}
+HOSTILE = "<script>alert('x')</script>\"&$x^2$"
+SVG = (
+    '<svg xmlns="http://www.w3.org/2000/svg" width="300" height="120" viewBox="0 0 300 120"><rect width="100%" '
+    'height="100%" fill="white"/><path d="M 20 60 C 80 60, 80 30, 140 30" fill="none" stroke="#cbd2d9"/>'
+    '<circle cx="20" cy="60" r="15" fill="#334e68"/><circle cx="140" cy="30" r="9" fill="#0b69a3"/></svg>'
+)
+LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
+DECODED = (2, 4, 8)
+CATEGORIES = {"code": 96, "math": 80, "summarisation": 64, "chat": 80}
+SHIFTS = {"code": 0.09, "math": 0.03, "summarisation": -0.02, "chat": -0.08}
+ALPHAS = {"draft": (0.74, 0.66), "stock": (0.62, 0.57), "medusa": (0.56, 0.45)}
+STEPS = {"draft": 0.0011, "stock": 0.0014, "medusa": 0.0002}
+FORWARD = {1: {1: 9.8, 2: 10.4, 4: 11.0, 8: 12.1, 16: 14.9}, 8: {1: 14.1, 2: 17.9, 4: 24.8, 8: 38.0, 16: 66.0}}
+
+
+def est(value, arm):
+    return {"value": value, "ci95": [value - arm, value + arm]}
+
+
+def chain_length(alpha, length):
+    return (1 - alpha ** (length + 1)) / (1 - alpha)
+
+
+def forward(batch, tokens):
+    known = FORWARD[batch]
+    below = max(k for k in known if k <= tokens)
+    above = min((k for k in known if k >= tokens), default=below)
+    share = 0 if above == below else (tokens - below) / (above - below)
+    return (known[below] + share * (known[above] - known[below])) / 1000 + (0.0022 if tokens > 16 else 0)
+
+
+def proposer(name):
+    kinds = {"draft": "draft", "stock": "baseline_draft", "medusa": "medusa", "lookup": "prompt_lookup"}
+    size = {"draft": 926_336, "stock": 926_336, "medusa": 1_204_224, "lookup": 0}[name]
+    path = None if name == "lookup" else f"runs/quickstart/{name}"
+    own = {"name": name, "kind": kinds[name], "path": path, "parameters": size, "bytes": 4 * size}
+    return own | ({"heads": 4, "tree_nodes": 8} if name == "medusa" else {})
+
+
+def tau(name, temperature, length, shift=0.0):
+    if name == "lookup":
+        return 1 + 0.22 * chain_length(0.5, length - 1)
+    alpha = ALPHAS[name][temperature > 0] + shift
+    return chain_length(alpha, length) + (0.45 if name == "medusa" else 0)
+
+
+def predicted(name, temperature, batch, length, shift=0.0):
+    seconds = length * STEPS.get(name, 0.00002) + forward(batch, (9 if name == "medusa" else length + 1)) + 0.0009
+    return tau(name, temperature, length, shift) * forward(batch, 1) / seconds
+
+
+def lengths_of(name, all_of=LENGTHS):
+    return (4,) if name == "medusa" else all_of
+
+
+def rich():
+    """A report of four drafters, four categories, two temperatures and two batch sizes."""
+    noise = random.Random(0)
+    names = ("draft", "stock", "medusa", "lookup")
+    curves, runs = [], []
+    for temperature in (0.0, 0.8):
+        for name in names:
+            for verifier in (
+                ("probabilistic", "greedy") if temperature and name in ("draft", "stock") else ("probabilistic",)
+            ):
+                shift = -0.05 if verifier == "greedy" else 0.0
+                alpha = None if name == "lookup" else est(ALPHAS[name][temperature > 0] + shift, 0.022)
+                conditional = [
+                    est((alpha or est(0.4, 0))["value"] + 0.015 * i, 0.02 + 0.006 * i)
+                    for i in range(min(4 if name == "medusa" else 8, 8))
+                ]
+                curves.append(
+                    {
+                        "proposer": proposer(name),
+                        "temperature": temperature,
+                        "verifier": verifier,
+                        "alpha": alpha,
+                        "mean_acceptance_length": {
+                            str(k): est(tau(name, temperature, k, shift), 0.05 + 0.006 * k) for k in lengths_of(name)
+                        },
+                        "acceptance_per_position": conditional,
+                        "conditional_acceptance": conditional,
+                        "by_category": {
+                            c: {
+                                "prompts": n,
+                                "alpha": alpha,
+                                "mean_acceptance_length": {
+                                    str(k): est(tau(name, temperature, k, shift + SHIFTS[c]), 0.14)
+                                    for k in lengths_of(name)
+                                },
+                            }
+                            for c, n in CATEGORIES.items()
+                        },
+                        "predicted_speedup": {
+                            str(b): {
+                                str(k): est(predicted(name, temperature, b, k, shift), 0.03 + 0.003 * k)
+                                for k in lengths_of(name)
+                            }
+                            for b in (1, 8)
+                        },
+                        "break_even_alpha": {}
+                        if name == "lookup"
+                        else {
+                            str(b): {
+                                str(k): None if b == 8 and k > 8 else min(0.2 + 0.028 * b + 0.03 * k, 0.97)
+                                for k in lengths_of(name)
+                            }
+                            for b in (1, 8)
+                        },
+                    }
+                )
+            for batch in (1, 8):
+                for k in lengths_of(name, DECODED):
+                    guess = predicted(name, temperature, batch, k)
+                    speed = guess * noise.gauss(0.99, 0.04)
+                    plain = 8 ** (batch > 1) * (98.4 - 3 * temperature) * (0.7 if batch > 1 else 1)
+                    gain = est(tau("draft", temperature, k) - tau("stock", temperature, k), 0.06)
+                    accepted = tau(name, temperature, k) - 1
+                    greedy = {
+                        "checked": True,
+                        "identical": True,
+                        "prompts_identical": 80,
+                        "near_ties": 0,
+                        "p_value": None,
+                        "tokens": None,
+                    }
+                    if name == "medusa":
+                        greedy |= {"identical": False, "prompts_identical": 78, "near_ties": 2}
+                    law = {
+                        "checked": True,
+                        "identical": None,
+                        "prompts_identical": None,
+                        "near_ties": None,
+                        "p_value": noise.random(),
+                        "tokens": 40_000,
+                    }
+                    if name == "lookup":
+                        law = {
+                            "checked": False,
+                            "identical": None,
+                            "prompts_identical": None,
+                            "near_ties": None,
+                            "p_value": None,
+                            "tokens": None,
+                        }
+                    conditional = [0.7 + 0.01 * i for i in range(k)]
+                    runs.append(
+                        {
+                            "proposer": proposer(name),
+                            "draft_length": k,
+                            "rule": "exact",
+                            "temperature": temperature,
+                            "batch_size": batch,
+                            "counts": {
+                                "num_drafts": 2400,
+                                "num_draft_tokens": 2400 * k,
+                                "num_accepted_tokens": int(2400 * accepted),
+                            },
+                            "alpha": None if name == "lookup" else est(ALPHAS[name][temperature > 0], 0.022),
+                            "draft_acceptance_rate": est(accepted / k, 0.04),
+                            "mean_acceptance_length": est(tau(name, temperature, k) + noise.gauss(0, 0.02), 0.09),
+                            "acceptance_per_position": conditional,
+                            "conditional_acceptance": conditional,
+                            "speedup": est(speed, 0.07),
+                            "predicted_speedup": est(guess, 0.04),
+                            "tokens_per_second": {"median": plain * speed, **est(plain * speed, 6)},
+                            "gain_over_baseline_draft": {
+                                "mean_acceptance_length": gain,
+                                "decoded_mean_acceptance_length": gain,
+                                "speedup": est(1.14, 0.05),
+                            }
+                            if name == "draft"
+                            else None,
+                            "replay": {"mean_acceptance_length": est(tau(name, temperature, k), 0.05), "agrees": True},
+                            "lossless": law if temperature else greedy,
+                            "by_category": {
+                                c: {
+                                    "prompts": n // 4,
+                                    "mean_acceptance_length": est(2, 0.1),
+                                    "speedup": est(speed + 2 * SHIFTS[c], 0.13),
+                                }
+                                for c, n in CATEGORIES.items()
+                            },
+                            "repeated_ngram_share": 0.31 if temperature == 0 else 0.04,
+                        }
+                    )
+    comparisons = [
+        {
+            "temperature": t,
+            "verifier": "probabilistic",
+            "draft_length": k,
+            "proposer": a,
+            "other": b,
+            "mean_acceptance_length": est(sign * (0.07 * k if more == 0 else 0.03), 0.05),
+            "alpha": est(sign * 0.11, 0.02) if b == "stock" else None,
+            "more_prompts": more,
+        }
+        for t in (0.0, 0.8)
+        for k in LENGTHS[:8]
+        for a, b, sign, more in (("draft", "stock", 1, 0), ("stock", "medusa", -1, 40 if t else 0))
+    ]
+    source = (
+        "def area(shape):\n\tif not shape:\n        return None\n    width, height = shape\n\n\nprint(area((3, 4)))\n"
+    )
+    tokens = re.findall(r"\n+|\t|\s+(?=\s)|\s?\w+|[^\w\s]+|\s", source)
+    texts = [
+        {
+            "category": category,
+            "prompt": "Complete the function.\n\n# "
+            + "It returns the area of a rectangle. " * (1 + 12 * (category == "math")),
+            "tokens": [
+                {"text": t, "acceptance": noise.choice((0.0, 0.2, 0.5, 0.8, 1.0, 1.0, 1.0, 1.0))} for t in tokens
+            ],
+        }
+        for category in CATEGORIES
+    ]
+    rejected = ["\n", "    ", " the", "return", " self", "\t", "(", " None", ".", "\u200b", " x\ny", "日本"]
+    points = [
+        {
+            "proposer": r["proposer"]["name"],
+            "draft_length": r["draft_length"],
+            "batch_size": r["batch_size"],
+            "temperature": r["temperature"],
+            "predicted": r["predicted_speedup"]["value"],
+            "measured": r["speedup"]["value"],
+        }
+        for r in runs
+    ]
+    best = next(
+        r
+        for r in runs
+        if (r["proposer"]["name"], r["draft_length"], r["batch_size"], r["temperature"]) == ("draft", 4, 1, 0.0)
+    )
+    return {
+        "schema": "draftsmith.report/1",
+        "environment": {
+            "python": "3.11.7",
+            "torch": "2.13.0",
+            "transformers": "5.23.0",
+            "device": "cpu: x86_64",
+            "cores": 2,
+            "dtype": "bfloat16",
+            "threads": 2,
+            "git_sha": "6473ffa1c0de",
+        },
+        "target": {"path": "models/target-36m", "parameters": 36_442_112, "dtype": "bfloat16"},
+        "prompts": {"path": "heldout.jsonl", "count": 80, "replayed": 320, "categories": CATEGORIES},
+        "baseline": {
+            "tokens_per_second": {"median": 97.0, **est(97.1, 2)},
+            "by_temperature": [
+                {
+                    "temperature": t,
+                    "batch_size": b,
+                    "tokens_per_second": {"median": 97.0, **est((98.4 - 3 * t) * (5.6 if b > 1 else 1), 2)},
+                    "repeated_ngram_share": 0.3,
+                }
+                for t in (0.0, 0.8)
+                for b in (1, 8)
+            ],
+        },
+        "runs": runs,
+        "curves": curves,
+        "comparisons": comparisons,
+        "costs": {
+            "context": 256,
+            "target_seconds": {str(b): {str(k): forward(b, k) for k in (1, 2, 3, 4, 5, 9, 16)} for b in (1, 8)},
+            "draft_seconds": {
+                n: {str(b): {str(k): k * s * (1 + 0.04 * b) for k in LENGTHS} for b in (1, 8)} for n, s in STEPS.items()
+            },
+            "draft_seconds_per_token": {n: {str(b): s * (1 + 0.04 * b) for b in (1, 8)} for n, s in STEPS.items()},
+            "overhead_seconds": {"1": 0.0009, "8": 0.0014},
+        },
+        "planner_check": {"median_relative_error": 0.031, "points": points},
+        "memory": {
+            "target_bytes": 72_884_224,
+            "drafters": {
+                n: {
+                    "weights_bytes": 2 * proposer(n)["parameters"],
+                    "cache_bytes_per_token": None if n == "lookup" else 1024,
+                }
+                for n in names
+            },
+        },
+        "breaks": {
+            "temperature": 0.0,
+            "proposer": "draft",
+            "texts": texts,
+            "tokens": [{"text": t, "seen": 420 - 30 * i, "rejected": 131.4 - 10 * i} for i, t in enumerate(rejected)],
+        },
+        "trees": [{"proposer": "medusa", "svg": SVG}],
+        "gate": {"min_speedup": 1.2, "min_gain": 0.1, "confidence": 0.95, "passed": True, "failures": []},
+        "recommendation": {
+            "go": True,
+            "proposer": "draft",
+            "draft_length": 4,
+            "batch_size": 1,
+            "temperature": 0.0,
+            "predicted_speedup": best["predicted_speedup"],
+            "measured_speedup": best["speedup"],
+            "reason": "the interval's lower end is above the speed-up of 1.2 that was asked for.",
+        },
+    }
+
+
+def minimal():
+    """A report in which all that may be null is, and nothing paid."""
+    nothing = {"value": None, "ci95": None}
+    unchecked = {
+        "checked": False,
+        "identical": None,
+        "prompts_identical": None,
+        "near_ties": None,
+        "p_value": None,
+        "tokens": None,
+    }
+    run = {
+        "proposer": {"name": "draft", "kind": "draft", "path": None, "parameters": None, "bytes": None},
+        "draft_length": 4,
+        "rule": "exact",
+        "temperature": 1.0,
+        "batch_size": 1,
+        "counts": {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0},
+        "alpha": None,
+        "draft_acceptance_rate": nothing,
+        "mean_acceptance_length": nothing,
+        "acceptance_per_position": [None] * 4,
+        "conditional_acceptance": [None] * 4,
+        "speedup": nothing,
+        "predicted_speedup": None,
+        "tokens_per_second": {"median": None, **nothing},
+        "gain_over_baseline_draft": None,
+        "replay": None,
+        "lossless": unchecked,
+        "by_category": {},
+        "repeated_ngram_share": None,
+    }
+    return {
+        "schema": "draftsmith.report/1",
+        "environment": {"python": "3.11.7", "device": None, "git_sha": None},
+        "target": {"path": "target", "parameters": None, "dtype": None},
+        "prompts": {"path": "prompts.txt", "count": 1, "replayed": None, "categories": {}},
+        "baseline": {"tokens_per_second": {"median": None, **nothing}, "by_temperature": []},
+        "runs": [run],
+        "curves": [],
+        "comparisons": [],
+        "costs": None,
+        "planner_check": None,
+        "memory": None,
+        "breaks": None,
+        "trees": [],
+        "gate": None,
+        "recommendation": {
+            "go": False,
+            "proposer": None,
+            "draft_length": None,
+            "batch_size": None,
+            "temperature": None,
+            "predicted_speedup": None,
+            "measured_speedup": None,
+            "reason": "no setting decodes faster than plain decoding.",
+        },
+    }
+
+
+class Page(HTMLParser):
+    """Reads a page: that what is opened is closed, what it would load, its headings and its text."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.loads, self.ids, self.headings, self.words, self.tags = [], [], [], [], [], set()
+        self.feed(page)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href", "srcset", "data")]
+        self.loads += [url for name, value in attrs if name == "style" for url in re.findall(r"url\((.*?)\)", value)]
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag, tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("h1", "h2"):
+            self.headings.append(data.strip())
+        if "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return re.sub(r"\s+", " ", "".join(self.words))
+
+
+@pytest.fixture(scope="module")
+def full():
+    return rich()
+
+
+@pytest.fixture(scope="module")
+def full_page(full, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "new" / "report.html"
+    write_page(full, path)
+    assert [other.name for other in path.parent.iterdir()] == ["report.html"]
+    return path.read_text(encoding="utf-8")
+
+
+def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(full, full_page):
+    page, chosen = Page(full_page), full["recommendation"]
+    assert page.headings[0] == "✓ GO" and page.headings[1] == "Recommended setting"
+    hero = page.text[: page.text.index("Lines: predicted")]
+    low, high = chosen["measured_speedup"]["ci95"]
+    assert "draft, γ = 4 batch size 1, T = 0" in hero
+    assert f"{chosen['measured_speedup']['value']:.2f}× [{low:.2f}, {high:.2f}]" in hero
+    run = next(r for r in full["runs"] if r["draft_length"] == 4)
+    assert f"{run['mean_acceptance_length']['value']:.2f} [" in hero and "80 of 80 texts identical" in hero
+    assert page.headings[2:] == [
+        "Speed-up",
+        "Runs",
+        "Comparisons",
+        "τ: tokens a target forward",
+        "Acceptance by position",
+        "Categories",
+        "α found and break-even α",
+        "Costs",
+        "The planner's check",
+        "Where acceptance breaks",
+        "Medusa trees",
+        "Losslessness",
+        "Memory",
+        "How it was measured",
+    ]
+    # 4 + 2 + 2 + (2 + 2) + 4 + 2 + 1 charts, each of them for itself
+    assert full_page.count("<svg ") == 19 and len(set(page.ids)) == len(page.ids)
+    assert len(full_page) < 1_500_000
+    for words in (
+        "draft is ahead of stock by 0.28 [0.23, 0.33] τ, 0.11 [0.09, 0.13] α, at γ = 4; told apart.",
+        "medusa is ahead of stock by 0.03 [−0.02, 0.08] τ, at γ = 4; 40 more prompts to tell these apart.",
+        "the median relative error is 3.1 %",
+        "78 of 80 texts identical, 2 part at a near-tie",
+        "69.5 MiB",
+    ):
+        assert words in page.text, words
+
+
+def test_it_loads_nothing_and_takes_its_colours_from_the_page(full_page):
+    page = Page(full_page)
+    assert all(load.startswith(("#", "data:")) for load in page.loads)
+    assert "@import" not in full_page and "script" not in page.tags
+    assert {load[1:] for load in page.loads if load.startswith("#")} <= set(page.ids)
+    # A colour that matplotlib chose by itself would be unseen in the dark.
+    drawn = "".join(re.findall(r"<svg .*?</svg>", full_page, re.DOTALL))
+    assert not re.search(r"(fill|stroke): #", drawn)
+    used, defined = set(re.findall(r"var\((--\w+)\)", full_page)), set(re.findall(r"(--\w+):", full_page))
+    assert used <= defined
+
+
+def test_what_is_null_reads_as_a_dash_and_its_section_is_left_out():
+    html = render_page(minimal())
+    page = Page(html)
+    assert page.headings == ["✗ No drafter pays", "Runs", "How it was measured"]
+    assert "None" not in page.text and "nan" not in page.text and "<svg" not in html
+    row = html[html.index('<td class="l"><b style') : html.index("</tr>", html.index('<td class="l"><b style'))]
+    cells = [Page(cell).text.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
+    assert cells[1:] == ["4", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–"]
+
+
+def test_no_go_names_what_failed_and_the_lossy_drafter():
+    report = minimal()
+    report["recommendation"] |= {
+        "proposer": "draft",
+        "draft_length": 4,
+        "batch_size": 1,
+        "temperature": 1.0,
+        "measured_speedup": est(1.08, 0.05),
+    }
+    report["gate"] = {
+        "min_speedup": 1.2,
+        "min_gain": None,
+        "confidence": 0.95,
+        "passed": False,
+        "failures": ["speed-up 1.03 is below 1.2"],
+    }
+    report["runs"][0]["mean_acceptance_length"] = {"value": 1.31, "ci95": None}
+    report["runs"][0]["lossless"] |= {"checked": True, "p_value": 3e-9, "tokens": 40_000}
+    page = Page(render_page(report))
+    assert page.headings[:2] == ["✗ NO-GO", "Best setting"]
+    for words in (
+        "speed-up 1.03 is below 1.2",
+        "1.08× [1.03, 1.13]",
+        "1.31",
+        "NOlaw test over 40,000 tokens: p = 3e-09",
+    ):
+        assert words in page.text, words
+
+
+def test_hostile_words_stay_words(full):
+    report = copy.deepcopy(full)
+    report["curves"], report["runs"] = report["curves"][:1], report["runs"][:1]
+    report["comparisons"], report["costs"], report["planner_check"] = [], None, None
+    report["target"]["path"] = report["prompts"]["path"] = report["recommendation"]["reason"] = HOSTILE
+    report["environment"]["device"] = report["gate"]["failures"] = [HOSTILE]
+    for one in (*report["curves"], *report["runs"]):
+        one["proposer"] |= {"name": HOSTILE, "path": HOSTILE}
+        one["by_category"] = {HOSTILE: next(iter(one["by_category"].values()))}
+    report["recommendation"]["proposer"] = report["breaks"]["proposer"] = HOSTILE
+    report["memory"]["drafters"] = {HOSTILE: {"weights_bytes": None, "cache_bytes_per_token": 3}}
+    report["breaks"]["tokens"] = [{"text": HOSTILE, "seen": 2, "rejected": 1.0}]
+    report["breaks"]["texts"] = [
+        {"category": HOSTILE, "prompt": HOSTILE, "tokens": [{"text": HOSTILE, "acceptance": 0.0}]}
+    ]
+    report["trees"] = [{"proposer": HOSTILE, "svg": SVG.replace("<circle", "<script>alert(1)</script><circle", 1)}]
+    html = render_page(report)
+    page = Page(html)
+    assert "script" not in page.tags and html.count(HOSTILE) == 0
+    assert page.text.count(HOSTILE) > 10
+
+
+def test_numbers_and_tokens_are_written_to_be_read():
+    assert number(-0.314) == "−0.31" and number(0.58, ".0%") == "58\N{NARROW NO-BREAK SPACE}%" and number(None) == "–"
+    assert size(1023) == "1023 B" and size(1536) == "1.5 KiB" and size(3 * 2**30) == "3.00 GiB" and size(None) == "–"
+    assert visible(" a\n\tb") == " a↵\n⇥\tb" and visible(" a\n", whole=True) == "␣a↵"
+    assert visible("\u202e\x00") == "\\u202e\\u0000" and visible("") == "∅" and visible("日本") == "日本"
+
+
+@pytest.mark.parametrize(
+    "entry, answer",
+    [
+        ({"identical": True, "prompts_identical": 80}, "yes"),
+        ({"identical": False, "prompts_identical": 78, "near_ties": 2}, "rounding"),
+        ({"identical": False, "prompts_identical": 77, "near_ties": 2}, "no"),
+        ({"identical": False, "prompts_identical": 78}, "no"),
+        ({"identical": False, "prompts_identical": 78, "near_ties": 1, "departures": 1, "passed": False}, "no"),
+        ({"p_value": 0.3, "tokens": 5000}, "yes"),
+        ({"p_value": 1e-6, "tokens": 5000}, "no"),
+        ({"checked": False, "reason": "no law"}, "unknown"),
+    ],
+)
+def test_lossless_is_said_only_where_it_was_shown(full, entry, answer):
+    missing = {
+        "checked": True,
+        "identical": None,
+        "prompts_identical": None,
+        "near_ties": None,
+        "p_value": None,
+        "tokens": None,
+    }
+    assert lossless(missing | entry, full)[0] == answer
