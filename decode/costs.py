@@ -6,7 +6,6 @@ Everything is warm, taken in turns, and a median; measured through the decoder's
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs, interpolated, now, verification_costs
 from draftsmith.decode.proposers.protocol import Outcome, Proposer, Task
 from draftsmith.decode.sampling import Law
-from draftsmith.decode.speculative import speculative_generate
+from draftsmith.decode.speculative import Round, speculative_generate
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 WRITTEN = 24
@@ -39,7 +38,7 @@ class DraftCosts:
     step: float
     """Each token of it; 0 where all are drafted at once."""
     overhead: float
-    """o, the rest of a round."""
+    """o, the rest of a round: what it takes in the loop, less d and t. Noise may leave it below zero."""
     prefill: float
     """The first draft behind a prompt, beyond another."""
 
@@ -185,15 +184,19 @@ def measure_costs(
     prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in sizes}
     tables = []
     for temperature, law in laws.items():
-        with _endless(target):
-            plain = {b: _plain_overhead(target, text, b, context, law, repeats, forwards[b][1]) for b in sizes}
-            drafters = {
-                name: {
-                    b: _draft_costs(target, proposer, text, b, context, prompt, law, draft_lengths[name], repeats, own)
-                    for b, own in forwards.items()
-                }
+        plain: dict[int, float] = {}
+        drafters: dict[str, dict[int, DraftCosts]] = {name: {} for name in proposers}
+        for rows, forward in forwards.items():
+            drafts = {
+                name: _drafts(target, proposer, text, rows, context, prompt, law, draft_lengths[name], repeats)
                 for name, proposer in proposers.items()
             }
+            token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, law, repeats)
+            plain[rows] = token - forward[1]
+            for name, (start, step, first, nodes) in drafts.items():
+                costs = Costs(forward, step, draft_start=start)
+                rest = rounds[name] - costs.round_seconds(draft_lengths[name], nodes)
+                drafters[name][rows] = DraftCosts(start, step, rest, first)
         tables.append(CostTable(context, temperature, forwards, plain, prefill, prompt, drafters))
     return tables
 
@@ -237,22 +240,58 @@ def _contexts(text: Tensor, rows: int, length: int) -> Tensor:
     return torch.stack([enough[row * shift : row * shift + length] for row in range(rows)])
 
 
-def _plain_overhead(
-    target: PreTrainedModel, text: Tensor, rows: int, context: int, law: Law, repeats: int, forward: float
-) -> float:
-    """Return what a token of plain decoding takes beyond its forward."""
+def _loops(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    draft_lengths: Mapping[str, int],
+    text: Tensor,
+    rows: int,
+    context: int,
+    law: Law,
+    repeats: int,
+) -> tuple[float, dict[str, float]]:
+    """Return what a token of plain decoding takes, and a round of each drafter, as they decode in turns."""
     prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
 
-    def seconds(tokens: int) -> float:
+    def plain(tokens: int) -> float:
         begun = now(target)
         autoregressive_generate(target, prompts, **_options(law, tokens))
         return now(target) - begun
 
-    differences = [seconds(WRITTEN + 4) - seconds(4) for _ in range(repeats + 1)]
-    return max(0.0, median(differences[1:]) / WRITTEN - forward)
+    tokens: list[float] = []
+    rounds: dict[str, list[float]] = {name: [] for name in proposers}
+    for repeat in range(repeats + 1):
+        seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
+        own = {
+            name: _round_seconds(target, proposer, prompts, draft_lengths[name], law)
+            for name, proposer in proposers.items()
+        }
+        if repeat:  # the first is for warming up
+            tokens.append(seconds)
+            for name, found in own.items():
+                rounds[name].append(found)
+    return median(tokens), {name: median(found) for name, found in rounds.items()}
 
 
-def _draft_costs(
+def _round_seconds(target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, law: Law) -> float:
+    """Return what a round takes: all but the first, which holds the prompt, and those of fewer rows."""
+    ends: list[float] = []
+
+    def observe(round: Round) -> None:
+        ends.append(now(target))
+
+    # Room for whole drafts to the last of the rounds that count.
+    tokens = WRITTEN + 2 * draft_length
+    out = speculative_generate(
+        target, proposer, prompts, draft_length=draft_length, observer=observe, **_options(law, tokens)
+    )
+    # A round ends with its last row; the last ones draft what the limit leaves.
+    whole = max(2, min(counts.num_drafts for counts in out.row_counts) - 2)
+    rows = len(prompts)
+    return (ends[whole * rows - 1] - ends[rows - 1]) / (whole - 1)
+
+
+def _drafts(
     target: PreTrainedModel,
     proposer: Proposer,
     text: Tensor,
@@ -262,34 +301,15 @@ def _draft_costs(
     law: Law,
     draft_length: int,
     repeats: int,
-    forwards: dict[int, float],
-) -> DraftCosts:
+) -> tuple[float, float, float, int]:
+    """Return start and step of d(γ), what the first draft behind a prompt takes on top, and the tokens of a draft."""
     timed = {
-        k: _drafting(target, proposer, text, rows, context, prompt, law, k, repeats)
-        for k in sorted({1, max(1, draft_length // 2), draft_length})
+        k: _drafting(target, proposer, text, rows, context, prompt, law, k, repeats) for k in sorted({1, draft_length})
     }
-    (first, _, _), (last, prefill, nodes) = timed[1], timed[draft_length]
-    step = max(0.0, (last - first) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
-    start = max(0.0, last - draft_length * step)
-    costs = Costs(forwards, step, draft_start=start)
-    ends: list[float] = []
-
-    def observe(round: Any) -> None:
-        ends.append(time.perf_counter())
-
-    prompts, loops = _contexts(text, rows, max(1, context - WRITTEN // 2)), []
-    for _ in range(repeats + 1):
-        ends.clear()
-        out = speculative_generate(
-            target, proposer, prompts, draft_length=draft_length, observer=observe, **_options(law, WRITTEN)
-        )
-        # While all rows are there: each round ends with its last row's observer.
-        whole = min(counts.num_drafts for counts in out.row_counts)
-        if whole > 2:
-            loops.append((ends[(whole - 1) * rows - 1] - ends[rows - 1]) / (whole - 2))
-    # The last round drafts what the limit leaves, and is left out.
-    overhead = max(0.0, median(loops[1:]) - costs.round_seconds(draft_length, nodes)) if len(loops) > 1 else 0.0
-    return DraftCosts(start, step, overhead, max(0.0, prefill - last))
+    (short, _, _), (long, first, nodes) = timed[1], timed[draft_length]
+    # What drafts all tokens at once, and n-grams that were not found, have no step.
+    step = max(0.0, (long - short) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
+    return max(0.0, long - draft_length * step), step, max(0.0, first - long), nodes
 
 
 def _drafting(

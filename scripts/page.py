@@ -320,7 +320,7 @@ def _cost_rows(report: Report, draft_length: int | None) -> list[dict[str, Any]]
                     "verify": _over(target.get(str((draft_length or 0) + 1)), one) if draft_length else None,
                     "step": step,
                     "ratio": _over(step, one),
-                    "overhead": (costs.get("overhead_seconds") or {}).get(batch),
+                    "overhead": ((costs.get("overhead_seconds") or {}).get(name) or {}).get(batch),
                 }
             )
     return rows

@@ -109,10 +109,10 @@ def judge(
     said = f"{best[0]} with γ = {best[1]} decodes {_written(run['speedup'])} times as fast as plain decoding ({where})"
     if go:
         reason = f"{said}."
+    elif gate is None:
+        reason = f"Don't deploy: no drafter is faster than plain decoding for certain. The best, {said}."
     else:
-        reason = f"Don't deploy: {judged[best][0]}. The best measured, {said}."
-        if min_speedup is None and min_gain is None:
-            reason = f"Don't deploy: no drafter is faster than plain decoding for certain. The best measured, {said}."
+        reason = f"Don't deploy: {judged[best][0]}."
     return gate, {
         "go": go,
         "proposer": best[0],
@@ -148,7 +148,7 @@ def _failures(
         found.append(f"one batch alone was decoded by {where}: {level} needs more")
     elif bounds[0] <= least:
         found.append(
-            f"expected a speed-up above {least:g} with {level}, found {fast['value']:.2f} [{bounds[0]:.2f}, "
+            f"the speed-up must exceed {least:g} with {level}, and is {fast['value']:.2f} [{bounds[0]:.2f}, "
             f"{bounds[1]:.2f}] for {where}"
         )
     if min_gain is not None:
@@ -159,8 +159,8 @@ def _failures(
             low = (gained[f"ci{confidence * 100:g}"] or [float("-inf")])[0]
             if low <= min_gain:
                 found.append(
-                    f"expected a gain of τ over the stock draft above {min_gain:g} with {level}, found "
-                    f"{gained['value']:+.2f}, from {low:+.2f} on, for {where}"
+                    f"the gain of τ over the stock draft must exceed {min_gain:g} with {level}, and is "
+                    f"{gained['value']:+.2f}, at least {low:+.2f}, for {where}"
                 )
     if run["lossless"].get("passed") is False:
         found.append(f"the text is not the target's, for {where}: {run['lossless']['reason']}")

@@ -280,7 +280,7 @@ def rich():
                 n: {str(b): {str(k): k * s * (1 + 0.04 * b) for k in LENGTHS} for b in (1, 8)} for n, s in STEPS.items()
             },
             "draft_seconds_per_token": {n: {str(b): s * (1 + 0.04 * b) for b in (1, 8)} for n, s in STEPS.items()},
-            "overhead_seconds": {"1": 0.0009, "8": 0.0014},
+            "overhead_seconds": {name: {"1": 0.0009, "8": 0.0014} for name in ("draft", "stock", "medusa", "lookup")},
         },
         "planner_check": {"median_relative_error": 0.031, "points": points},
         "memory": {
