@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 from draftsmith.train.heads import Head, head_of
+from draftsmith.train.models import looks_local
 
 LM_HEADS = ("own", "shared")
 
@@ -241,6 +242,8 @@ class MedusaHeads(PreTrainedModel):
         if Path(path).is_dir() and "subfolder" not in kwargs and not (Path(path) / "config.json").is_file():
             # The library would fall back on the defaults.
             raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found no config.json")
+        if looks_local(path) and not Path(path).is_dir():
+            raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found nothing there")
         try:
             found: Any = super().from_pretrained(path, *args, **options)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:

@@ -200,13 +200,17 @@ def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field
         raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {found}")
 
 
-def _require_config(path: str | Path, field: str) -> None:
-    # A path that looks local but is missing would otherwise be looked up on the hub: a slow and confusing failure.
+def looks_local(path: str | Path) -> bool:
+    """Say whether a path can be no hub id: one that is missing would be looked up there, a slow and confusing failure."""
     local = Path(path)
-    looks_local = local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
+    return local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
+
+
+def _require_config(path: str | Path, field: str) -> None:
+    local = Path(path)
     if local.is_dir() and not (local / "config.json").is_file():
         raise InputError(f"{field}: expected a model directory with config.json, found none in {path}")
-    if looks_local and not local.is_dir():
+    if looks_local(path) and not local.is_dir():
         raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")
 
 

@@ -1,6 +1,7 @@
 """Model families × draft shapes × rules × batch sizes: each against the library's own `generate` or a fresh forward."""
 
 import copy
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -40,14 +41,29 @@ SHAPES = {
 RULES: dict[str, Rule] = {"threshold": Threshold(0.05), "typical": Typical(), "cascade": Cascade(0.2)}
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
 PENALISED = {**GREEDY, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+AT_T0 = {"greedy": GREEDY, "penalised": PENALISED}
 SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
 
 # What the others have not: layers of both kinds beside a dict of masks, attention sinks and experts, shared keys.
 VARIANTS = ("qwen2-window", "gpt-oss", "falcon")
 every_family = pytest.mark.parametrize("name", FAMILIES)
-main_families = pytest.mark.parametrize("name", [name for name in FAMILIES if name not in VARIANTS])
-every_rule = pytest.mark.parametrize("rule", RULES)
+MAIN = [name for name in FAMILIES if name not in VARIANTS]
+main_families = pytest.mark.parametrize("name", MAIN)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def in_turn(kinds: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Families, kinds and shapes: every kind with every shape for the first family, with another in turn for others.
+
+    Rules and processors see logits and tokens, whichever family they are of.
+    """
+    return [
+        (name, kind, shape)
+        for i, name in enumerate(MAIN)
+        for j, kind in enumerate(kinds)
+        for k, shape in enumerate(SHAPES)
+        if i == 0 or (i + j + k) % len(SHAPES) == 0
+    ]
 
 
 def build(name: str, **options: Any) -> PreTrainedModel:
@@ -95,11 +111,10 @@ def left_padded(texts: list[Tensor]) -> dict[str, Tensor]:
 
 
 @lru_cache
-def plain(name: str, penalised: bool = False) -> list[Tensor]:
+def plain(name: str, kind: str = "greedy") -> list[Tensor]:
     """What the library writes, each row alone."""
     target, _ = pair(name)
-    options = PENALISED if penalised else GREEDY
-    return [target.generate(**left_padded([text]), **options)[0] for text in prompts(*LENGTHS)]
+    return [target.generate(**left_padded([text]), **AT_T0[kind])[0] for text in prompts(*LENGTHS)]
 
 
 def speculate(name: str, shape: str, rows: list[int], **options: Any) -> tuple[list[Tensor], DecodeOutput]:
@@ -143,15 +158,15 @@ def test_the_pairs_are_worth_testing(name):
         assert (far_sighted(text).logits - target(text).logits)[:, 2 * WINDOW :].abs().max() > 0.5
 
 
-@every_shape
-@pytest.mark.parametrize("penalised", [False, True], ids=["greedy", "penalised"])
-@every_family
-def test_exact_texts_at_t0_are_the_librarys(name, penalised, shape):
-    options = PENALISED if penalised else GREEDY
-    texts, out = speculate(name, shape, [0, 1, 2], **options)
-    for text, expected in zip(texts, plain(name, penalised), strict=True):
+@pytest.mark.parametrize(
+    ("name", "kind", "shape"),
+    [*((name, "greedy", shape) for name in FAMILIES for shape in SHAPES), *in_turn(["penalised"])],
+)
+def test_exact_texts_at_t0_are_the_librarys(name, kind, shape):
+    texts, out = speculate(name, shape, [0, 1, 2], **AT_T0[kind])
+    for text, expected in zip(texts, plain(name, kind), strict=True):
         assert torch.equal(text, expected)
-    assert_row_is_as_alone(0, texts, out, name, shape, **options)
+    assert_row_is_as_alone(0, texts, out, name, shape, **AT_T0[kind])
     assert 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens
     assert out.departure is None
 
@@ -166,9 +181,7 @@ def test_exact_draws_of_a_row_are_those_it_has_alone(name, shape):
     assert out.departure is None
 
 
-@every_shape
-@every_rule
-@main_families
+@pytest.mark.parametrize(("name", "rule", "shape"), in_turn(RULES))
 def test_lossy_rules_at_t0_say_which_tokens_are_not_the_argmax(name, rule, shape):
     texts, out = speculate(name, shape, [0, 1, 2], rule=RULES[rule], **GREEDY)
     wrong = 0  # tokens that one fresh forward of the whole text would not have said
