@@ -201,7 +201,7 @@ def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field
 
 
 def looks_local(path: str | Path) -> bool:
-    """Say whether a path can be no hub id: one that is missing would be looked up there, a slow and confusing failure."""
+    """Say whether a path can be no hub id: a missing one would be looked up there, a slow and confusing failure."""
     local = Path(path)
     return local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
 
