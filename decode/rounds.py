@@ -7,6 +7,7 @@ a Markov chain on positions that can be summed exactly, for every draft length f
 Shape suffixes: B texts, N positions of a text, K positions of a draft, V vocabulary.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,17 +72,18 @@ def start_probabilities(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | No
     """
     batch, n, depth = a_BNK.shape
     gamma = depth if draft_length is None else min(draft_length, depth)
-    inside = torch.arange(n, device=a_BNK.device)[None, :] < lengths_B[:, None]
-    # What lies past the end may be anything, and would spread.
-    a_BNK = torch.where(inside[..., None], a_BNK[..., :gamma], 0.0)
-    certain = a_BNK.new_ones(batch, n, 1)
-    reach = torch.cat([certain, a_BNK.cumprod(-1)], dim=-1)  # the first j tokens are accepted
-    accepts = reach * torch.cat([1 - a_BNK, certain], dim=-1)  # and no more
-    starts = a_BNK.new_zeros(batch, n + gamma + 1)
-    starts[:, 0] = 1.0
+    inside_BN = torch.arange(n, device=a_BNK.device)[None, :] < lengths_B[:, None]
+    # What lies past the end may be anything, and would spread. Texts last: each step then reads what lies together.
+    a_NKB = torch.where(inside_BN[..., None], a_BNK[..., :gamma], 0.0).permute(1, 2, 0).contiguous()
+    certain = a_NKB.new_ones(n, 1, batch)
+    reach = torch.cat([certain, a_NKB.cumprod(1)], dim=1)  # the first j tokens are accepted
+    accepts = (reach * torch.cat([1 - a_NKB, certain], dim=1)).cpu().numpy()  # and no more
+    # Many short steps: numpy takes a tenth of torch's time for them.
+    starts = np.zeros((n + gamma + 1, batch), accepts.dtype)
+    starts[0] = 1.0
     for t in range(n):
-        starts[:, t + 1 : t + gamma + 2] += starts[:, t, None] * accepts[:, t]
-    return torch.where(inside, starts[:, :n], 0.0)
+        starts[t + 1 : t + gamma + 2] += starts[t] * accepts[t]
+    return torch.where(inside_BN, torch.from_numpy(starts[:n]).T.to(a_BNK.device), 0.0)
 
 
 def expected_counts(
@@ -113,10 +115,10 @@ def expected_counts(
     # The text's last token, accepted as a draft: then nothing was drafted behind it.
     last_BN1 = (left_BN1 - 1).clamp(0, gamma - 1)
     ended_BN1 = reach_BNK.gather(-1, last_BN1).where(left_BN1 <= gamma, 0.0)
-    weight_BN1 = starts_BN[..., None]
-    accepted_BK = (weight_BN1 * reach_BNK).sum(1)
-    drafted_BK = (weight_BN1 * drafts_BNK * torch.where(inside_BNK, 1.0, 1 - ended_BN1)).sum(1)
-    reached_BK = (weight_BN1 * before_BNK * (drafts_BNK & inside_BNK)).sum(1)
+    accepted_BK = torch.einsum("bn,bnk->bk", starts_BN, reach_BNK)
+    counted_BNK = torch.where(inside_BNK, 1.0, 1 - ended_BN1).where(drafts_BNK, 0.0)
+    drafted_BK = torch.einsum("bn,bnk->bk", starts_BN, counted_BNK)
+    reached_BK = torch.einsum("bn,bnk->bk", starts_BN, before_BNK.where(drafts_BNK & inside_BNK, 0.0))
     found = []
     for row in range(batch):
         deep = int((drafted_BK[row] > 0).sum())  # positions that no round drafts are not counted

@@ -13,7 +13,7 @@ COMMANDS = {
     "prepare": "prompts → completions written by the target",
     "cache": "the target's laws on its completions, to distil with no target in memory",
     "generate": "one prompt in the terminal: every token in the colour of how it came about",
-    "measure": "acceptance rate and speed-up of a draft, as report.json and a table",
+    "measure": "go or no-go: acceptance, speed-up and costs of drafters, on one page",
     "profile": "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
     "medusa-tree": "the tree that Medusa heads should draft, searched on the target's own text",
     "tune": "lossy rules at many levels: speed against departure from the target, and the level to take",

@@ -1,5 +1,6 @@
 """Tiny models and tokenizers, built in memory: no test needs the network or a GPU."""
 
+import gc
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,12 @@ TEXTS = [
     "for i in range(10):\n    print(i, i * i)\n",
     "import os\n\nprint(os.getcwd())\n",
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector off what was imported: every training run ends with a full collection."""
+    gc.collect()
+    gc.freeze()
 
 
 def tiny_llama(
