@@ -191,7 +191,8 @@ def measure_costs(
                 name: _drafts(target, proposer, text, rows, context, prompt, law, draft_lengths[name], repeats)
                 for name, proposer in proposers.items()
             }
-            token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, law, repeats)
+            with _endless(target):
+                token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, law, repeats)
             plain[rows] = token - forward[1]
             for name, (start, step, first, nodes) in drafts.items():
                 costs = Costs(forward, step, draft_start=start)
@@ -274,21 +275,21 @@ def _loops(
 
 
 def _round_seconds(target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, law: Law) -> float:
-    """Return what a round takes: all but the first, which holds the prompt, and those of fewer rows."""
-    ends: list[float] = []
+    """Return what a round takes: all but the first, which holds the prompt, as long as every row has room to draft."""
+    rows, ends, written = len(prompts), list[float](), [0] * len(prompts)
+    enough = max(WRITTEN, 2 * (draft_length + 1))  # three rounds, even where all is accepted
 
     def observe(round: Round) -> None:
-        ends.append(now(target))
+        if max(written) <= enough or len(ends) % rows:
+            ends.append(now(target))
+        written[round.row] += len(round.tokens)
 
-    # Room for whole drafts to the last of the rounds that count.
-    tokens = WRITTEN + 2 * draft_length
-    out = speculative_generate(
+    tokens = enough + draft_length + 1
+    speculative_generate(
         target, proposer, prompts, draft_length=draft_length, observer=observe, **_options(law, tokens)
     )
-    # A round ends with its last row; the last ones draft what the limit leaves.
-    whole = max(2, min(counts.num_drafts for counts in out.row_counts) - 2)
-    rows = len(prompts)
-    return (ends[whole * rows - 1] - ends[rows - 1]) / (whole - 1)
+    # A round ends with its last row.
+    return (ends[-1] - ends[rows - 1]) / max(1, len(ends) // rows - 1)
 
 
 def _drafts(
@@ -303,47 +304,65 @@ def _drafts(
     repeats: int,
 ) -> tuple[float, float, float, int]:
     """Return start and step of d(γ), what the first draft behind a prompt takes on top, and the tokens of a draft."""
-    timed = {
-        k: _drafting(target, proposer, text, rows, context, prompt, law, k, repeats) for k in sorted({1, draft_length})
-    }
-    (short, _, _), (long, first, nodes) = timed[1], timed[draft_length]
+    texts = _contexts(text, rows, max(prompt, context) + repeats + 2)
+
+    def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
+        return drafting_seconds(target, proposer, texts, length, draft_length, law, repeats)
+
+    short, _, _ = drafting(context, 1)
+    long, _, nodes = drafting(context, draft_length)
+    _, first, _ = drafting(prompt, draft_length)
     # What drafts all tokens at once, and n-grams that were not found, have no step.
     step = max(0.0, (long - short) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
     return max(0.0, long - draft_length * step), step, max(0.0, first - long), nodes
 
 
-def _drafting(
+@torch.inference_mode()
+def drafting_seconds(
     target: PreTrainedModel,
     proposer: Proposer,
-    text: Tensor,
-    rows: int,
+    texts_BT: Tensor,
     context: int,
-    prompt: int,
-    law: Law,
     draft_length: int,
-    repeats: int,
+    law: Law | None = None,
+    repeats: int = 5,
 ) -> tuple[float, float, int]:
-    """Return the median seconds of a draft, those of the first one behind a prompt, and how many tokens it holds."""
-    config = target.config.get_text_config()
-    longest = context + 2 * repeats + 4
-    texts = _contexts(text, rows, longest)
-    generators: list[torch.Generator | None] = [None] * rows
-    task = Task(law, config.vocab_size, generators, longest + draft_length + 2, draft_length, True, False, target)
-    drafts, firsts, nodes = [], [], 0
-    for length in (prompt, context):
-        proposer.start(task)
-        for turn in range(repeats + 2):
-            contexts = [row[: length + turn] for row in texts]
-            begun = now(target)
-            proposals = proposer.propose(contexts, [draft_length] * rows)
-            seconds = now(target) - begun
-            if turn == 0 and length == prompt:
-                firsts.append(seconds)
-            elif turn > 1 and length == context:
-                drafts.append(seconds)
-                nodes = max(len(proposal.tokens) for proposal in proposals)
-            proposer.commit([_rejected(target, len(proposal.tokens)) for proposal in proposals])
-    return median(drafts), firsts[0], nodes
+    """Measure a draft for rows of text, all of whose drafts are rejected: after each round a row has one token more.
+
+    Args:
+        target: the model that is drafted for.
+        proposer: what drafts.
+        texts_BT: the rows' texts, at least `context` + `repeats` + 1 tokens each.
+        context: tokens of text at the first draft.
+        draft_length: γ.
+        law: T=0 if None.
+        repeats: drafts that are measured.
+
+    Returns:
+        The median seconds of a draft, those of the first one, which reads the text, and the tokens of a draft.
+    """
+    rows, length = texts_BT.shape
+    task = Task(
+        law=Law.of(0) if law is None else law,
+        vocab_size=target.config.get_text_config().vocab_size,
+        generators=[None] * rows,
+        max_length=length + draft_length,
+        draft_length=draft_length,
+        draw_siblings=True,
+        compiled=False,
+        target=target,
+    )
+    proposer.start(task)
+    seconds, tokens = [], 0
+    # The second is for warming up: heads have no hidden states to draft from before it.
+    for turn in range(repeats + 2):
+        contexts = [row[: context + turn] for row in texts_BT]
+        begun = now(target)
+        proposals = proposer.propose(contexts, [draft_length] * rows)
+        seconds.append(now(target) - begun)
+        tokens = max(len(proposal.tokens) for proposal in proposals)
+        proposer.commit([_rejected(target, len(proposal.tokens)) for proposal in proposals])
+    return median(seconds[2:]), seconds[0], tokens
 
 
 def _rejected(target: PreTrainedModel, tokens: int) -> Outcome:

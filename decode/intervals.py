@@ -27,8 +27,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float], confidence
 
     Returns:
         `{"value": …, "ci95": [low, high]}` (named by the level): a percentile bootstrap over prompts. The interval is
-        None where there are fewer than two prompts, the value too where the denominators sum to nothing. Of fewer than
-        ten prompts it covers less than it says, for resamples hold nothing beyond what was seen.
+        None where there are fewer than two prompts, the value too where the denominators sum to nothing. Of five
+        prompts 95 % means about 91 %, for a resample holds nothing beyond what was seen.
     """
     return _estimate(lambda n, d: n.sum(-1) / d.sum(-1), (numerators, denominators), confidence)
 

@@ -185,6 +185,39 @@ def replay_drafters(
             )
     state = PartialState()
     own = list(range(len(texts)))[state.process_index :: state.num_processes]
+    shares = [_share(target, proposers, texts, own, draft_lengths, law, allow_biased)]
+    if state.num_processes > 1:
+        shares = gather_object(shares)
+    for share in shares:
+        if share.refusal is not None:
+            raise InputError(share.refusal)
+    sum((share.surprise for share in shares[1:]), shares[0].surprise).judge()
+    found = sorted((own for share in shares for own in share.found), key=lambda pair: pair[0])
+    return {name: Replay([replays[name] for _, replays in found], allow_biased) for name in proposers}
+
+
+@dataclass
+class _Share:
+    """What one process found."""
+
+    found: list[tuple[int, dict[str, TextReplay]]] = field(default_factory=list)
+    """A text's place, and what replay says of it by drafter."""
+    surprise: "_Surprise" = field(default_factory=lambda: _Surprise())
+    refusal: str | None = None
+    """Of bad input, what is wrong: for all processes to raise, who would else wait for this one."""
+
+
+def _share(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    texts: Sequence[WrittenText],
+    own: Sequence[int],
+    draft_lengths: Sequence[int],
+    law: Law,
+    allow_biased: bool,
+) -> _Share:
+    """Replay the texts at the places of `own`, as many at a time as memory allows."""
+    share = _Share()
     vocab_size = target.config.get_text_config().vocab_size
     task = Task(
         law=law,
@@ -196,26 +229,25 @@ def replay_drafters(
         compiled=False,
         target=target,
     )
-    found: list[tuple[int, dict[str, TextReplay]]] = []
-    surprise = _Surprise()
-    for batch in _batches(texts, own, vocab_size):
-        members = [texts[i] for i in batch]
-        laws: list[Tensor] | None = [] if law.do_sample else None
-        logits = teacher_forced(target, members)
-        for text, own_logits in zip(members, logits, strict=True):
-            if laws is not None:
-                laws.append(law.probabilities(own_logits, prefixes(text.sequence[:-1], len(text))))
-            if not allow_biased:
-                surprise.check(text, own_logits, law, None if laws is None else laws[-1])
-        del logits
-        replayed = {name: p.replay(task, members, laws) for name, p in proposers.items() if isinstance(p, Replayable)}
-        by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
-        for place, i in enumerate(batch):
-            found.append((i, {name: _of_text(r, by_length[name], place) for name, r in replayed.items()}))
-    if state.num_processes > 1:
-        found = gather_object(found)
-    ordered = [replays for _, replays in sorted(found, key=lambda pair: pair[0])]
-    return {name: Replay([replays[name] for replays in ordered], allow_biased) for name in proposers}
+    try:
+        for batch in _batches(texts, own, vocab_size):
+            members = [texts[i] for i in batch]
+            laws: list[Tensor] | None = [] if law.do_sample else None
+            logits = teacher_forced(target, members)
+            for text, logits_NV in zip(members, logits, strict=True):
+                scores_NV = law.scores(logits_NV, prefixes(text.sequence[:-1], len(text)))
+                if laws is not None:
+                    laws.append(scores_NV.softmax(-1))
+                if not allow_biased:
+                    share.surprise.check(text, logits_NV, scores_NV, None if laws is None else laws[-1])
+            del logits, logits_NV, scores_NV  # before the drafters' logits
+            replayed = {n: p.replay(task, members, laws) for n, p in proposers.items() if isinstance(p, Replayable)}
+            by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
+            for place, i in enumerate(batch):
+                share.found.append((i, {name: _of_text(r, by_length[name], place) for name, r in replayed.items()}))
+    except InputError as error:
+        share.refusal = str(error)
+    return share
 
 
 def _of_text(replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], place: int) -> TextReplay:
@@ -258,6 +290,7 @@ def _batches(texts: Sequence[WrittenText], chosen: Sequence[int], vocab_size: in
         yield batch
 
 
+@dataclass
 class _Surprise:
     """Whether texts are the target's, as far as its distributions can tell.
 
@@ -266,23 +299,30 @@ class _Surprise:
     texts to what such a sum can be: too little where they were written greedily, too much where by somebody else.
     """
 
-    def __init__(self) -> None:
-        self.excess, self.variance = 0.0, 0.0
+    excess: float = 0.0
+    variance: float = 0.0
 
-    def check(self, text: WrittenText, logits_NV: Tensor, law: Law, p_NV: Tensor | None) -> None:
+    def __add__(self, other: "_Surprise") -> "_Surprise":
+        return _Surprise(self.excess + other.excess, self.variance + other.variance)
+
+    def check(self, text: WrittenText, logits_NV: Tensor, scores_NV: Tensor, p_NV: Tensor | None) -> None:
         x, start = text.tokens.to(logits_NV.device), text.prompt_length
         if p_NV is None:
-            scores = law.scores(logits_NV, prefixes(text.sequence[:-1], len(text)))
-            behind = scores.amax(-1) - scores.gather(-1, x[:, None])[:, 0]
+            behind = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
             tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
             self._refuse(behind > tolerance, start, "the target's argmax")
             return
-        p_x = p_NV.gather(-1, x[:, None])[:, 0]
-        self._refuse(p_x <= 0, start, "a token that the target could have drawn")
-        log_p = p_NV.double().log().clamp(min=-700.0)
-        entropy = torch.special.entr(p_NV.double()).sum(-1)
-        self.excess += float((-p_x.double().log() - entropy).sum())
-        self.variance += float(((p_NV * log_p**2).sum(-1) - entropy**2).clamp(min=0).sum())
+        self._refuse(p_NV.gather(-1, x[:, None])[:, 0] <= 0, start, "a token that the target could have drawn")
+        # Scores are log p but for a constant, which neither figure has: no logarithm of a whole vocabulary. What is cut
+        # off has p = 0 in float32.
+        s_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).clamp_(min=-1e3)
+        mean_N1 = (p_NV * s_NV).sum(-1, keepdim=True)
+        s_NV -= mean_N1
+        self.excess -= float(s_NV.gather(-1, x[:, None]).double().sum())
+        self.variance += float(s_NV.square_().mul_(p_NV).sum(-1).double().sum())
+        self.judge()
+
+    def judge(self) -> None:
         z = self.excess / max(self.variance, 1e-12) ** 0.5
         if abs(self.excess) > 1.0 and abs(z) > FOREIGN:
             kind = "likelier" if z < 0 else "less likely"

@@ -5,6 +5,7 @@ Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import Tensor
@@ -39,11 +40,17 @@ class WrittenText:
 
 def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list[Tensor]:
     """Return a model's logits of each text's tokens on their true prefixes, (N, V) each, from one forward."""
-    device = model.device
+    device, first = model.device, min(text.prompt_length for text in texts) - 1
     padded = torch.nn.utils.rnn.pad_sequence([text.sequence[:-1] for text in texts], batch_first=True).to(device)
     # Padding lies behind the texts, where a causal model does not see it.
-    logits = model(input_ids=padded, use_cache=False).logits
-    return [row[text.prompt_length - 1 : len(text.sequence) - 1] for row, text in zip(logits, texts, strict=True)]
+    kept = (
+        {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
+    )
+    logits = model(input_ids=padded, use_cache=False, **kept).logits[:, first - padded.shape[1] :]
+    return [
+        row[text.prompt_length - 1 - first : len(text.sequence) - 1 - first]
+        for row, text in zip(logits, texts, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from draftsmith.decode.costs import drafting_seconds
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.intervals import Estimate, ratio_difference
-from draftsmith.decode.planner import Costs, now, verification_costs
-from draftsmith.decode.proposers.protocol import Outcome, Task
+from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.ranks import TextRanks
-from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
@@ -206,25 +205,11 @@ class _MeasuredCosts:
         self.seconds = {k: min(t for tokens, t in measured.items() if tokens >= k) for k in measured}
 
     def __call__(self, tree: Tree) -> Costs:
-        return Costs(self.seconds, draft_step=0.0, overhead=self._drafting(tree))
-
-    def _drafting(self, tree: Tree, repeats: int = 5) -> float:
-        """Return the median seconds of drafting a tree for all rows."""
-        config, device = self.heads.config, self.target.device
-        proposer = MedusaProposer(self.heads, tree)
-        generators = [None] * self.rows
-        proposer.start(
-            Task(Law.of(0), config.vocab_size, generators, self.context, tree.depth, True, False, self.target)
+        texts = torch.ones(self.rows, self.context + 8, dtype=torch.long, device=self.target.device)
+        drafting, _, _ = drafting_seconds(
+            self.target, MedusaProposer(self.heads, tree), texts, self.context, tree.depth
         )
-        hidden = torch.zeros(1, config.hidden_size, device=device, dtype=self.target.dtype)
-        proposer.commit([Outcome([], hidden, hidden)] * self.rows)
-        contexts = [torch.ones(self.context, dtype=torch.long, device=device)] * self.rows
-        seconds = []
-        for _ in range(repeats + 1):
-            elapsed = -now(self.target)
-            proposer.propose(contexts, [tree.depth] * self.rows)
-            seconds.append(elapsed + now(self.target))
-        return sorted(seconds[1:])[repeats // 2]  # the first is for warming up
+        return Costs(self.seconds, draft_step=0.0, overhead=drafting)
 
 
 def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:

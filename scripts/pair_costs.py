@@ -2,19 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer
+from draftsmith.decode.costs import drafting_seconds
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.planner import Costs, acceptance_length, now, verification_costs
-from draftsmith.decode.proposers.protocol import Outcome, Proposer, Task
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
+from draftsmith.decode.proposers.protocol import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.findings import Finding
 from draftsmith.scripts.pair_checks import Patient
@@ -23,7 +21,7 @@ from draftsmith.train.models import DTYPES, load_model
 
 GAMMA = 4
 CONTEXT = 64
-ROUNDS = 6  # the first is for warming up
+ROUNDS = 5
 HARD = 0.9  # an acceptance rate that few drafts reach
 
 
@@ -167,7 +165,7 @@ def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Findi
 def _room(models: Sequence[PreTrainedModel], drafted: int) -> int:
     """Return how long a context may be, in tokens, for a few rounds to follow it."""
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
-    return max(1, min([CONTEXT, *(limit - ROUNDS - drafted - 1 for limit in limits if limit is not None)]))
+    return max(1, min([CONTEXT, *(limit - ROUNDS - drafted - 2 for limit in limits if limit is not None)]))
 
 
 def _measure(
@@ -175,37 +173,8 @@ def _measure(
 ) -> tuple[dict[int, float], float]:
     """Return t(1) and t(1 + drafted), and the seconds of a draft, at T=0 behind the same context."""
     verifying = verification_costs(target, rows, context, [1, 1 + drafted])
-    return verifying, drafting_seconds(proposer, target, rows, context, depth)
-
-
-@torch.inference_mode()
-def drafting_seconds(proposer: Proposer, target: PreTrainedModel, rows: int, context: int, depth: int) -> float:
-    """Measure a draft of `rows` texts at T=0, all of whose drafts are rejected: a median over rounds."""
-    config = target.config.get_text_config()
-    vocab_size, width = int(config.vocab_size), int(config.hidden_size)
-    law, limit = Law.of(0), context + ROUNDS + depth
-    proposer.start(
-        Task(
-            law,
-            vocab_size,
-            generators=[None] * rows,
-            max_length=limit,
-            draft_length=depth,
-            draw_siblings=True,
-            compiled=False,
-            target=target,
-        )
-    )
-    seconds = []
-    logits: Tensor = torch.zeros(1, vocab_size, device=target.device)
-    outcome = Outcome([], logits, torch.zeros(1, width, device=target.device, dtype=target.dtype))
-    for emitted in range(ROUNDS + 1):
-        texts = [torch.ones(context + emitted, dtype=torch.long, device=target.device)] * rows
-        began = now(target)
-        proposer.propose(texts, [depth] * rows)
-        seconds.append(now(target) - began)
-        proposer.commit([outcome] * rows)
-    return median(seconds[2:])  # the first reads the text, or has no hidden states to draft from
+    texts = torch.ones(rows, context + ROUNDS + 2, dtype=torch.long, device=target.device)
+    return verifying, drafting_seconds(target, proposer, texts, context, depth, repeats=ROUNDS)[0]
 
 
 def _weights_bytes(part: Side | Heads, width: int) -> int:

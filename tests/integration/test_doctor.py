@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
 
-from draftsmith.decode import DraftModelProposer
+from draftsmith.decode import DraftModelProposer, costs
+from draftsmith.decode.costs import drafting_seconds
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -25,7 +26,6 @@ from draftsmith.scripts.loss_masks import Sample, Samples, bracketed, check_mask
 from draftsmith.scripts.pair_costs import (
     cached_numbers,
     draft_costs,
-    drafting_seconds,
     heads_costs,
 )
 from draftsmith.train.completions import PrepareConfig, prepare
@@ -237,7 +237,7 @@ def test_what_costs_mean_is_said(target, draft, monkeypatch):
     heads.config.medusa_choices = [[0], [1], [0, 0]]
     for verifying, drafting, state, text, remedy in (
         (1.0, 0.0, "ok", "t(1) = 1000.00 ms behind 64 tokens, t(5) = 1.00 t(1), drafting c = 0.00 t(1) a token: "
-         "γ = 4 pays from α = 0.01 on", ""),
+         "γ = 4 pays from α = 0.00 on", ""),
         (1.0, 3.8, "warning", "c = 0.95 t(1) a token: γ = 4 pays from α = 0.98 on", "few drafts agree that often"),
         (1.0, 8.0, "warning", "γ = 4 pays at no α, for at α = 1 it is 0.56× as fast", "take a smaller draft, or"),
         (1.5, 0.25, "ok", "t(1) = 1000.00 ms behind 64 tokens, t(4) = 1.50 t(1), drafting 0.25 t(1): a tree of 3 pays "
@@ -255,15 +255,16 @@ def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, draft, monkeyp
     """By a clock that ticks with the draft's forwards: all drafts but the first, which reads the text, are alike."""
     clock = [0]
     hook = draft.register_forward_hook(lambda *args: clock.__setitem__(0, clock[0] + 1))
-    monkeypatch.setattr(pair_costs, "now", lambda model: clock[0])
+    monkeypatch.setattr(costs, "now", lambda model: clock[0])
     for rows in (1, 3):
-        assert drafting_seconds(DraftModelProposer(draft), target, rows, context=20, depth=4) == 4
+        texts = torch.ones(rows, 28, dtype=torch.long)
+        assert drafting_seconds(target, DraftModelProposer(draft), texts, 20, 4)[0] == 4
     hook.remove()
     asked = []
     heads = MedusaHeads.of_target(target, 3)
     monkeypatch.setattr(heads, "logits", lambda i, h, e, own=heads.logits: asked.append((i, len(h))) or own(i, h, e))
-    drafting_seconds(MedusaProposer(heads), target, 3, context=20, depth=3)
-    assert asked == [(0, 3), (1, 3), (2, 3)] * pair_costs.ROUNDS
+    drafting_seconds(target, MedusaProposer(heads), texts, 20, 3)
+    assert asked == [(0, 3), (1, 3), (2, 3)] * 6  # all but the first, which has no hidden states
 
 
 @pytest.mark.parametrize("family", ["llama", "falcon", "gemma3", "gpt-oss"])
