@@ -8,7 +8,7 @@ Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
@@ -113,7 +113,7 @@ class CostTable:
             "prompt": self.prompt,
             "prefill_seconds": {str(b): s for b, s in self.prefill.items()},
             "drafters": {
-                name: {str(b): vars(costs) for b, costs in own.items()} for name, own in self.drafters.items()
+                name: {str(b): asdict(costs) for b, costs in own.items()} for name, own in self.drafters.items()
             },
         }
 
@@ -135,12 +135,12 @@ class CostTable:
                 prompt=values["prompt"],
                 prefill={int(b): float(s) for b, s in values["prefill_seconds"].items()},
                 drafters={
-                    name: {int(b): DraftCosts(**costs) for b, costs in own.items()}
+                    name: {int(b): DraftCosts(**{k: float(s) for k, s in c.items()}) for b, c in own.items()}
                     for name, own in values["drafters"].items()
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"costs: expected a table of costs, found one without {error}") from error
+            raise InputError(f"costs: expected a table of costs, found one with {error!r}") from error
 
 
 def _drained(steps: Sequence[float], seconds: Callable[[int], float]) -> float:
@@ -194,9 +194,9 @@ def measure_costs(
             with _endless(target):
                 token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, law, repeats)
             plain[rows] = token - forward[1]
-            for name, (start, step, first, nodes) in drafts.items():
-                costs = Costs(forward, step, draft_start=start)
-                rest = rounds[name] - costs.round_seconds(draft_lengths[name], nodes)
+            for name, (start, step, first) in drafts.items():
+                costs, (seconds, nodes) = Costs(forward, step, draft_start=start), rounds[name]
+                rest = seconds - costs.round_seconds(draft_lengths[name], nodes)
                 drafters[name][rows] = DraftCosts(start, step, rest, first)
         tables.append(CostTable(context, temperature, forwards, plain, prefill, prompt, drafters))
     return tables
@@ -250,8 +250,8 @@ def _loops(
     context: int,
     law: Law,
     repeats: int,
-) -> tuple[float, dict[str, float]]:
-    """Return what a token of plain decoding takes, and a round of each drafter, as they decode in turns."""
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """Return what a token of plain decoding takes, and a round of each drafter and its nodes, as they take turns."""
     prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
 
     def plain(tokens: int) -> float:
@@ -260,7 +260,7 @@ def _loops(
         return now(target) - begun
 
     tokens: list[float] = []
-    rounds: dict[str, list[float]] = {name: [] for name in proposers}
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in proposers}
     for repeat in range(repeats + 1):
         seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
         own = {
@@ -271,25 +271,31 @@ def _loops(
             tokens.append(seconds)
             for name, found in own.items():
                 rounds[name].append(found)
-    return median(tokens), {name: median(found) for name, found in rounds.items()}
+    # A repeat's nodes go with its seconds: n-grams find more in one text than in another.
+    return median(tokens), {name: sorted(found)[len(found) // 2] for name, found in rounds.items()}
 
 
-def _round_seconds(target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, law: Law) -> float:
-    """Return what a round takes: all but the first, which holds the prompt, as long as every row has room to draft."""
-    rows, ends, written = len(prompts), list[float](), [0] * len(prompts)
-    enough = max(WRITTEN, 2 * (draft_length + 1))  # three rounds, even where all is accepted
+def _round_seconds(
+    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, law: Law
+) -> tuple[float, float]:
+    """Return what a round takes, and the tokens that it verifies beside the last one.
+
+    Of all rounds but the first, which holds the prompt, as long as every row has room to draft.
+    """
+    rows, most = len(prompts), max(WRITTEN, 4 * (draft_length + 1))
+    ends, nodes, written = list[float](), list[int](), [0] * rows
 
     def observe(round: Round) -> None:
-        if max(written) <= enough or len(ends) % rows:
+        if max(written) <= most or len(ends) % rows:
             ends.append(now(target))
+            nodes.append(round.nodes)
         written[round.row] += len(round.tokens)
 
-    tokens = enough + draft_length + 1
-    speculative_generate(
-        target, proposer, prompts, draft_length=draft_length, observer=observe, **_options(law, tokens)
-    )
-    # A round ends with its last row.
-    return (ends[-1] - ends[rows - 1]) / max(1, len(ends) // rows - 1)
+    options = _options(law, most + draft_length + 1)
+    speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
+    # A round ends with its last row, and is as wide as its widest.
+    widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
+    return (ends[-1] - ends[rows - 1]) / len(widest), sum(widest) / len(widest)
 
 
 def _drafts(
@@ -302,8 +308,8 @@ def _drafts(
     law: Law,
     draft_length: int,
     repeats: int,
-) -> tuple[float, float, float, int]:
-    """Return start and step of d(γ), what the first draft behind a prompt takes on top, and the tokens of a draft."""
+) -> tuple[float, float, float]:
+    """Return start and step of d(γ), and what the first draft behind a prompt takes on top."""
     texts = _contexts(text, rows, max(prompt, context) + repeats + 2)
 
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
@@ -314,7 +320,7 @@ def _drafts(
     _, first, _ = drafting(prompt, draft_length)
     # What drafts all tokens at once, and n-grams that were not found, have no step.
     step = max(0.0, (long - short) / (draft_length - 1)) if draft_length > 1 and nodes == draft_length else 0.0
-    return max(0.0, long - draft_length * step), step, max(0.0, first - long), nodes
+    return max(0.0, long - draft_length * step), step, max(0.0, first - long)
 
 
 @torch.inference_mode()

@@ -26,7 +26,12 @@ from draftsmith.decode.replayed import Replayed, WrittenText, teacher_forced
 from draftsmith.decode.sampling import Law, prefixes
 
 LOGITS_AT_A_TIME = 2**27
-"""Logits of the target that are held at a time, 512 MiB of them."""
+"""Logits of the target that are held at a time, prompts counted in: 512 MiB in float32, at least one text's.
+
+Its distributions take as much, then the drafter's logits in place of the target's, and what is made of one text comes
+on top. In float32, with texts of 512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts
+at a time, 0.5 GiB at T=0, 1.1 at T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
+"""
 FOREIGN = 6.0
 """Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
 probability of 2e-9, were the sum normal; its tails are a little heavier."""

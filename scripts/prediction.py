@@ -1,6 +1,7 @@
 """What the planner says: costs times acceptance for every draft length and batch size, and how far the clock agrees."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from draftsmith.decode.intervals import Estimate, ratio
@@ -31,25 +32,34 @@ def predicted_speedup(
     if table is None:
         return None
     seconds, plain_seconds = [], []
-    nodes = _nodes(drafter, replay, draft_length)
     for group, base in zip(own, plain, strict=True):
         if replay is None:
             rounds = [float(row.counts.num_drafts) for row in group.rows]
         else:
             rounds = [replay.texts[row.prompt].counts[draft_length].num_drafts for row in group.rows]
-        seconds.append(table.speculative_seconds(drafter.name, rounds, draft_length, nodes))
+        seconds.append(
+            table.speculative_seconds(
+                drafter.name, rounds, draft_length, _nodes(drafter, replay, draft_length, len(rounds))
+            )
+        )
         # Under sampling the texts differ in length too; τ is of the target's own.
         tokens = [float(len(row.tokens)) for row in base.rows]
         plain_seconds.append(table.plain_seconds(tokens))
     return ratio(plain_seconds, seconds)
 
 
-def _nodes(drafter: Drafter, replay: Replay | None, draft_length: int) -> float | None:
-    """Return the tokens that a round verifies beside the last one, where they are not γ."""
-    if drafter.kind == "prompt_lookup" and replay is not None:  # it drafts where it finds something
-        counts = [text.counts[draft_length] for text in replay.texts]
-        return sum(c.num_draft_tokens for c in counts) / sum(c.num_drafts for c in counts)
-    return drafter.nodes
+def _nodes(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int) -> float | None:
+    """Return the tokens that a round verifies beside the last one, where they are not γ.
+
+    Prompt lookup drafts as much as it finds, and rows that are verified together all take as much room as the one that
+    found most: the expectation of that, E[max] = Σ_i 1 − P(fewer than i)^B.
+    """
+    if drafter.kind != "prompt_lookup" or replay is None:
+        return drafter.nodes
+    counts = [text.counts[draft_length] for text in replay.texts]
+    drafts = sum(c.num_drafts for c in counts)
+    drafted = [sum(position) for position in zip_longest(*(c.num_draft_tokens_per_pos for c in counts), fillvalue=0.0)]
+    return sum(1 - (1 - min(1.0, own / drafts)) ** rows for own in drafted)
 
 
 def curve_of(measured: Measured, temperature: float, name: str, verifier: str, replay: Replay) -> dict[str, Any]:
@@ -61,7 +71,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: str, r
     table = measured.costs(temperature)
     if table is not None:
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
-            by_batch[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k)) for k in lengths}
+            by_batch[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k, rows)) for k in lengths}
     return {
         "proposer": drafter.to_dict(),
         "temperature": temperature,
@@ -122,7 +132,7 @@ def costs_entry(measured: Measured) -> dict[str, Any] | None:
     if table is None:
         return None
     found = table.to_dict()
-    drafters = table.drafters
+    drafters = {own.name: table.drafters[own.name] for own in measured.drafters}  # a file's may be more
     return {
         "context": table.context,
         "target_seconds": found["target_seconds"],

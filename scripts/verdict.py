@@ -5,6 +5,8 @@ from itertools import combinations
 from math import ceil
 from typing import Any
 
+from scipy.stats import norm
+
 from draftsmith.decode.intervals import Estimate, ratio_difference
 from draftsmith.scripts.decoding import Method, Observations
 from draftsmith.scripts.drafters import STOCK
@@ -12,12 +14,15 @@ from draftsmith.scripts.estimates import speedup
 from draftsmith.scripts.measured import Replays
 
 MOST_PROMPTS = 100_000
+POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
+"""How many times the prompts whose 95 % interval would end at zero: with these it excludes zero in 80 % of cases."""
 
 
 def more_prompts(difference: Estimate, prompts: int) -> int | None:
-    """Return how many further prompts would tell two drafters apart: an interval narrows with the root of their number.
+    """Return how many further prompts would tell two drafters apart, in four of five cases were the difference true.
 
-    0 where they are told apart already; None where they are equal, or too nearly so for any number to do.
+    An interval narrows with the root of the prompts. 0 where they are told apart already; None where they are equal, or
+    too nearly so for any number to do.
     """
     value, bounds = difference["value"], difference.get("ci95")
     if not value or bounds is None:
@@ -25,7 +30,7 @@ def more_prompts(difference: Estimate, prompts: int) -> int | None:
     if bounds[0] > 0 or bounds[1] < 0:
         return 0
     half = max(bounds[1] - value, value - bounds[0])
-    wanted = ceil(prompts * (half / abs(value)) ** 2)
+    wanted = ceil(prompts * POWER * (half / abs(value)) ** 2)
     return max(1, wanted - prompts) if wanted <= MOST_PROMPTS else None
 
 
@@ -109,7 +114,7 @@ def judge(
     said = f"{best[0]} with γ = {best[1]} decodes {_written(run['speedup'])} times as fast as plain decoding ({where})"
     if go:
         reason = f"{said}."
-    elif gate is None:
+    elif gate is None and all(own["lossless"].get("passed") is not False for own in settings[best]):
         reason = f"Don't deploy: no drafter is faster than plain decoding for certain. The best, {said}."
     else:
         reason = f"Don't deploy: {judged[best][0]}."
@@ -121,7 +126,7 @@ def judge(
         "temperature": run["temperature"],
         "predicted_speedup": run["predicted_speedup"],
         "measured_speedup": run["speedup"],
-        "reason": " ".join(filter(None, (reason[0].upper() + reason[1:], advice))),
+        "reason": " ".join(filter(None, (reason, advice))),
     }
 
 

@@ -73,7 +73,7 @@ def test_intervals_are_over_prompts_not_tokens():
 
 
 def test_few_prompts_are_as_uncertain_as_students_t_says():
-    """Where all denominators are 1 the ratio is a mean, whose interval is known; plain percentiles are 11 % narrower."""
+    """With denominators of 1 the ratio is a mean, whose interval is known; plain percentiles are 11 % narrower."""
     values = np.random.default_rng(3).normal(5, 1, 20)
     low, high = ratio(values, np.ones(20))["ci95"]
     wanted = stats.t.interval(0.95, 19, values.mean(), stats.sem(values))

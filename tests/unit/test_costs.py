@@ -1,0 +1,222 @@
+"""The table of costs by hand, and its measurement by a clock that the test turns."""
+
+import copy
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree, costs, planner
+from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.costs import CostTable, DraftCosts, measure_costs
+from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer
+from draftsmith.decode.sampling import Law
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+
+TABLE = CostTable(
+    context=50,
+    temperature=0.0,
+    target={1: {1: 1.0, 5: 2.0}, 4: {1: 1.6, 5: 4.4}},
+    plain_overhead={1: 0.1, 4: 0.4},
+    prefill={1: 3.0, 4: 9.0},
+    prompt=20,
+    drafters={
+        "draft": {1: DraftCosts(0.2, 0.1, 0.3, 0.5), 4: DraftCosts(0.5, 0.4, 0.6, 2.0)},
+        "lookup": {1: DraftCosts(0.01, 0.0, 0.2, 0.0), 4: DraftCosts(0.04, 0.0, 0.2, 0.0)},
+    },
+)
+
+
+def test_costs_lie_between_those_of_the_batch_sizes_that_were_measured():
+    one, two = TABLE.at("draft", 1), TABLE.at("draft", 2)
+    assert one == planner.Costs({1: 1.0, 5: 2.0}, 0.1, overhead=0.3, draft_start=0.2, plain_overhead=0.1)
+    assert two.target == pytest.approx({1: 1.2, 5: 2.8})
+    assert [two.draft_step, two.overhead, two.draft_start, two.plain_overhead] == pytest.approx([0.2, 0.4, 0.3, 0.2])
+    # d(4) + t(5) + o, and t(3) where but two tokens are verified.
+    assert two.round_seconds(4) == pytest.approx(0.3 + 4 * 0.2 + 2.8 + 0.4)
+    assert two.round_seconds(4, nodes=2) == pytest.approx(0.3 + 4 * 0.2 + 2.0 + 0.4)
+    assert TABLE.at("lookup", 7).target == pytest.approx({1: 2.2, 5: 6.8})  # a line beyond
+
+
+def played(steps: list[int], seconds) -> float:
+    """A batch, step by step: every row that has a step left takes part in it."""
+    total, left = 0.0, list(steps)
+    while any(left):
+        total += seconds(sum(own > 0 for own in left))
+        left = [max(0, own - 1) for own in left]
+    return total
+
+
+@pytest.mark.parametrize("steps", [[5, 5], [7, 1, 3, 3], [2, 9, 9], [6, 4, 4, 4]])
+def test_rows_that_end_early_leave_a_faster_batch(steps):
+    rows = len(steps)
+    prompts = 3.0 + (rows - 1) * 2.0
+
+    def plain(left: int) -> float:
+        own = TABLE.at("draft", left)
+        return own.target[1] + own.plain_overhead
+
+    assert TABLE.plain_seconds(steps) == pytest.approx(prompts + played(steps, plain))
+    first_draft = 0.5 + (rows - 1) * 0.5
+    drafting = played(steps, lambda left: TABLE.at("draft", left).round_seconds(3))
+    assert TABLE.speculative_seconds("draft", steps, 3) == pytest.approx(prompts + first_draft + drafting)
+    drafting = played(steps, lambda left: TABLE.at("lookup", left).round_seconds(3, nodes=1.5))
+    assert TABLE.speculative_seconds("lookup", steps, 3, nodes=1.5) == pytest.approx(prompts + drafting)
+
+
+def test_one_row_verifies_its_first_draft_with_the_prompt():
+    # The prompt's forward (3.0) gives the first token of plain decoding, and verifies the first draft of a round.
+    assert TABLE.plain_seconds([6]) == pytest.approx(3.0 + 5 * (1.0 + 0.1))
+    one = 0.2 + 3 * 0.1 + 0.3  # a draft and the rest of its round
+    assert TABLE.speculative_seconds("draft", [4], 3) == pytest.approx(3.0 + 0.5 + one + 3 * (one + 1.75))
+    # Replay expects parts of rounds: half a round more takes half as long.
+    more = TABLE.speculative_seconds("draft", [4.5], 3) - TABLE.speculative_seconds("draft", [4], 3)
+    assert more == pytest.approx(0.5 * (one + 1.75))
+
+
+def test_a_table_outlives_json():
+    assert CostTable.from_dict(json.loads(json.dumps(TABLE.to_dict()))) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("target_seconds", None),
+        ("target_seconds", {"one": {"1": 1.0}}),
+        ("target_seconds", {"1": 1.0}),
+        ("plain_overhead_seconds", {"1": "soon"}),
+        ("prefill_seconds", [1.0]),
+        ("drafters", {"draft": {"1": {"start": 0.1, "step": 0.1}}}),
+        ("drafters", {"draft": {"1": {"start": 0.1, "step": 0.1, "overhead": 0, "prefill": 0, "speed": 1}}}),
+    ],
+)
+def test_a_damaged_table_is_refused_in_one_line(field, value):
+    damaged = TABLE.to_dict() | {field: value}
+    for found in (damaged, {name: own for name, own in damaged.items() if name != field}):
+        with pytest.raises(InputError, match=r"^costs: expected a table of costs, found") as error:
+            CostTable.from_dict(found)
+        assert "\n" not in str(error.value)
+
+
+def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
+    target = tiny_llama(0)
+    target.generation_config.eos_token_id = 5
+    target.generation_config.repetition_penalty = 1.1
+    before = copy.deepcopy(target.generation_config.to_dict())
+    heads = MedusaProposer(MedusaHeads.of_target(target, 2), Tree.from_choices([(0,), (1,), (0, 0)]))
+    proposers = {
+        "draft": DraftModelProposer(perturbed(target, 0.05)), "medusa": heads, "lookup": PromptLookupProposer(),
+    }  # fmt: skip
+    text = torch.arange(40) % 7
+    monkeypatch.setattr(costs, "WRITTEN", 6)
+    laws = {0.0: Law.of(0.0), 0.8: Law.of(0.8, top_k=20)}
+    lengths, nodes = {"draft": 3, "medusa": 2, "lookup": 3}, {"draft": 3, "medusa": 3, "lookup": None}
+    tables = measure_costs(target, proposers, lengths, text, laws, [2, 1], 30, 12, blocks=(2, 4), repeats=1)
+    assert target.generation_config.to_dict() == before
+    assert [table.temperature for table in tables] == [0.0, 0.8]
+    for table in tables:
+        assert (table.context, table.prompt) == (30, 12)
+        assert {b: sorted(own) for b, own in table.target.items()} == {1: [1, 2, 4], 2: [1, 2, 4]}
+        figures = [s for own in table.target.values() for s in own.values()] + list(table.prefill.values())
+        assert all(math.isfinite(s) and s > 0 for s in figures)
+        assert table.target is tables[0].target  # the law changes no forward
+        for b in (1, 2):  # what is left of a token or a round beside its parts may be less than nothing, the whole not
+            assert 0 < table.target[b][1] + table.plain_overhead[b] < 1
+        assert set(table.drafters) == set(proposers)
+        for name, own in table.drafters.items():
+            assert sorted(own) == [1, 2]
+            for b, found in own.items():
+                assert all(math.isfinite(s) and s >= 0 for s in (found.start, found.step, found.prefill)), (name, b)
+                assert math.isfinite(found.overhead) and found.start + found.step > 0, (name, b)
+                if nodes[name]:
+                    assert 0 < table.at(name, b).round_seconds(lengths[name], nodes[name]) < 1, (name, b)
+        assert all(found.step == 0 for found in table.drafters["medusa"].values())  # a tree is drafted at once
+        assert CostTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+
+
+class Clock:
+    """What time it is: only what the test lets take time does."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+
+class Warper(TemperatureLogitsWarper):
+    """The law's own work, which takes a known time a call."""
+
+    def __init__(self, clock: Clock):
+        super().__init__(1.0)
+        self.clock = clock
+
+    def __call__(self, input_ids, scores):
+        self.clock.seconds += WARPING
+        return scores
+
+
+class Timed(StatelessProposer):
+    """Drafts a token over and over, in a known time; the first draft of a text takes longer."""
+
+    def __init__(self, clock: Clock, token: int):
+        self.clock, self.token = clock, token
+
+    def start(self, task):
+        self.first = True
+        return super().start(task)
+
+    def propose(self, contexts, draft_lengths):
+        self.clock.seconds += START + STEP * max(draft_lengths) * len(contexts) + self.first * FIRST
+        self.first = False
+        return [Proposal(torch.full((k,), self.token), None, Tree.chain(k)) for k in draft_lengths]
+
+    def commit(self, outcomes):
+        self.clock.seconds += REST
+
+
+WARPING, START, STEP, FIRST, REST = 0.01, 0.3, 0.07, 0.9, 0.2
+
+
+def forward(rows: int, tokens: int) -> float:
+    return 2.0 + 0.5 * rows + 0.1 * rows * tokens
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    for name in ("prefill", "feed"):
+        own = getattr(CachedModel, name)
+
+        def timed(self, tokens, *args, own=own, **kwargs):
+            clock.seconds += forward(*tokens.shape)
+            return own(self, tokens, *args, **kwargs)
+
+        monkeypatch.setattr(CachedModel, name, timed)
+    return clock
+
+
+@pytest.mark.parametrize(("accepted", "draft_length"), [(True, 16), (False, 4)])
+def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted, draft_length):
+    monkeypatch.setattr(costs, "WRITTEN", 12)
+    target = tiny_llama(0)
+    target.lm_head.weight.zero_()  # it always writes token 0, which would end the text
+    target.generation_config.eos_token_id = 0
+    law = Law(LogitsProcessorList([Warper(clock)]), do_sample=False)
+    proposers, text = {"timed": Timed(clock, 0 if accepted else 1)}, torch.arange(60)
+    lengths = {"timed": draft_length}
+    (table,) = measure_costs(target, proposers, lengths, text, {0.0: law}, [1, 3], 30, 12, repeats=1)
+    assert target.generation_config.eos_token_id == 0
+    for rows in (1, 3):
+        assert table.target[rows] == pytest.approx({k: forward(rows, k) for k in costs.BLOCKS})
+        assert table.prefill[rows] == pytest.approx(forward(rows, 12))
+        assert table.plain_overhead[rows] == pytest.approx(WARPING)
+        own = table.drafters["timed"][rows]
+        assert [own.start, own.step, own.prefill] == pytest.approx([START, STEP * rows, FIRST])
+        # Each row's verdict applies the law by itself.
+        assert own.overhead == pytest.approx(REST + rows * WARPING)

@@ -1,0 +1,396 @@
+"""What to do with the figures: verdict, comparisons, breaks and predictions, on figures that are made by hand."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from draftsmith.decode import Counts
+from draftsmith.decode.costs import CostTable, DraftCosts
+from draftsmith.decode.intervals import ratio, ratio_difference
+from draftsmith.decode.replay import Replay, TextReplay
+from draftsmith.decode.rounds import expected_counts
+from draftsmith.scripts.breaks import TEXTS, TOKENS, breaks
+from draftsmith.scripts.decoding import Group, Method, Row
+from draftsmith.scripts.drafters import Drafter
+from draftsmith.scripts.estimates import speedup
+from draftsmith.scripts.measured import GREEDY, PROBABILISTIC, Measured
+from draftsmith.scripts.prediction import advice, costs_entry, curve_of, planner_check, predicted_speedup
+from draftsmith.scripts.verdict import comparisons, judge, markdown, more_prompts
+from draftsmith.train.prompts import Prompt
+
+LENGTHS = range(1, 5)
+
+
+# The verdict
+
+
+def batches(factor: float, count: int = 8) -> list[Group]:
+    """Batches of 10 tokens, decoded about so many times as fast as one token a second."""
+    noise = [0.96, 1.05, 1.0, 0.99, 1.02, 0.97, 1.01, 1.0]
+    return [Group([Row(i, [0] * 10, Counts())], 10 / factor * noise[i % 8]) for i in range(count)]
+
+
+class Case:
+    """Runs and what they were decoded in, set by set."""
+
+    def __init__(self, count: int = 8):
+        self.runs, self.count, self.observations, self.gains = [], count, {}, {}
+
+    def add(self, name, speed, temperature=0.0, rows=1, k=4, kind="draft", lossless=True, gain=None):
+        self.observations[temperature, rows, Method()] = plain = batches(1.0, self.count)[::-1]
+        self.observations[temperature, rows, Method(name, k)] = own = batches(speed, self.count)
+        self.gains |= {} if gain is None else {(temperature, name, k): gain}
+        self.runs.append(
+            {
+                "proposer": {"name": name, "kind": kind},
+                "draft_length": k,
+                "temperature": temperature,
+                "batch_size": rows,
+                "alpha": {"value": 0.75, "ci95": None},
+                "mean_acceptance_length": {"value": 2.5, "ci95": [2.25, 2.75]},
+                "speedup": speedup(own, plain),
+                "predicted_speedup": None,
+                "lossless": {"passed": lossless, "reason": None if lossless else "prompt 3, token 7"},
+            }
+        )
+        return self
+
+    def judge(self, min_speedup=None, min_gain=None, confidence=0.95, advice=None):
+        return judge(self.runs, self.observations, self.gains, min_speedup, min_gain, confidence, advice)
+
+
+def test_what_is_faster_for_certain_is_deployed():
+    gate, verdict = Case().add("slow", 1.2).add("fast", 1.6, k=2).judge(advice="And mind the rest.")
+    assert gate is None
+    assert (verdict["go"], verdict["proposer"], verdict["draft_length"]) == (True, "fast", 2)
+    assert (verdict["temperature"], verdict["batch_size"]) == (0.0, 1)
+    assert verdict["measured_speedup"]["value"] == pytest.approx(1.6, rel=0.02)
+    low, high = verdict["measured_speedup"]["ci95"]
+    assert (
+        f"fast with γ = 2 decodes {verdict['measured_speedup']['value']:.2f} [{low:.2f}, {high:.2f}] times as fast"
+        in (verdict["reason"])
+    )
+    assert verdict["reason"].endswith("And mind the rest.")
+
+
+def test_what_may_be_no_faster_is_not():
+    gate, verdict = Case().add("draft", 1.005).judge()
+    assert verdict["measured_speedup"]["ci95"][0] < 1 < verdict["measured_speedup"]["value"]
+    assert gate is None and verdict["go"] is False and verdict["proposer"] == "draft"
+    assert verdict["reason"].startswith("Don't deploy: no drafter is faster than plain decoding for certain.")
+
+
+def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
+    case = Case().add("draft", 1.5)
+    low = speedup(case.observations[0.0, 1, Method("draft", 4)], case.observations[0.0, 1, Method()], 0.8)["ci80"][0]
+    below, above = low - 1e-9, low + 1e-9
+    gate, verdict = case.judge(min_speedup=below, confidence=0.8)
+    assert gate == {"min_speedup": below, "min_gain": None, "confidence": 0.8, "passed": True, "failures": []}
+    assert verdict["go"] is True
+    for least, confidence in ((above, 0.8), (below, 0.99)):
+        gate, verdict = case.judge(min_speedup=least, confidence=confidence)
+        assert gate["passed"] is verdict["go"] is False and len(gate["failures"]) == 1
+        assert f"{least:g}" in gate["failures"][0] and f"{confidence:.0%} confidence" in gate["failures"][0]
+        assert gate["failures"][0] in verdict["reason"]
+
+
+def test_the_gate_on_the_gain_is_passed_by_its_lower_bound():
+    case = Case().add("draft", 1.5, gain={"value": 0.5, "ci95": [0.2, 0.8]})
+    assert case.judge(min_gain=0.1)[0]["passed"] is True
+    gate, verdict = case.judge(min_gain=0.2)
+    assert gate["passed"] is verdict["go"] is False
+    assert "+0.50" in gate["failures"][0] and "+0.20" in gate["failures"][0]
+    # A gain that is asked for does not do away with the speed-up.
+    gate, _ = Case().add("draft", 0.9, gain={"value": 0.5, "ci95": [0.2, 0.8]}).judge(min_gain=0.1)
+    assert len(gate["failures"]) == 1 and "speed-up" in gate["failures"][0]
+    gate, _ = Case().add("draft", 1.5).judge(min_gain=0.1)
+    assert gate["failures"] == ["no gain over a stock draft is known for draft, γ = 4, at T = 0, batch size 1"]
+
+
+@pytest.mark.parametrize("min_speedup", [None, 1.1])
+def test_a_text_that_is_not_the_targets_is_never_deployed(min_speedup):
+    case = Case().add("broken", 2.0, lossless=False)
+    gate, verdict = case.judge(min_speedup=min_speedup)
+    line = "the text is not the target's, for broken, γ = 4, at T = 0, batch size 1: prompt 3, token 7"
+    assert verdict["go"] is False and line in verdict["reason"]
+    assert gate is None or gate["failures"] == [line]
+    _, verdict = case.add("draft", 1.3).judge(min_speedup=min_speedup)
+    assert (verdict["go"], verdict["proposer"]) == (True, "draft")
+    # What was not checked is no failure.
+    assert Case().add("draft", 1.3, lossless=None).judge(min_speedup=min_speedup)[1]["go"] is True
+
+
+def test_a_setting_is_as_good_as_where_it_does_worst():
+    case = Case().add("first", 2.0).add("first", 0.9, rows=4).add("second", 1.4).add("second", 1.2, temperature=1.0)
+    gate, verdict = case.judge(min_speedup=1.05)
+    assert gate["passed"] and (verdict["proposer"], verdict["temperature"]) == ("second", 1.0)
+    assert "(T = 1, batch size 1, the least of 2 measured)" in verdict["reason"]
+    case.runs = case.runs[:2]
+    gate, verdict = case.judge(min_speedup=1.05)
+    assert not gate["passed"] and verdict["batch_size"] == 4 and "batch size 4" in gate["failures"][0]
+    # γ is part of a setting.
+    case.add("first", 1.1, k=2).add("first", 1.1, k=2, rows=4)
+    _, verdict = case.judge(min_speedup=1.05)
+    assert (verdict["go"], verdict["proposer"], verdict["draft_length"]) == (True, "first", 2)
+
+
+def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
+    case = Case().add("stock", 1.8, kind="baseline_draft")
+    assert case.judge()[1]["proposer"] == "stock"
+    gate, verdict = case.judge(min_gain=0.0)
+    assert gate["failures"] == ["there is nothing to deploy but the stock draft"] and gate["passed"] is False
+    assert (verdict["go"], verdict["proposer"]) == (False, None)
+    case.add("draft", 1.3, gain={"value": 0.5, "ci95": [0.2, 0.8]})
+    assert case.judge()[1]["proposer"] == "stock"
+    assert case.judge(min_gain=0.0)[1]["proposer"] == "draft"
+
+
+def test_one_batch_alone_says_nothing_for_certain():
+    gate, verdict = Case(count=1).add("draft", 3.0).judge(min_speedup=1.1)
+    assert gate["failures"] == [
+        "one batch alone was decoded by draft, γ = 4, at T = 0, batch size 1: 95% confidence needs more"
+    ]
+    assert verdict["go"] is False and verdict["measured_speedup"]["ci95"] is None
+
+
+def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
+    case = Case().add("draft", 1.5, gain={"value": 0.5, "ci95": [0.2, 0.8]}).add("lookup", 0.9, temperature=0.7, rows=2)
+    case.runs[0]["predicted_speedup"] = {"value": 1.456, "ci95": None}
+    case.runs[1]["alpha"] = None
+    rest = {
+        "runs": case.runs,
+        "environment": {"device": "cpu", "dtype": "float32", "threads": 1},
+        "prompts": {"count": 8, "replayed": 9},
+    }
+    for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):
+        gate, verdict = case.judge(min_speedup=least, min_gain=0.1)
+        lines = markdown({"recommendation": verdict, "gate": gate, **rest}).splitlines()
+        assert lines[0] == f"## draftsmith: {word}" and lines[2] == verdict["reason"]
+        asked = f"speed-up above {least:g} and gain of τ over stock above 0.1, 95% confidence: {result}."
+        assert f"Gate: {asked}" in lines
+        assert [line[2:] for line in lines if line.startswith("* ")] == gate["failures"]
+        rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+        assert len(rows) == 4 and {len(row) for row in rows} == {8}
+        assert rows[2][:6] == ["0", "1", "draft", "4", "0.75", "2.50 [2.25, 2.75]"] and rows[2][7] == "1.46×"
+        assert rows[3][:5] == ["0.7", "2", "lookup", "4", "–"] and rows[3][7] == "–"
+    assert "Gate" not in markdown({"recommendation": verdict, "gate": None, **rest})
+
+
+# Comparisons
+
+
+def replayed(acceptance: list[list[float]], lengths=LENGTHS) -> Replay:
+    """What replay says of texts whose tokens are accepted with these probabilities."""
+    texts = []
+    for a in acceptance:
+        padded = torch.nn.functional.pad(torch.tensor([a], dtype=torch.float64), (0, max(lengths) - 1))
+        size = torch.tensor([len(a)])
+        counts = {k: expected_counts(padded.unfold(1, max(lengths), 1), size, size, k)[0] for k in lengths}
+        texts.append(TextReplay(counts, sum(a), len(a), tuple(a)))
+    return Replay(texts)
+
+
+def random_a(seed: int, level: float, texts: int = 6) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.rand(10 + i, generator=generator) * level).tolist() for i in range(texts)]
+
+
+def test_drafters_are_compared_two_by_two_where_both_were_replayed():
+    a = {"stock": random_a(0, 0.6), "draft": random_a(1, 1.0), "medusa": random_a(2, 0.8)}
+    replays = {(0.0, name, PROBABILISTIC): replayed(own) for name, own in a.items() if name != "medusa"}
+    replays[0.0, "medusa", PROBABILISTIC] = replayed(a["medusa"], [2])
+    replays[1.0, "draft", GREEDY] = replayed(a["draft"])
+    replays[1.0, "draft", PROBABILISTIC] = replays[1.0, "stock", PROBABILISTIC] = replayed(a["stock"])
+    found = comparisons(replays, [2, 4])
+    named = {(c["temperature"], c["proposer"], c["other"], c["draft_length"]): c for c in found}
+    # Never the stock draft first, never two verifiers or a draft length that one lacks.
+    assert set(named) == {
+        (0.0, "draft", "stock", 2), (0.0, "draft", "stock", 4), (0.0, "medusa", "stock", 2),
+        (0.0, "draft", "medusa", 2), (1.0, "draft", "stock", 2), (1.0, "draft", "stock", 4),
+    }  # fmt: skip
+    own = named[0.0, "draft", "stock", 4]
+    sums = [replays[0.0, name, PROBABILISTIC].tokens_and_rounds(4) for name in ("draft", "stock")]
+    assert own["mean_acceptance_length"] == ratio_difference(*sums[0], *sums[1])
+    taus = [sum(tokens) / sum(rounds) for tokens, rounds in sums]
+    assert own["mean_acceptance_length"]["value"] == pytest.approx(taus[0] - taus[1])
+    alphas = [sum(map(sum, a[name])) / sum(map(len, a[name])) for name in ("draft", "stock")]
+    assert own["alpha"]["value"] == pytest.approx(alphas[0] - alphas[1])
+    assert own["mean_acceptance_length"]["ci95"][0] > 0 and own["more_prompts"] == 0
+    equal = named[1.0, "draft", "stock", 4]
+    assert equal["mean_acceptance_length"] == {"value": 0.0, "ci95": [0.0, 0.0]} and equal["more_prompts"] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "bounds", "expected"),
+    [
+        (0.5, [0.1, 0.9], 0),
+        (-0.5, [-0.9, -0.1], 0),
+        (0.5, [-0.5, 1.5], 144),  # half of the interval is twice the difference: 2² · 2.04 times as many in all
+        (-0.5, [-1.5, 0.5], 144),
+        (0.5, [-0.7, 1.5], 216),  # its wider side counts: 2.4² · 2.04 · 20
+        (0.5, [0.0, 1.0], 21),
+        (0.0, [-1.0, 1.0], None),
+        (0.001, [-1.0, 1.0], None),  # 20 million
+        (0.5, None, None),
+        (None, None, None),
+    ],
+)
+def test_more_prompts(value, bounds, expected):
+    assert more_prompts({"value": value, "ci95": bounds}, 20) == expected
+
+
+# Breaks and predictions
+
+TABLE = CostTable(
+    context=30,
+    temperature=0.0,
+    target={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
+    plain_overhead={1: 0.1, 2: 0.2},
+    prefill={1: 2.0, 2: 3.0},
+    prompt=4,
+    drafters={
+        "draft": {1: DraftCosts(0.1, 0.05, 0.2, 0.3), 2: DraftCosts(0.2, 0.1, 0.3, 0.4)},
+        "lookup": {1: DraftCosts(0.01, 0.0, 0.1, 0.0), 2: DraftCosts(0.02, 0.0, 0.1, 0.0)},
+    },
+)
+
+
+def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1) -> Measured:
+    target = tiny_llama(0)
+    names = {"draft": "draft", "lookup": "prompt_lookup"}
+    drafters = [Drafter(name, kind, None, SimpleNamespace(), None, None, [4]) for name, kind in names.items()]
+    prompts = [
+        Prompt(str(i), "", None, categories[i % len(categories)] if categories else None) for i in range(len(texts))
+    ]
+    groups = [
+        Group([Row(i, texts[i], Counts()) for i in range(at, at + rows)], 1.0) for at in range(0, len(texts), rows)
+    ]
+    return Measured(
+        target, "target", "float32", tokenizer, "prompts.jsonl", prompts, [[1, 2]] * len(texts), {0.0: texts},
+        drafters, {(0.0, rows, Method()): groups},
+        {(0.0, name, PROBABILISTIC): replayed(own) for name, own in a.items()}, {}, tables, {}, [],
+    )  # fmt: skip
+
+
+def test_pieces_join_to_the_text_though_characters_have_several_tokens(tokenizer):
+    written = ["naïve → 日本語 🙂 .\n    return x, y\n", "def add(a, b):\n", "🙂"]
+    texts = [tokenizer.encode(text) for text in written]
+    texts.append(texts[2][:2])  # cut inside a character
+    assert len(texts[2]) == 4
+    a = [[0.25] * len(text) for text in texts]
+    found = breaks(measured(tokenizer, texts, {"draft": a}))
+    for entry, text in zip(found["texts"], texts, strict=True):
+        assert "".join(token["text"] for token in entry["tokens"]) == tokenizer.decode(text)
+        assert [token["acceptance"] for token in entry["tokens"]] == [0.25] * len(text)
+    assert [token["text"] for token in found["texts"][2]["tokens"]] == ["", "", "", "🙂"]
+    assert found["texts"][0]["prompt"] == tokenizer.decode([1, 2]) and found["texts"][0]["category"] is None
+
+
+def test_the_tokens_that_are_missed_most_come_first(tokenizer):
+    texts = [[10, 11, 10], [11, 12], *[[40 + i, 40 + i] for i in range(40)]]
+    a = [[0.5, 1.0, 0.75], [0.875, 0.0], *[[0.95, 1.0] for _ in range(40)]]
+    found = breaks(measured(tokenizer, texts, {"draft": a}, categories=[str(i // 2) for i in range(40)]))
+    assert (found["temperature"], found["proposer"]) == (0.0, "draft")
+    assert found["tokens"][:3] == [
+        {"text": tokenizer.decode([12]), "seen": 1, "rejected": 1.0},
+        {"text": tokenizer.decode([10]), "seen": 2, "rejected": 0.75},
+        {"text": tokenizer.decode([11]), "seen": 2, "rejected": 0.125},
+    ]
+    assert len(found["tokens"]) == TOKENS and found["tokens"][-1]["rejected"] == pytest.approx(0.05)
+    assert len(found["texts"]) == TEXTS
+    assert len({entry["category"] for entry in found["texts"]}) == TEXTS  # as many as can be
+    # Drafters that cannot be replayed are passed over.
+    assert breaks(measured(tokenizer, texts, {"lookup": a}))["proposer"] == "lookup"
+    assert breaks(measured(tokenizer, texts, {})) is None
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
+    texts = [[0] * n for n in (9, 6, 8, 8)]
+    a = [[0.5 + 0.1 * i] * len(text) for i, text in enumerate(texts)]
+    own = measured(tokenizer, texts, {"draft": a}, rows=rows)
+    groups = own.observations[0.0, rows, Method()]
+    found = predicted_speedup(own, 0.0, own.drafter("draft"), 4, groups, groups)
+    replay = own.replays[0.0, "draft", PROBABILISTIC]
+    seconds, plain = [], []
+    for group in groups:
+        rounds = sorted(replay.texts[row.prompt].counts[4].num_drafts for row in group.rows)
+        tokens = sorted(len(row.tokens) for row in group.rows)
+        if rows == 1:
+            one = 0.1 + 4 * 0.05 + 0.2
+            seconds.append(2.0 + 0.3 + one + (rounds[0] - 1) * (one + 1.8))
+            plain.append(2.0 + (tokens[0] - 1) * 1.1)
+        else:
+            both, alone = 0.2 + 4 * 0.1 + 0.3 + 2.8, 0.1 + 4 * 0.05 + 0.2 + 1.8
+            seconds.append(3.0 + 0.4 + rounds[0] * both + (rounds[1] - rounds[0]) * alone)
+            plain.append(3.0 + tokens[0] * 1.4 + (tokens[1] - tokens[0]) * 1.1)
+    assert found["value"] == pytest.approx(sum(plain) / sum(seconds))
+    assert found["ci95"] == pytest.approx(ratio(plain, seconds)["ci95"])
+    # Without replay it takes the rounds that were decoded; without costs it says nothing.
+    row = Row(0, [0] * 5, Counts(num_drafts=3, num_emitted_tokens=5))
+    decoded = predicted_speedup(
+        measured(tokenizer, texts, {}), 0.0, own.drafter("draft"), 4, [Group([row], 1.0)], [Group([row], 1.0)]
+    )
+    assert decoded["value"] == pytest.approx((2.0 + 4 * 1.1) / (2.0 + 0.3 + 0.5 + 2 * (0.5 + 1.8)))
+    bare = measured(tokenizer, texts, {"draft": a}, tables=())
+    assert predicted_speedup(bare, 0.0, own.drafter("draft"), 4, groups, groups) is None and costs_entry(bare) is None
+
+
+def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
+    texts = [[0] * n for n in (9, 6, 8, 8)]
+    a = [[0.6] * len(text) for text in texts]
+    own = measured(tokenizer, texts, {"draft": a, "lookup": a}, categories=["code", "prose"])
+    replay = own.replays[0.0, "draft", PROBABILISTIC]
+    curve = curve_of(own, 0.0, "draft", PROBABILISTIC, replay)
+    assert curve["alpha"]["value"] == pytest.approx(0.6)
+    for k in LENGTHS:
+        tau, target = replay.mean_acceptance_length[k], 1.0 + k * 0.2
+        factor = 1.1 / (0.1 + k * 0.05 + 0.2 + target)
+        assert curve["predicted_speedup"]["1"][str(k)]["value"] == pytest.approx(tau["value"] * factor)
+        assert curve["predicted_speedup"]["1"][str(k)]["ci95"] == pytest.approx([x * factor for x in tau["ci95"]])
+        alpha = curve["break_even_alpha"]["1"][str(k)]
+        assert sum(alpha**i for i in range(k + 1)) * factor == pytest.approx(1.0)
+    assert {name: of["prompts"] for name, of in curve["by_category"].items()} == {"code": 2, "prose": 2}
+    code = curve["by_category"]["code"]["mean_acceptance_length"]["4"]["value"]
+    assert code == pytest.approx(17 / sum(replay.texts[i].counts[4].num_drafts for i in (0, 2)))
+    # n-grams verify what they find, and have no α that would say when they pay.
+    lookup, found = curve_of(own, 0.0, "lookup", PROBABILISTIC, replay), replay.texts
+    nodes = sum(t.counts[4].num_draft_tokens for t in found) / sum(t.counts[4].num_drafts for t in found)
+    tau = replay.mean_acceptance_length[4]["value"]
+    assert lookup["predicted_speedup"]["1"]["4"]["value"] == pytest.approx(tau * 1.1 / (0.11 + 1.0 + nodes * 0.2))
+    assert lookup["break_even_alpha"]["1"]["4"] is None
+
+
+def curve(name: str, speeds: dict[str, dict[str, float]], verifier: str = PROBABILISTIC):
+    predicted = {b: {k: {"value": value, "ci95": None} for k, value in own.items()} for b, own in speeds.items()}
+    return {"proposer": {"name": name}, "verifier": verifier, "predicted_speedup": predicted}
+
+
+def test_advice_names_what_was_not_decoded_and_would_be_faster_everywhere():
+    runs = [{"proposer": {"name": "draft"}, "draft_length": 4}]
+    # γ = 2 is best at batch size 1, γ = 3 at the worse of both.
+    speeds = {"1": {"2": 1.9, "3": 1.7, "4": 1.6}, "4": {"2": 1.2, "3": 1.5, "4": 1.4}}
+    assert advice([curve("draft", speeds)], runs) == (
+        "The planner expects 1.50 times of draft with γ = 3, which was not decoded."
+    )
+    # Nothing, where what was decoded is best, or as good as best, or nothing pays, or nothing was predicted.
+    assert advice([curve("draft", {"1": {"3": 1.41, "4": 1.4}})], runs) is None
+    assert advice([curve("draft", {"1": {"3": 1.2, "4": 1.4}})], runs) is None
+    assert advice([curve("draft", {"1": {"3": 1.0, "4": 0.5}})], runs) is None
+    assert advice([curve("draft", {"1": {"3": 2.0, "4": 0.5}}, verifier=GREEDY)], runs) is None
+    assert advice([curve("draft", {})], runs) is None and advice([], runs) is None
+
+
+def test_the_planner_is_checked_by_the_median_of_its_errors():
+    def run(predicted, value):
+        own = {"proposer": {"name": "draft"}, "draft_length": 4, "batch_size": 1, "temperature": 0.0}
+        estimate = None if predicted is None else {"value": predicted, "ci95": None}
+        return own | {"predicted_speedup": estimate, "speedup": {"value": value, "ci95": None}}
+
+    runs = [run(1.1, 1.0), run(0.7, 1.0), run(4.0, 2.0), run(None, 1.0), run(1.0, 1.0)]
+    found = planner_check(runs)
+    assert found["median_relative_error"] == pytest.approx(0.2)  # of 0, 0.1, 0.3 and 1
+    assert [point["predicted"] for point in found["points"]] == [1.1, 0.7, 4.0, 1.0]
+    assert planner_check(runs[3:4]) is None
