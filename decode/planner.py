@@ -48,7 +48,8 @@ class Costs:
     def round_seconds(self, draft_length: int, nodes: float | None = None) -> float:
         """Return d(γ) + t(γ + 1) + o; trees verify their `nodes` in place of γ tokens, n-grams what they find."""
         block = 1 + (draft_length if nodes is None else nodes)
-        return self.drafting(draft_length) + self.verification(block) + self.overhead
+        seconds = self.drafting(draft_length) + self.verification(block) + self.overhead
+        return max(seconds, self.target[1])  # an overhead that noise left below zero does not undo a forward
 
     def speedup(self, acceptance_length: float, draft_length: int, nodes: float | None = None) -> float:
         """Return τ·t(1) ÷ (d(γ) + t(γ + 1) + o), the speed-up over plain decoding; 1 for γ = 0.

@@ -49,7 +49,8 @@ def measured_costs(
         prompt: tokens of a prompt.
     """
     sizes = sorted({1, *batch_sizes, *(b for b in (2, 4, 8, 16, 32) if b < max(batch_sizes))})
-    blocks = sorted({k for k in BLOCKS if k <= longest + 1} | {1 + d.nodes for d in drafters if d.nodes is not None})
+    # All of them, however long the drafts that are decoded: replay asks for t(γ + 1) of every γ up to 16.
+    blocks = sorted({*BLOCKS, 1 + longest} | {1 + d.nodes for d in drafters if d.nodes is not None})
     tables = []
     for context in contexts:
         tables += measure_costs(
@@ -69,6 +70,7 @@ def measured_costs(
             "schema": SCHEMA,
             "environment": environment(target.device, dtype),
             "target": target_path,
+            "drafters": {drafter.name: drafter.to_dict() for drafter in drafters},
             "tables": [table.to_dict() for table in tables],
         },
     )
@@ -80,13 +82,15 @@ def load_costs(
     target: PreTrainedModel,
     target_path: str,
     dtype: str,
-    names: Sequence[str],
+    drafters: Sequence[Drafter],
     temperatures: Sequence[float],
+    batch_sizes: Sequence[int],
 ) -> list[CostTable]:
     """Read costs that were measured here before.
 
     Raises:
-        InputError: no such file, or costs of another target, drafter, temperature, device, dtype or number of threads.
+        InputError: no such file, or costs of another target, drafter, temperature, device, dtype or number of threads,
+            or of smaller batches alone. Drafters of one size cost the same, wherever they lie.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -95,20 +99,27 @@ def load_costs(
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise InputError(f"costs: expected schema {SCHEMA} in {path}, found another")
     here: dict[str, Any] = environment(target.device, dtype)
-    pairs = [("target", target_path, found["target"])]
-    pairs += [(name, here[name], found["environment"].get(name)) for name in SAME]
+    pairs = [("target", target_path, found.get("target"))]
+    pairs += [(name, here[name], found.get("environment", {}).get(name)) for name in SAME]
+    measured = found.get("drafters", {})
+    for drafter in drafters:
+        own = measured.get(drafter.name)
+        if own is None:
+            others = ", ".join(measured) or "none"
+            raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
+        pairs += [(f"{drafter.name}'s {key}", v, own.get(key)) for key, v in drafter.to_dict().items() if key != "path"]
     for name, wanted, own in pairs:
         if wanted != own:
             raise InputError(f"costs: expected those of {name} {wanted} in {path}, found those of {own}: measure again")
-    tables = [CostTable.from_dict(table) for table in found["tables"]]
+    tables = [CostTable.from_dict(table) for table in found.get("tables", [])]
+    largest = max((rows for table in tables for rows in table.target), default=0)
+    if max(batch_sizes) > largest:
+        raise InputError(
+            f"costs: expected those of batch size {max(batch_sizes)} in {path}, found up to {largest}: measure again"
+        )
     for temperature in temperatures:
-        known = {name for table in tables if table.temperature == temperature for name in table.drafters}
-        missing = [name for name in names if name not in known]
-        if missing:
-            raise InputError(
-                f"costs: expected those of {', '.join(missing)} at T={temperature:g} in {path}, found none: "
-                "measure again"
-            )
+        if all(table.temperature != temperature for table in tables):
+            raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
     return tables
 
 

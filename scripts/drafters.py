@@ -1,5 +1,6 @@
 """The drafters of a measurement: what each is called, what it drafts with, and what it adds to memory."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from draftsmith.train.models import check_head, check_same_tokenizer, default_de
 
 STOCK = "stock"
 """What the draft to beat is called."""
+MEDUSA, LOOKUP = "medusa", "lookup"
 
 
 @dataclass(frozen=True)
@@ -70,10 +72,8 @@ def load_drafters(
     trust_remote_code: bool,
 ) -> list[Drafter]:
     """Load what is to be measured; tokenizers and shapes are checked before any weights are read."""
-    named = dict(zip(_names(drafts), drafts, strict=True))
+    named = dict(zip(short_names(drafts), drafts, strict=True))
     if baseline is not None:
-        if STOCK in named:
-            raise InputError(f"draft: expected another name than {STOCK}, the baseline's, found {named[STOCK]}")
         named[STOCK] = baseline
     for name, path in named.items():
         field = "baseline_draft" if name == STOCK and baseline is not None else "draft"
@@ -91,19 +91,20 @@ def load_drafters(
         heads.to(default_device())
         heads.check_fits(target)
         proposer = MedusaProposer(heads)
-        found.append(Drafter("medusa", "medusa", medusa, proposer, None, heads, [proposer.tree.depth]))
+        found.append(Drafter(MEDUSA, "medusa", medusa, proposer, None, heads, [proposer.tree.depth]))
     if prompt_lookup:
-        found.append(Drafter("lookup", "prompt_lookup", None, PromptLookupProposer(), None, None, draft_lengths))
+        found.append(Drafter(LOOKUP, "prompt_lookup", None, PromptLookupProposer(), None, None, draft_lengths))
     return found
 
 
-def _names(paths: Sequence[str]) -> list[str]:
-    """Name one draft "draft", and several by the last parts of their paths, as many as tell them apart."""
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Name one draft "draft", and several by the last parts of their paths, as many as tell all drafters apart."""
     if len(paths) == 1:
         return ["draft"]
-    for parts in range(1, 1 + max((len(Path(path).parts) for path in paths), default=0)):
-        names = ["/".join(Path(path).parts[-parts:]) for path in paths]
-        if len(set(names)) == len(names):
+    whole = [Path(os.path.abspath(path)).parts for path in paths]
+    for parts in range(1, 1 + max(map(len, whole), default=0)):
+        names = ["/".join(own[-parts:]) for own in whole]
+        if len({*names, STOCK, MEDUSA, LOOKUP}) == len(names) + 3:
             return names
     if paths:
         raise InputError(f"draft: expected each draft once, found {', '.join(paths)}")

@@ -52,7 +52,7 @@ class MeasureConfig:
     output: str
     """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
     draft: str | list[str] | None = None
-    """The draft model to measure, or several."""
+    """The draft model to measure, or several, as a list: '["a", "b"]'."""
     medusa: str | None = None
     """Medusa or Hydra heads to measure; they draft the tree of their config."""
     prompt_lookup: bool = False
@@ -186,6 +186,10 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         config.dtype,
         remote,
     )
+    tables: list[CostTable] | None = None if config.measure_costs else []
+    if config.costs is not None:  # others' are refused before a text is decoded
+        path, sizes = Path(config.costs), config.batch_sizes
+        tables = load_costs(path, target, config.target, config.dtype, drafters, config.temperatures, sizes)
     methods = [Method(), *(Method(d.name, k) for d in drafters for k in d.draft_lengths)]
     output, laws = Path(config.output), {t: config.law(t) for t in config.temperatures}
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
@@ -211,7 +215,8 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         missing = slice(len(plain), len(prompts))
         texts[temperature] += _completed(config, target, prompts[missing], encoded[missing], temperature, progress)
         _replay(config, target, drafters, law, temperature, encoded, texts[temperature], replays, first_heads)
-    tables = _costs(config, target, drafters, laws, encoded, texts, output)
+    if tables is None:
+        tables = _costs(config, target, drafters, laws, encoded, texts, output)
     measured = Measured(
         target=target,
         target_path=config.target,
@@ -302,11 +307,6 @@ def _costs(
     texts: Mapping[float, Sequence[list[int]]],
     output: Path,
 ) -> list[CostTable]:
-    names = [drafter.name for drafter in drafters]
-    if config.costs is not None:
-        return load_costs(Path(config.costs), target, config.target, config.dtype, names, config.temperatures)
-    if not config.measure_costs:
-        return []
     own = next(iter(texts.values()))
     prompt = max(1, round(sum(map(len, encoded)) / len(encoded)))
     mean = max(2, round(prompt + sum(map(len, own)) / len(own) / 2))
@@ -347,7 +347,9 @@ def _certificate(
             other = [row.tokens for row in rows_of(own)]
             written = [row.tokens for row in plain]
             found[key] = certify_greedy(target, written, other, prompts[: len(plain)], laws[temperature])
-        elif config.lossless_tokens and rows == config.batch_sizes[0]:
+        elif config.lossless_tokens and rows != config.batch_sizes[0]:  # the test has batches of its own
+            found[key] = found[temperature, config.batch_sizes[0], method]
+        elif config.lossless_tokens:
             found[key] = certify_sampled(
                 target,
                 by_name[method.drafter],

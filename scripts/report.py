@@ -1,6 +1,8 @@
 """From what was decoded and replayed to `report.json`."""
 
+import json
 from collections.abc import Mapping, Sequence
+from importlib import resources
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,6 +21,14 @@ from draftsmith.scripts.verdict import comparisons, judge
 from draftsmith.train.provenance import environment
 
 SCHEMA = "draftsmith.report/1"
+
+
+def report_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a report (draft 2020-12), which ships with the package."""
+    found: dict[str, Any] = json.loads(
+        resources.files("draftsmith.scripts").joinpath("report.schema.json").read_text(encoding="utf-8")
+    )
+    return found
 
 
 def build_report(
@@ -133,7 +143,7 @@ def _gains(
     if stock is None or method.drafter == STOCK:
         return None
     return {  # replayed on the same texts for both, without the noise of what each of them happened to decode
-        "mean_acceptance_length": _gain(measured, temperature, method),
+        "mean_acceptance_length": _gain(measured, temperature, method) or {"value": None, "ci95": None},
         "decoded_mean_acceptance_length": ratio_difference(
             *emitted_and_rounds(rows_of(own)), *emitted_and_rounds(rows_of(stock))
         ),

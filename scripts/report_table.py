@@ -19,13 +19,14 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     table = Table(
         title=f"{_prompts(report)}, {environment['dtype']}, {environment['device']}, {environment['threads']} threads",
         title_justify="left",
-        caption="α: 1 - TV(p, q). accepted: of the drafted tokens. τ: tokens per target forward.\n"
+        caption="α: 1 - TV(p, q). acc.: accepted ÷ drafted tokens. τ: tokens per target forward.\n"
         "±: half of the 95 % interval, bootstrapped over prompts."
-        + ("\nmedusa/n: heads that draft a tree of n nodes, of which a round accepts one path." if has_tree else ""),
+        + ("\nmedusa/n: heads that draft a tree of n nodes; a round accepts one path." if has_tree else ""),
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
+        show_edge=False,
     )
     names = [
         "T",
@@ -33,14 +34,17 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
         "drafter",
         "γ",
         "α",
-        "accepted",
+        "acc.",
         "τ",
         "tok/s",
         "speed-up",
         "τ over stock",
     ]
     for name in names:
-        table.add_column(name, justify="left" if name == "drafter" else "right", no_wrap=True)
+        if name == "drafter":  # a long name takes more lines, for no figure may be cut off
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     for base in report["baseline"]["by_temperature"]:
         setting = [f"{base['temperature']:g}", *([str(base["batch_size"])] if batched else [])]
         speed = f"{base['tokens_per_second']['value']:.0f}"
@@ -63,8 +67,8 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
     console = console or Console()
     console.print(table)
     chosen = report["recommendation"]
-    console.print(Text("GO  ", "bold green") if chosen["go"] else Text("NO-GO  ", "bold red"), end="")
-    console.print(chosen["reason"], highlight=False)
+    word = ("GO  ", "bold green") if chosen["go"] else ("NO-GO  ", "bold red")
+    console.print(Text.assemble(word, chosen["reason"]))  # as one text, for it wraps by its whole width
 
 
 def _drafter(run: Mapping[str, Any]) -> str:

@@ -1,63 +1,130 @@
-"""`draftsmith measure` on a tiny pair: what the report says, and that it is consistent with itself."""
+"""`draftsmith measure` on a tiny pair: what the report says, that it is consistent with itself, and what it decides."""
 
+import copy
+import functools
+import inspect
 import json
-import math
 import shutil
+from statistics import median
 
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from jsonschema import Draft202012Validator
 from rich.console import Console
 from trained_heads import own_texts, train_heads
 from transformers import AutoModelForCausalLM
 
+import draftsmith.scripts.measure as command
+from draftsmith.decode import costs as round_costs
+from draftsmith.decode import intervals
 from draftsmith.medusa import MedusaConfig, MedusaHeads
+from draftsmith.scripts import cost_file
+from draftsmith.scripts.certificate import certify_sampled, unchecked
+from draftsmith.scripts.decoding import Method
+from draftsmith.scripts.drafters import short_names
 from draftsmith.scripts.measure import MeasureConfig, main, measure
-from draftsmith.scripts.report import print_report
+from draftsmith.scripts.report import report_schema
+from draftsmith.scripts.report_table import print_report
+from draftsmith.scripts.verdict import more_prompts
 from draftsmith.train import cli
 from draftsmith.train.runs import save_model
 
-TOP = {"schema", "environment", "target", "prompts", "baseline", "runs", "costs", "recommendation"}
-ENVIRONMENT = {"python", "torch", "transformers", "device", "dtype", "threads", "git_sha"}
-COUNTS = {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos", "num_emitted_tokens"}
-RUN = {
-    "proposer", "draft_length", "rule", "temperature", "batch_size", "counts", "alpha", "draft_acceptance_rate",
-    "mean_acceptance_length", "acceptance_per_position", "conditional_acceptance", "speedup", "predicted_speedup",
-    "tokens_per_second", "gain_over_baseline_draft", "replay", "lossless", "by_category", "repeated_ngram_share",
-}  # fmt: skip
-PROMPTS = [
-    ("def f(x):", "code"),
-    ("import os", "code"),
-    ("a story of x", "prose"),
-    ("for i in", "code"),
-    ("self", None),
-]
+PROMPTS = [("def f(x):", "code"), ("import os", "code"), ("a story of x", "prose"), ("self", None)]
 NEW = 13
-
-
+LENGTHS = (2, 3)
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
+NAMES = {"draft": "draft", "stock": "baseline_draft", "medusa": "medusa", "lookup": "prompt_lookup"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick():
+    """Few resamples and repeats: no test looks at how wide an interval is or how long anything took."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(intervals, "RESAMPLES", 100)
+        patch.setattr(cost_file, "measure_costs", functools.partial(round_costs.measure_costs, repeats=1))
+        patch.setattr(round_costs, "WRITTEN", 8)
+        yield
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory, tokenizer):
-    """A draft that is close to the target beside a stock draft that is further off: 2 temperatures × 2 lengths × 2."""
+def root(tmp_path_factory, tokenizer):
+    """A target; drafts that are close to it, further off and far away; heads that draft a tree of depth 2; prompts."""
     root = tmp_path_factory.mktemp("measured")
     target = tiny_llama(0, len(tokenizer))
-    for name, model in {"target": target, "draft": perturbed(target, 0.02), "stock": perturbed(target, 0.2)}.items():
+    models = {"draft": perturbed(target, 0.02), "stock": perturbed(target, 0.2), "bad": perturbed(target, 3.0)}
+    for name, model in (models | {"target": target}).items():
         model.generation_config.eos_token_id = None
         save_model(model, tokenizer, root / name)
     rows = [{"prompt": text} | ({"category": category} if category else {}) for text, category in PROMPTS]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = MeasureConfig(
-        target=str(root / "target"), draft=str(root / "draft"), baseline_draft=str(root / "stock"),
-        prompts=str(root / "prompts.jsonl"), output=str(root / "out"), temperature="0,1", draft_length="1,3",
-        max_new_tokens=NEW, dtype="float32",
-    )  # fmt: skip
-    return measure(config, progress=False), root
+    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
+    texts = own_texts(target, ids, max_new_tokens=NEW, do_sample=False)
+    heads = train_heads(target, MedusaHeads.of_target(target, 3), texts, steps=15)
+    heads.config.medusa_choices = CHOICES
+    heads.save_pretrained(root / "heads")
+    return root
 
 
-def runs_of(report: dict, **where: object) -> list[dict]:
-    return [run for run in report["runs"] if all(run[key] == value for key, value in where.items())]
+def checked(root, output, page=False, **settings):
+    """Measure, and require what was left in report.json to be of the schema: every report of these tests is."""
+    fixed = {"target": str(root / "target"), "prompts": str(root / "prompts.jsonl"), "dtype": "float32"}
+    others = {"max_new_tokens": NEW, "draft_length": "2", "measure_costs": False}
+    with pytest.MonkeyPatch.context() as patch:
+        if not page:  # it takes a second
+            patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
+        report = measure(MeasureConfig(**(fixed | others | settings), output=str(output)), progress=False)
+    return valid(output, report)
+
+
+def valid(output, report=None):
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = json.loads((output / "report.json").read_text(), parse_constant=refuse)
+    assert report is None or found == report
+    assert [f"{error.json_path}: {error.message[:200]}" for error in VALIDATOR.iter_errors(found)] == []
+    assert (output / "report.html").read_text().startswith("<!DOCTYPE html>")
+    assert not list(output.glob(".*"))
+    return found
+
+
+VALIDATOR = Draft202012Validator(report_schema())
+
+
+@pytest.fixture(scope="module")
+def measured(root):
+    """All kinds of drafters: 2 temperatures × 2 batch sizes × 2 lengths, with costs; and what was decoded."""
+    decoded = {}
+
+    def remembered(*args, **options):
+        found = decode(*args, **options)
+        decoded[args[5]["do_sample"] * 1.0, args[4]] = found
+        return found
+
+    decode = command.decode_side_by_side
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "decode_side_by_side", remembered)
+        report = checked(
+            root, root / "out", draft=str(root / "draft"), baseline_draft=str(root / "stock"),
+            medusa=str(root / "heads"), prompt_lookup=True, temperature="0,1", draft_length="2,3", batch_size="1,2",
+            measure_costs=True, page=True,
+        )  # fmt: skip
+    return report, decoded
+
+
+def runs_of(report: dict, name: str | None = None, **where: object) -> list[dict]:
+    runs = [run for run in report["runs"] if name in (None, run["proposer"]["name"])]
+    return [run for run in runs if all(run[key] == value for key, value in where.items())]
+
+
+def curve_of(report: dict, name: str, temperature: float, verifier: str = "probabilistic") -> dict:
+    (found,) = (
+        curve
+        for curve in report["curves"]
+        if (curve["proposer"]["name"], curve["temperature"], curve["verifier"]) == (name, temperature, verifier)
+    )
+    return found
 
 
 def walk(value: object):
@@ -66,163 +133,325 @@ def walk(value: object):
         yield from walk(item)
 
 
-def test_the_file_is_the_report(measured):
-    report, root = measured
-    text = (root / "out" / "report.json").read_text()
+def test_the_schema_is_strict(measured):
+    report, _ = measured
+    report = report | {name: report[name][:1] for name in ("runs", "curves", "comparisons")}
+    Draft202012Validator.check_schema(report_schema())
+    for path, wrong in [
+        (("schema",), "draftsmith.report/2"),
+        (("surprise",), 1),
+        (("runs", 0, "surprise"), 1),
+        (("runs", 0, "alpha", "ci95"), [0.5]),
+        (("runs", 0, "alpha"), {"value": None, "ci95": [0.1, 0.2]}),
+        (("runs", 0, "counts", "num_drafts"), 1.5),
+        (("runs", 0, "proposer", "tree_nodes"), 4),
+        (("runs", 0, "lossless", "checked"), False),
+        (("curves", 0, "mean_acceptance_length", "γ"), {"value": 1.0, "ci95": None}),
+        (("costs", "overhead_seconds", "draft", "1"), None),
+        (("breaks", "texts", 0, "tokens", 0, "acceptance"), 1.5),
+        (("recommendation", "reason"), None),
+    ]:
+        changed = copy.deepcopy(report)
+        functools.reduce(lambda value, key: value[key], path[:-1], changed)[path[-1]] = wrong
+        assert not VALIDATOR.is_valid(changed), path
+    for key in report:
+        assert not VALIDATOR.is_valid({name: value for name, value in report.items() if name != key}), key
 
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
 
-    assert json.loads(text, parse_constant=refuse) == report
-    assert not list((root / "out").glob(".*"))
-
-
-def test_every_field_of_the_schema_is_there(measured):
-    report, root = measured
-    assert report["schema"] == "draftsmith.report/1"
-    assert report.keys() >= TOP and report["environment"].keys() >= ENVIRONMENT
-    assert report["target"] == {
-        "path": str(root / "target"),
-        "parameters": AutoModelForCausalLM.from_pretrained(root / "target").num_parameters(),
-        "dtype": "float32",
+def test_what_was_measured(measured, root):
+    report, _ = measured
+    parameters = AutoModelForCausalLM.from_pretrained(root / "target").num_parameters()
+    assert report["target"] == {"path": str(root / "target"), "parameters": parameters, "dtype": "float32"}
+    assert report["prompts"] == {
+        "path": str(root / "prompts.jsonl"), "count": 4, "replayed": 4, "categories": {"code": 2, "prose": 1},
+    }  # fmt: skip
+    settings = [(t, b) for t in (0.0, 1.0) for b in (1, 2)]
+    assert [(of["temperature"], of["batch_size"]) for of in report["baseline"]["by_temperature"]] == settings
+    # Heads draft their tree, whatever γ the others have.
+    asked = [(t, b, k, name) for t, b in settings for name in NAMES for k in ((2,) if name == "medusa" else LENGTHS)]
+    found = [(r["temperature"], r["batch_size"], r["draft_length"], r["proposer"]["name"]) for r in report["runs"]]
+    assert found == asked
+    proposers = {run["proposer"]["name"]: run["proposer"] for run in report["runs"]}
+    assert {name: proposer["kind"] for name, proposer in proposers.items()} == NAMES
+    of_heads = MedusaHeads.from_pretrained(root / "heads").num_parameters()
+    sizes = {"draft": parameters, "stock": parameters, "medusa": of_heads, "lookup": 0}
+    paths = {"draft": "draft", "stock": "stock", "medusa": "heads"}
+    for name, proposer in proposers.items():
+        assert proposer["path"] == (str(root / paths[name]) if name in paths else None)
+        assert (proposer["parameters"], proposer["bytes"]) == (sizes[name], 4 * sizes[name])
+    assert (proposers["medusa"]["heads"], proposers["medusa"]["tree_nodes"]) == (3, len(CHOICES))
+    assert [tree["proposer"] for tree in report["trees"]] == ["medusa"]
+    # Keys and values of 2 layers with 2 heads of 8 numbers, 4 bytes each.
+    memory = report["memory"]
+    assert (memory["target_bytes"], memory["target_cache_bytes_per_token"]) == (4 * parameters, 2 * 2 * 2 * 8 * 4)
+    assert {name: of["weights_bytes"] for name, of in memory["drafters"].items()} == {
+        n: 4 * s for n, s in sizes.items()
     }
-    assert report["prompts"] == {"path": str(root / "prompts.jsonl"), "count": len(PROMPTS), "replayed": len(PROMPTS)}
-    assert report["baseline"]["tokens_per_second"]["median"] > 0
-    asked = [(t, k, kind) for t in (0.0, 1.0) for k in (1, 3) for kind in ("draft", "baseline_draft")]
-    found = [(r["temperature"], r["draft_length"], r["proposer"]["kind"]) for r in report["runs"]]
-    assert sorted(found) == sorted(asked)
-    for run in report["runs"]:
-        assert run.keys() >= RUN and run["counts"].keys() >= COUNTS
-        assert (run["rule"], run["batch_size"]) == ("exact", 1)
-        assert run["proposer"]["path"] == str(
-            root / {"draft": "draft", "baseline_draft": "stock"}[run["proposer"]["kind"]]
-        )
-        assert run["proposer"]["parameters"] == report["target"]["parameters"]
-        for name in ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "speedup"):
-            low, high = run[name]["ci95"]
-            assert low <= run[name]["value"] <= high
-        assert run["tokens_per_second"]["median"] > 0
-        assert 0 <= run["repeated_ngram_share"] <= 1
-    assert all(math.isfinite(value) for value in walk(report) if isinstance(value, float))
+    cached = {name: of["cache_bytes_per_token"] for name, of in memory["drafters"].items()}
+    assert cached == {"draft": 256, "stock": 256, "medusa": 0, "lookup": 0}
 
 
 def test_counts_are_integers_and_ratios_are_theirs(measured):
     report, _ = measured
     for run in report["runs"]:
-        counts, gamma = run["counts"], run["draft_length"]
+        counts, gamma, heads = run["counts"], run["draft_length"], run["proposer"]["kind"] == "medusa"
         assert all(type(value) is int for value in walk(counts) if not isinstance(value, dict | list))
         assert counts["num_emitted_tokens"] == NEW * len(PROMPTS)
         assert counts["num_accepted_tokens"] == sum(counts["num_accepted_tokens_per_pos"])
-        assert counts["num_draft_tokens"] == sum(counts["num_draft_tokens_per_pos"])
-        assert counts["num_accepted_tokens"] <= counts["num_draft_tokens"] <= gamma * counts["num_drafts"]
+        # A tree drafts more tokens than positions.
+        positions = sum(counts["num_draft_tokens_per_pos"])
+        assert positions < counts["num_draft_tokens"] if heads else positions == counts["num_draft_tokens"]
         # Every round emits its accepted tokens and one more: no text ends inside a block here.
         assert counts["num_emitted_tokens"] == counts["num_drafts"] + counts["num_accepted_tokens"]
-        assert len(run["acceptance_per_position"]) == len(run["conditional_acceptance"]) == gamma
+        assert len(run["acceptance_per_position"]) == len(run["conditional_acceptance"]) <= gamma
         per_position = counts["num_accepted_tokens_per_pos"]  # as shares they need not fall: the last rounds draft less
         assert per_position == sorted(per_position, reverse=True)
         ratio = counts["num_accepted_tokens"] / counts["num_draft_tokens"]
         assert run["draft_acceptance_rate"]["value"] == pytest.approx(ratio, rel=1e-12)
         tau = counts["num_emitted_tokens"] / counts["num_drafts"]
         assert run["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
-        assert 0 < run["alpha"]["value"] < 1 <= tau <= gamma + 1
+        assert 1 <= tau <= gamma + 1
+        for name in ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "speedup"):
+            if run["proposer"]["name"] != "lookup":  # which drafts nothing of some prompts
+                low, high = run[name]["ci95"]
+                assert low <= run[name]["value"] <= high
+
+
+def test_batches_write_the_same_texts(measured):
+    report, decoded = measured
+    for temperature in (0.0, 1.0):  # with the same seeds under sampling, too
+        for method, groups in decoded[temperature, 1].items():
+            alone, together = (
+                [row for group in found for row in group.rows] for found in (groups, decoded[temperature, 2][method])
+            )
+            assert [row.prompt for row in together] == list(range(len(PROMPTS))) and alone == together
+        for run in runs_of(report, temperature=temperature, batch_size=1):
+            where = {"temperature": temperature, "draft_length": run["draft_length"]}
+            (other,) = runs_of(report, run["proposer"]["name"], batch_size=2, **where)
+            assert run["counts"] == other["counts"] and run["replay"] == other["replay"]
 
 
 def test_greedy_texts_are_identical_and_replay_is_exact(measured):
     report, _ = measured
     for run in runs_of(report, temperature=0.0):
-        assert run["lossless"]["checked"] is run["lossless"]["identical"] is True
+        assert run["lossless"]["checked"] is run["lossless"]["identical"] is run["lossless"]["passed"] is True
         assert run["replay"]["agrees"] is True
-        replayed, decoded = run["replay"]["mean_acceptance_length"], run["mean_acceptance_length"]
-        assert replayed["value"] == pytest.approx(decoded["value"], rel=1e-12)
-        assert replayed["ci95"] == pytest.approx(decoded["ci95"], rel=1e-12)
+        replayed = curve_of(report, run["proposer"]["name"], 0.0)["mean_acceptance_length"][str(run["draft_length"])]
+        assert run["replay"]["mean_acceptance_length"] == replayed
+        assert replayed["value"] == pytest.approx(run["mean_acceptance_length"]["value"], rel=1e-12)
+        if run["batch_size"] == 1:
+            assert replayed["ci95"] == pytest.approx(run["mean_acceptance_length"]["ci95"], rel=1e-12)
 
 
-def test_sampled_runs_claim_no_identity_and_replay_covers_both_lengths(measured):
+def test_sampled_runs_claim_no_identity(measured):
     report, _ = measured
     for run in runs_of(report, temperature=1.0):
-        assert run["lossless"]["checked"] is False and run["lossless"]["identical"] is None
-        assert run["replay"]["agrees"] in (True, False)
-    for kind in ("draft", "baseline_draft"):
-        pair = [r for r in runs_of(report, temperature=1.0) if r["proposer"]["kind"] == kind]
-        short, long = sorted(pair, key=lambda r: r["draft_length"])
-        # One plain text a prompt is replayed at both draft lengths.
-        assert short["alpha"] == long["alpha"]
-        tau = [r["replay"]["mean_acceptance_length"]["value"] for r in (short, long)]
-        assert 1 <= tau[0] < tau[1]
+        assert run["lossless"]["checked"] is False and "lossless_tokens" in run["lossless"]["reason"]
+        if run["proposer"]["name"] == "medusa":  # siblings that are drawn are not replayed; the first head's α is known
+            assert run["replay"] is None and 0 < run["alpha"]["value"] < 1
+            assert run["gain_over_baseline_draft"]["mean_acceptance_length"] == {"value": None, "ci95": None}
+        else:
+            assert run["replay"]["agrees"] in (True, False)
+            assert run["alpha"] == curve_of(report, run["proposer"]["name"], 1.0)["alpha"]
 
 
-def test_gains_are_paired_and_only_the_drafts(measured):
+def test_curves_cover_every_draft_length(measured):
+    report, _ = measured
+    found = [(c["temperature"], c["proposer"]["name"], c["verifier"]) for c in report["curves"]]
+    both = [(1.0, name, verifier) for name in ("draft", "stock") for verifier in ("probabilistic", "greedy")]
+    greedy = [(0.0, name, "probabilistic") for name in NAMES]
+    assert found == [*greedy, *both, (1.0, "lookup", "probabilistic")]
+    for curve in report["curves"]:
+        lengths = [2] if curve["proposer"]["name"] == "medusa" else list(range(1, 17))
+        length = curve["mean_acceptance_length"]
+        assert [int(k) for k in length] == lengths
+        values = [of["value"] for of in length.values()]
+        assert values == sorted(values) and all(1 <= v <= k + 1 for k, v in zip(lengths, values, strict=True))
+        if curve["proposer"]["name"] in ("draft", "stock"):  # up to the last token of a text but one
+            assert len(curve["acceptance_per_position"]) == NEW - 1 == len(curve["conditional_acceptance"])
+        assert {name: of["prompts"] for name, of in curve["by_category"].items()} == {"code": 2, "prose": 1}
+        assert curve["by_category"]["prose"]["mean_acceptance_length"].keys() == length.keys()
+
+
+def test_both_verifiers_are_the_laws_overlap(measured, root, tokenizer):
+    report, decoded = measured
+    target, draft = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("target", "draft"))
+    drawn, certain = [], []
+    for group, (prompt, _) in zip(decoded[1.0, 1][Method()], PROMPTS, strict=True):
+        ids = tokenizer.encode(prompt)
+        sequence = torch.tensor([[*ids, *group.rows[0].tokens]])
+        with torch.no_grad():
+            p, q = (model(sequence).logits[0, len(ids) - 1 : -1].softmax(-1) for model in (target, draft))
+        drawn.append(torch.minimum(p, q).sum(-1))
+        certain.append(p.gather(-1, q.argmax(-1)[:, None])[:, 0])
+    for verifier, overlaps in (("probabilistic", drawn), ("greedy", certain)):
+        alpha = float(torch.cat(overlaps).mean())
+        assert curve_of(report, "draft", 1.0, verifier)["alpha"]["value"] == pytest.approx(alpha, abs=1e-5)
+    # A drafter that proposes its argmax where the target draws is accepted less.
+    assert alpha < curve_of(report, "draft", 1.0)["alpha"]["value"]
+
+
+def test_gains_are_paired_and_not_the_stock_drafts(measured):
     report, _ = measured
     for run in report["runs"]:
-        if run["proposer"]["kind"] == "baseline_draft":
+        if run["proposer"]["name"] == "stock":
             assert run["gain_over_baseline_draft"] is None
             continue
-        (stock,) = (
-            other
-            for other in runs_of(report, temperature=run["temperature"], draft_length=run["draft_length"])
-            if other["proposer"]["kind"] == "baseline_draft"
-        )
-        gain = run["gain_over_baseline_draft"]["mean_acceptance_length"]
-        # Both drafts are replayed on the same texts; at T=0 that is what the decoder counted.
+        where = {name: run[name] for name in ("temperature", "draft_length", "batch_size")}
+        (stock,) = runs_of(report, "stock", **where)
+        gain, decoded = run["gain_over_baseline_draft"], [r["mean_acceptance_length"]["value"] for r in (run, stock)]
+        counted = gain["decoded_mean_acceptance_length"]["value"]
+        assert counted == pytest.approx(decoded[0] - decoded[1], abs=1e-12)
+        if run["replay"] is None:
+            continue
+        # Both are replayed on the same texts; at T=0 that is what the decoder counted.
         replayed = [r["replay"]["mean_acceptance_length"]["value"] for r in (run, stock)]
-        difference = replayed[0] - replayed[1]
-        if run["temperature"] == 0:
-            decoded = run["mean_acceptance_length"]["value"] - stock["mean_acceptance_length"]["value"]
-            assert difference == pytest.approx(decoded, abs=1e-12)
-        assert gain["value"] == pytest.approx(difference, abs=1e-12)
-        assert gain["ci95"][0] <= gain["value"] <= gain["ci95"][1]
-        decoded = [r["mean_acceptance_length"]["value"] for r in (run, stock)]
-        counted = run["gain_over_baseline_draft"]["decoded_mean_acceptance_length"]
-        assert counted["value"] == pytest.approx(decoded[0] - decoded[1], abs=1e-12)
-        assert run["gain_over_baseline_draft"]["speedup"]["value"] > 0
-        # The draft's noise is a tenth of the stock draft's.
-        assert run["alpha"]["value"] > stock["alpha"]["value"] and difference > 0
+        own = gain["mean_acceptance_length"]
+        assert own["value"] == pytest.approx(replayed[0] - replayed[1], abs=1e-12)
+        assert own["ci95"][0] <= own["value"] <= own["ci95"][1]
+        assert run["temperature"] or own["value"] == pytest.approx(counted, abs=1e-12)
+        if run["proposer"]["name"] == "draft":  # its noise is a tenth of the stock draft's
+            assert own["value"] > 0 and run["alpha"]["value"] > stock["alpha"]["value"]
 
 
-def test_further_prompts_are_replayed_without_being_decoded(measured, tmp_path):
-    report, root = measured
-    config = MeasureConfig(
-        str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), str(root / "draft"),
-        baseline_draft=str(root / "stock"), draft_length="1,3", temperature="0,1", limit=2, replay_limit=5,
-        max_new_tokens=NEW, dtype="float32",
-    )  # fmt: skip
-    fewer = measure(config, progress=False)
-    assert fewer["prompts"] == {"path": config.prompts, "count": 2, "replayed": len(PROMPTS)}
-    for run in runs_of(fewer, temperature=0.0):
-        assert run["counts"]["num_emitted_tokens"] == 2 * NEW and run["replay"]["agrees"] is True
-        # Texts written in a batch are the ones that are decoded plainly, so all five replay as before.
-        (full,) = (
-            other
-            for other in runs_of(report, temperature=0.0, draft_length=run["draft_length"])
-            if other["proposer"] == run["proposer"]
-        )
-        pairs = [(run["alpha"], full["alpha"])]
-        pairs.append(tuple(r["replay"]["mean_acceptance_length"] for r in (run, full)))
-        if run["gain_over_baseline_draft"]:
-            pairs.append(tuple(r["gain_over_baseline_draft"]["mean_acceptance_length"] for r in (run, full)))
-        for own, other in pairs:
-            assert own["value"] == pytest.approx(other["value"], rel=1e-6)
-    for run in runs_of(fewer, temperature=1.0):
-        assert run["alpha"]["ci95"] and run["counts"]["num_emitted_tokens"] == 2 * NEW
+def test_comparisons_are_differences_of_curves(measured):
+    report, _ = measured
+    pairs = {(c["proposer"], c["other"]) for c in report["comparisons"] if c["temperature"] == 0.0}
+    with_stock = {(name, "stock") for name in ("draft", "medusa", "lookup")}
+    assert pairs == with_stock | {("draft", "medusa"), ("draft", "lookup"), ("medusa", "lookup")}
+    greedy = [c for c in report["comparisons"] if c["verifier"] == "greedy"]
+    assert [(c["proposer"], c["other"], c["draft_length"]) for c in greedy] == [("draft", "stock", k) for k in LENGTHS]
+    for one in report["comparisons"]:
+        curves = [curve_of(report, one[key], one["temperature"], one["verifier"]) for key in ("proposer", "other")]
+        k = str(one["draft_length"])
+        for found, values in (
+            (one["mean_acceptance_length"], [c["mean_acceptance_length"].get(k) for c in curves]),
+            (one["alpha"], [c["alpha"] for c in curves]),
+        ):
+            if None in values:  # a tree that is cut to another γ has no curve there
+                assert "medusa" in (one["proposer"], one["other"]) and k == "3"
+                continue
+            assert found["value"] == pytest.approx(values[0]["value"] - values[1]["value"], abs=1e-12)
+        low, high = one["mean_acceptance_length"]["ci95"]
+        assert (one["more_prompts"] == 0) == (low > 0 or high < 0)
+        if (one["proposer"], one["other"], one["temperature"]) == ("draft", "stock", 0.0):
+            assert one["mean_acceptance_length"]["value"] > 0 and one["more_prompts"] == 0
+
+
+def test_more_prompts_narrow_an_interval_with_the_root_of_their_number():
+    assert more_prompts({"value": 0.3, "ci95": [0.1, 0.5]}, 10) == 0
+    assert more_prompts({"value": -0.3, "ci95": [-0.5, -0.1]}, 10) == 0
+    # Half the width must become 0.1 from 0.2: four times as many.
+    assert more_prompts({"value": 0.1, "ci95": [-0.1, 0.3]}, 10) == 30
+    assert more_prompts({"value": -0.1, "ci95": [-0.3, 0.1]}, 10) == 30
+    assert more_prompts({"value": 0.1, "ci95": [0.0, 0.2]}, 10) == 1
+    for equal in ({"value": 0.0, "ci95": [0.0, 0.0]}, {"value": 1e-6, "ci95": [-1.0, 1.0]}):
+        assert more_prompts(equal, 10) is None
+    assert more_prompts({"value": 0.3, "ci95": None}, 1) is None
 
 
 def test_categories_part_the_prompts(measured):
     report, _ = measured
     for run in report["runs"]:
-        assert {name: of["prompts"] for name, of in run["by_category"].items()} == {"code": 3, "prose": 1}
         code, prose = run["by_category"]["code"], run["by_category"]["prose"]
-        assert code["mean_acceptance_length"]["ci95"] and code["speedup"]["value"] > 0
-        assert prose["mean_acceptance_length"]["value"] >= 1 and prose["mean_acceptance_length"]["ci95"] is None
+        assert (code["prompts"], prose["prompts"]) == (2, 1)
+        assert code["mean_acceptance_length"]["value"] >= 1 and prose["mean_acceptance_length"]["ci95"] is None
+        assert code["speedup"]["value"] > 0
+        # In batches of two, prose shares its clock with a prompt of no category.
+        assert (prose["speedup"]["value"] is None) == (run["batch_size"] == 2)
 
 
-def test_what_is_not_measured_is_null_and_never_zero(measured, tmp_path):
-    _, root = measured
-    config = MeasureConfig(
-        str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), str(root / "draft"),
-        draft_length=[2], temperature=[0, 1], limit=1, max_new_tokens=1, dtype="float32",
+def test_predictions_are_costs_times_acceptance(measured):
+    report, _ = measured
+    costs = report["costs"]
+    for name in NAMES:
+        curve = curve_of(report, name, 0.0)
+        assert curve["predicted_speedup"].keys() == curve["break_even_alpha"].keys() == {"1", "2"}
+        for rows, found in curve["predicted_speedup"].items():
+            assert found.keys() == curve["mean_acceptance_length"].keys()
+            if name == "lookup":  # what it verifies is what it finds
+                continue
+            k = "2"
+            nodes = len(CHOICES) if name == "medusa" else int(k)
+            target = costs["target_seconds"][rows]
+            drafting = costs["draft_seconds"][name][rows][k]
+            seconds = drafting + target[str(nodes + 1)] + costs["overhead_seconds"][name][rows]
+            factor = (target["1"] + costs["plain_overhead_seconds"][rows]) / seconds
+            expected = factor * curve["mean_acceptance_length"][k]["value"]
+            assert found[k]["value"] == pytest.approx(expected, rel=1e-9)
+    # What is predicted at γ = 16 rests on a forward of 17 tokens, not on a line through shorter ones.
+    assert all({"1", "17"} <= of.keys() for of in costs["target_seconds"].values())
+    points = report["planner_check"]["points"]
+    assert len(points) == len(report["runs"]) and {p["batch_size"] for p in points} == {1, 2}
+    errors = [abs(point["predicted"] / point["measured"] - 1) for point in points]
+    assert report["planner_check"]["median_relative_error"] == pytest.approx(median(errors), rel=1e-12)
+
+
+def test_breaks_add_up(measured, tokenizer):
+    report, decoded = measured
+    breaks = report["breaks"]
+    assert (breaks["temperature"], breaks["proposer"]) == (0.0, "draft")
+    plain = {group.rows[0].prompt: group.rows[0].tokens for group in decoded[0.0, 1][Method()]}
+    # One text of each category first, then the others.
+    for place, text in zip((0, 2, 1, 3), breaks["texts"], strict=True):
+        assert (text["prompt"], text["category"]) == PROMPTS[place]
+        assert "".join(token["text"] for token in text["tokens"]) == tokenizer.decode(plain[place])
+        assert len(text["tokens"]) == NEW and all(token["acceptance"] in (0.0, 1.0) for token in text["tokens"])
+    rejected = [of["rejected"] for of in breaks["tokens"]]
+    assert rejected == sorted(rejected, reverse=True) and all(of["rejected"] <= of["seen"] for of in breaks["tokens"])
+    # The 30 tokens listed hold all that this draft misses.
+    assert sum(rejected) == sum(1 - token["acceptance"] for text in breaks["texts"] for token in text["tokens"]) > 0
+
+
+def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
+    report, _ = measured
+    shutil.copytree(root / "heads", tmp_path / "chain")
+    config = json.loads((root / "heads/config.json").read_text())
+    (tmp_path / "chain/config.json").write_text(json.dumps(config | {"medusa_choices": None}))
+    fewer = checked(
+        root, tmp_path / "out", draft=str(root / "draft"), medusa=str(tmp_path / "chain"), temperature="0,1",
+        draft_length="3", batch_size=2, limit=3, replay_limit=4,
     )  # fmt: skip
-    report = measure(config, progress=False)
-    assert report["prompts"]["count"] == 1
+    # Batches are whole, so that speeds are those of one batch size.
+    assert (fewer["prompts"]["count"], fewer["prompts"]["replayed"]) == (2, 4)
+    for run in fewer["runs"]:
+        assert run["counts"]["num_emitted_tokens"] == 2 * NEW and run["alpha"]["ci95"]
+        if run["proposer"]["name"] == "medusa":  # a chain is replayed under sampling, too
+            assert run["draft_length"] == run["proposer"]["tree_nodes"] == 3 and run["replay"] is not None
+        elif run["temperature"] == 0:
+            # Texts written in a batch are the ones that are decoded plainly, so all four replay as before.
+            assert run["replay"]["agrees"] is True
+            (full,) = runs_of(report, run["proposer"]["name"], temperature=0.0, draft_length=3, batch_size=1)
+            pairs = [(run["alpha"], full["alpha"])]
+            pairs.append(tuple(r["replay"]["mean_acceptance_length"] for r in (run, full)))
+            for own, other in pairs:
+                assert own["value"] == pytest.approx(other["value"], rel=1e-6)
+    assert fewer["trees"] == []
+    text = printed(fewer, tmp_path)
+    assert text.startswith("2 prompts (4 for") and " medusa " in text and "medusa/" not in text
+    # Nothing is predicted without costs.
+    assert fewer["costs"] is fewer["planner_check"] is None and not (tmp_path / "out/costs.json").exists()
+    assert all(run["predicted_speedup"] is None for run in fewer["runs"])
+    assert all(curve["predicted_speedup"] == curve["break_even_alpha"] == {} for curve in fewer["curves"])
+
+
+def test_heads_are_measured_alone(measured, root, tmp_path):
+    report, _ = measured
+    alone = checked(root, tmp_path, medusa=str(root / "heads"), temperature="0,1", draft_length="8")
+    assert len(alone["runs"]) == 2 and alone["comparisons"] == []
+    for run in alone["runs"]:
+        assert run["gain_over_baseline_draft"] is None
+        # What stands beside them changes nothing that is counted.
+        (beside,) = runs_of(report, "medusa", temperature=run["temperature"], batch_size=1)
+        assert run["counts"] == beside["counts"] and run["alpha"] == beside["alpha"]
+
+
+def test_what_is_not_measured_is_null_and_never_zero(root, tmp_path):
+    report = checked(
+        root, tmp_path / "out", draft=str(root / "draft"), prompt_lookup=True, temperature=[0, 1], limit=1,
+        max_new_tokens=1, measure_costs=True, page=True,
+    )  # fmt: skip
+    assert report["prompts"]["count"] == 1 and report["gate"] is None
     for run in report["runs"]:
         # One token a text: nothing is drafted before the last token, and one prompt has no interval.
         assert run["counts"]["num_draft_tokens"] == 0 and run["counts"]["num_drafts"] == 1
@@ -230,122 +459,152 @@ def test_what_is_not_measured_is_null_and_never_zero(measured, tmp_path):
         assert run["mean_acceptance_length"] == {"value": 1.0, "ci95": None}
         assert run["acceptance_per_position"] == []
         assert run["gain_over_baseline_draft"] is None and run["repeated_ngram_share"] is None
-        assert run["alpha"]["ci95"] is None
-    assert all(run["replay"]["agrees"] in (True, None) for run in report["runs"])
+        assert run["alpha"]["ci95"] is None and run["replay"]["agrees"] in (True, None)
+    assert all(curve["acceptance_per_position"] == [] for curve in report["curves"])
+    assert {one["more_prompts"] for one in report["comparisons"]} == {None}
+    assert report["recommendation"]["go"] is False  # one prompt shows nothing for certain
+    assert "NO-GO" in printed(report, tmp_path)
+
+
+def test_what_fails_the_law_test_is_not_deployed(root, tmp_path, monkeypatch):
+    asked = []
+
+    def certified(*args, **options):
+        asked.append(inspect.signature(certify_sampled).bind(*args, **options).arguments)
+        failed = {"p_value": 1e-9, "tokens": 2048, "passed": False, "reason": "the tokens' law is not the target's"}
+        return unchecked("") | {"checked": True} | failed
+
+    monkeypatch.setattr(command, "certify_sampled", certified)
+    report = checked(
+        root, tmp_path, draft=str(root / "draft"), temperature="1", top_k=50, batch_size="1,2", limit=2,
+        lossless_tokens=2000, min_speedup=0.001,
+    )  # fmt: skip
+    (call,) = asked  # once for all batch sizes: the test has batches of its own
+    wanted = {"tokens": 2000, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "draft_length": 2, "max_new_tokens": NEW}
+    assert {name: call[name] for name in wanted} == wanted and len(call["prompts"]) == 2
+    assert [run["lossless"]["passed"] for run in report["runs"]] == [False, False]
+    assert sum("the text is not the target's" in failure for failure in report["gate"]["failures"]) == 2
+    assert report["recommendation"]["go"] is False
+
+
+@pytest.fixture
+def stopped(monkeypatch):
+    """Nothing may be decoded."""
+
+    def decode(*args, **options):
+        raise AssertionError("decoded before the input was looked at")
+
+    monkeypatch.setattr(command, "decode_side_by_side", decode)
+
+
+def test_costs_are_used_again(measured, root, tmp_path, monkeypatch):
+    report, _ = measured
+
+    def again(*args, **options):
+        raise AssertionError("costs were measured again")
+
+    monkeypatch.setattr(command, "measured_costs", again)
+    found = checked(
+        root, tmp_path, draft=str(root / "draft"), limit=2, measure_costs=True, costs=str(root / "out/costs.json")
+    )
+    tables = json.loads((root / "out/costs.json").read_text())["tables"]
+    assert found["costs"]["tables"] == report["costs"]["tables"] == tables
+    assert found["costs"]["draft_seconds_per_token"].keys() == {"draft"}
+    # The same costs and the same texts make the same prediction.
+    assert curve_of(found, "draft", 0.0)["predicted_speedup"].keys() == {"1"}
+    assert all(run["predicted_speedup"]["value"] for run in found["runs"])
+
+
+def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_path, capsys, stopped):
+    costs = json.loads((root / "out/costs.json").read_text())
+    argv = flags_of(root, tmp_path, draft=root / "draft", costs=tmp_path / "costs.json")
+    environment, drafters = costs["environment"], costs["drafters"]
+    others = {"draft": drafters["draft"] | {"parameters": 9}}
+    for wrong, named in [
+        ({"target": "another"}, f"costs: expected those of target {root / 'target'} in "),
+        ({"environment": environment | {"dtype": "bfloat16"}}, "costs: expected those of dtype float32 in "),
+        ({"environment": environment | {"threads": 64}}, "costs: expected those of threads 1 in "),
+        ({"drafters": {"stock": drafters["stock"]}}, "costs: expected those of draft in "),
+        ({"drafters": others}, f"expected those of draft's parameters {drafters['draft']['parameters']} in "),
+        ({"tables": costs["tables"][1:]}, "costs: expected those at T=0 in "),
+        ({"schema": "draftsmith.report/1"}, "costs: expected schema draftsmith.costs/1 in "),
+        ({"tables": [{}]}, "costs: expected a table of costs, found one without"),
+    ]:
+        (tmp_path / "costs.json").write_text(json.dumps(costs | wrong))
+        assert named in fails(capsys, argv)
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    said = fails(capsys, [*argv, "--batch-size", "1,4"])
+    assert "costs: expected those of batch size 4 in " in said and "found up to 2: measure again" in said
+    (tmp_path / "costs.json").unlink()
+    assert "costs: expected a file that `measure` wrote at " in fails(capsys, argv)
+
+
+def flags_of(root, output, **settings) -> list[str]:
+    fixed = {"target": root / "target", "prompts": root / "prompts.jsonl", "output": output / "out"}
+    fixed |= {"dtype": "float32", "draft_length": 2, "max_new_tokens": NEW, "measure_costs": "false"}
+    return [part for name, value in (fixed | settings).items() for part in (f"--{name}", str(value))]
+
+
+def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch):
+    (tmp_path / "steps.md").write_text("before\n")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "steps.md"))
+    drafts = json.dumps([str(root / "bad"), str(root / "target")])
+    argv = flags_of(root, tmp_path, draft=drafts, baseline_draft=root / "stock", min_gain=0.1, min_speedup=0.001)
+    assert main(argv) == 0
+    report = valid(tmp_path / "out")
+    # Several drafts are called by the ends of their paths.
+    assert [run["proposer"]["name"] for run in report["runs"]] == ["bad", "target", "stock"]
+    gate, chosen = report["gate"], report["recommendation"]
+    assert gate == {"min_speedup": 0.001, "min_gain": 0.1, "confidence": 0.95, "passed": True, "failures": []}
+    assert chosen["go"] is True and (chosen["proposer"], chosen["draft_length"]) == ("target", 2)
+    signs = {(c["proposer"], c["other"]): c["mean_acceptance_length"]["value"] for c in report["comparisons"]}
+    assert signs.keys() == {("bad", "target"), ("bad", "stock"), ("target", "stock")}
+    assert signs["target", "stock"] > 0.1 and signs["bad", "target"] < 0
+    out, summary = capsys.readouterr().out, (tmp_path / "out/summary.md").read_text()
+    assert "\nGO " in out and f"report: {tmp_path / 'out/report.html'}" in out
+    assert summary.startswith("## draftsmith: GO\n") and "95% confidence: passed." in summary
+    assert (tmp_path / "steps.md").read_text() == "before\n" + summary
+
+
+def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    argv = flags_of(root, tmp_path, draft=root / "bad", baseline_draft=root / "draft", min_gain=0, confidence=0.9)
+    assert main([*argv, "--min-speedup", "1000"]) == 3
+    report = valid(tmp_path / "out")
+    assert report["gate"]["passed"] is report["recommendation"]["go"] is False
+    slow, worse = report["gate"]["failures"]
+    assert "speed-up" in slow and "1000" in slow and "90%" in slow
+    assert "gain of τ over the stock draft" in worse and "bad" not in worse
+    # The stock draft is what is to be beaten, not what is to be deployed.
+    assert report["recommendation"]["proposer"] == "draft" and report["runs"][0]["proposer"]["path"].endswith("bad")
+    out, summary = capsys.readouterr().out, (tmp_path / "out/summary.md").read_text()
+    assert "\nNO-GO " in out and summary.startswith("## draftsmith: NO-GO\n")
+    assert "failed." in summary and all(f"* {failure}" in summary for failure in (slow, worse))
+
+
+def test_drafts_have_names_that_tell_them_apart():
+    assert short_names(["runs/a"]) == ["draft"]
+    assert short_names(["runs/a", "other/b/"]) == ["a", "b"]
+    assert short_names(["runs/a/draft", "runs/b/draft"]) == ["a/draft", "b/draft"]
+    # "stock", "medusa" and "lookup" are other drafters'.
+    assert short_names(["runs/stock", "runs/medusa"]) == ["runs/stock", "runs/medusa"]
+    here, there = short_names([".", "a"])
+    assert here and there == "a"
+
+
+def printed(report: dict, tmp_path) -> str:
     with (tmp_path / "table.txt").open("w") as file:
-        print_report(report, Console(width=120, file=file))
-
-
-@pytest.fixture(scope="module")
-def with_heads(measured, tokenizer, tmp_path_factory):
-    """Heads that draft a tree of depth 2 beside both draft models, in one run."""
-    _, root = measured
-    target = AutoModelForCausalLM.from_pretrained(root / "target")
-    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
-    texts = own_texts(target, ids, max_new_tokens=NEW, do_sample=False)
-    heads = train_heads(target, MedusaHeads.of_target(target, 3), texts, steps=15)
-    heads.config.medusa_choices = CHOICES
-    heads.save_pretrained(root / "heads")
-    config = MeasureConfig(
-        str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path_factory.mktemp("heads")), str(root / "draft"),
-        medusa=str(root / "heads"), baseline_draft=str(root / "stock"), temperature="0,1", draft_length="1,3,4",
-        max_new_tokens=NEW, dtype="float32",
-    )  # fmt: skip
-    return measure(config, progress=False), root, heads.num_parameters()
-
-
-def test_heads_are_measured_beside_drafts(measured, with_heads):
-    before, _ = measured
-    report, root, parameters = with_heads
-    # Heads draft their tree, whatever γ the draft models have.
-    asked = [(t, k, kind) for t in (0.0, 1.0) for k in (1, 3, 4) for kind in ("draft", "baseline_draft")]
-    asked += [(t, 2, "medusa") for t in (0.0, 1.0)]
-    found = [(r["temperature"], r["draft_length"], r["proposer"]["kind"]) for r in report["runs"]]
-    assert sorted(found) == sorted(asked)
-    for run in report["runs"]:
-        assert run.keys() >= RUN and run["counts"].keys() >= COUNTS
-        if run["proposer"]["kind"] != "medusa":
-            continue
-        depth, counts = run["draft_length"], run["counts"]
-        assert run["proposer"] == {
-            "kind": "medusa", "path": str(root / "heads"), "parameters": parameters, "heads": 3,
-            "tree_nodes": 5,
-        }  # fmt: skip
-        assert counts["num_emitted_tokens"] == NEW * len(PROMPTS) and len(run["acceptance_per_position"]) == depth
-        assert 0 < counts["num_accepted_tokens"] < counts["num_draft_tokens"]
-        assert sum(counts["num_draft_tokens_per_pos"]) < counts["num_draft_tokens"]
-        tau = counts["num_emitted_tokens"] / counts["num_drafts"]
-        assert run["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
-        assert run["speedup"]["value"] > 0 and run["by_category"]["code"]["prompts"] == 3
-        assert run["lossless"]["identical"] is (True if run["temperature"] == 0 else None)
-        assert 0 < run["alpha"]["value"] < 1 and run["gain_over_baseline_draft"] is None
-        if run["temperature"] == 0:  # the same rounds, text by text
-            assert run["replay"]["agrees"] is True
-            assert run["replay"]["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
-        else:  # siblings that are drawn are not replayed
-            assert run["replay"] is None
-    # What stands beside them changes no other run's counts.
-    for run in before["runs"]:
-        (same,) = (
-            other
-            for other in runs_of(report, temperature=run["temperature"], draft_length=run["draft_length"])
-            if other["proposer"] == run["proposer"]
-        )
-        assert same["counts"] == run["counts"] and same["alpha"] == run["alpha"]
-
-
-def test_heads_are_measured_alone(with_heads, tmp_path):
-    _, root, _ = with_heads
-    alone = measure(
-        MeasureConfig(
-            str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), medusa=str(root / "heads"),
-            draft_length="2", limit=2, replay_limit=4, max_new_tokens=NEW, dtype="float32",
-        ),
-        progress=False,
-    )  # fmt: skip
-    assert alone["prompts"]["count"] == 2 and alone["prompts"]["replayed"] == 4
-    (run,) = alone["runs"]
-    assert run["proposer"]["kind"] == "medusa" and run["gain_over_baseline_draft"] is None
-    assert run["lossless"]["identical"] is True
-    path = tmp_path / "table.txt"
-    with path.open("w") as file:
-        print_report(alone, Console(width=80, file=file))
-    assert " medusa/5 " in path.read_text() and path.read_text().startswith("2 prompts (4 for")
-    # A chain says no number of nodes.
-    config = json.loads((root / "heads/config.json").read_text())
-    shutil.copytree(root / "heads", tmp_path / "chain")
-    (tmp_path / "chain/config.json").write_text(json.dumps(config | {"medusa_choices": None}))
-    chain = measure(
-        MeasureConfig(
-            str(root / "target"), str(root / "prompts.jsonl"), str(tmp_path / "out"), medusa=str(tmp_path / "chain"),
-            draft_length="8", limit=2, max_new_tokens=NEW, dtype="float32",
-        ),
-        progress=False,
-    )  # fmt: skip
-    assert chain["runs"][0]["draft_length"] == chain["runs"][0]["proposer"]["tree_nodes"] == 3
-    with path.open("w") as file:
-        print_report(chain, Console(width=80, file=file))
-    assert " medusa " in path.read_text() and "medusa/" not in path.read_text()
-
-
-def test_a_table_of_both_kinds_fits_80_columns(with_heads, tmp_path):
-    report, _, _ = with_heads
-    path = tmp_path / "table.txt"
-    with path.open("w") as file:
         print_report(report, Console(width=80, file=file))
-    text = path.read_text()
-    assert max(map(len, text.splitlines())) <= 80 and "…" not in text
-    assert text.count(" medusa/5 ") == 2 and "medusa/n: heads that draft a tree" in text
+    return (tmp_path / "table.txt").read_text()
 
 
 def test_the_table_fits_80_columns(measured, tmp_path):
     report, _ = measured
-    path = tmp_path / "table.txt"
-    with path.open("w") as file:
-        print_report(report, Console(width=80, file=file))
-    text = path.read_text()
+    text = printed(report, tmp_path)
     assert max(map(len, text.splitlines())) <= 80
-    assert text.count(" plain ") == 2 and text.count(" stock ") >= 4
+    assert sum(" plain " in line and "1.00×" in line for line in text.splitlines()) == 4
+    assert text.count(" stock ") >= 8 and text.count(" medusa/5 ") == 4
+    assert "medusa/n: heads that draft a tree" in text
     for run in report["runs"]:
         assert f"{run['mean_acceptance_length']['value']:.2f}" in text
     assert "…" not in text  # no figure is cut off
@@ -359,18 +618,13 @@ def fails(capsys, argv: list[str]) -> str:
     return lines[0]
 
 
-def test_bad_input_is_refused_in_one_line(measured, tmp_path, capsys):
-    _, root = measured
-    argv = [
-        part
-        for name in ("target", "draft", "prompts")
-        for part in (f"--{name}", str(root / name) + (".jsonl" if name == "prompts" else ""))
-    ]
-    argv += ["--output", str(tmp_path / "out"), "--dtype", "float32"]
+def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
+    argv = flags_of(root, tmp_path, draft=root / "draft")
     strangers = tmp_path / "strangers"
     MedusaHeads(MedusaConfig(8, 300, 2)).save_pretrained(strangers)
-    neither = [part for part in argv if part not in ("--draft", str(root / "draft"))]
-    assert "draft: expected a draft model or, as `medusa`, heads to measure, found neither" in fails(capsys, neither)
+    assert "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none" in fails(
+        capsys, flags_of(root, tmp_path)
+    )
     for flags, named in [
         (["--draft_length", "0"], "draft_length: expected at least 1, found 0"),
         (["--draft_length", "4,0"], "draft_length: expected at least 1, found 0"),
@@ -378,15 +632,23 @@ def test_bad_input_is_refused_in_one_line(measured, tmp_path, capsys):
         (["--draft_length", "1.5"], "draft_length"),
         (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),
         (["--temperature=-1"], "temperature: expected 0 or more, found -1.0"),
+        (["--batch-size", "0"], "batch_size: expected at least 1, found 0"),
+        (["--batch-size", "1,5"], "batch_size: expected at most the 4 prompts that are decoded, found 5"),
+        (["--context", "0"], "context: expected at least 1, found 0"),
         (["--top_p", "0"], "top_p: expected more than 0"),
         (["--limit", "3", "--replay_limit", "2"], "replay_limit: expected at least 3, found 2"),
         (["--repeats", "0"], "repeats: expected at least 1, found 0"),
+        (["--confidence", "95"], "confidence: expected a value between 0 and 1, found 95.0"),
+        (["--min-gain", "0.1"], "min_gain: expected a `baseline_draft` to gain over, found none"),
+        (["--lossless-tokens", "10"], "lossless_tokens: expected 0 or at least 2000, found 10"),
         (["--dtype", "float8"], "dtype: expected one of float32"),
         (["--draft_lenght", "4"], "draft_lenght"),
+        (["--draft", json.dumps(2 * [str(root / "draft")])], "draft: expected each draft once, found "),
         (["--medusa", str(tmp_path / "gone")], "gone: expected Medusa heads"),
         (["--medusa", str(strangers)], "medusa: expected heads with the target's hidden_size 32, found 8"),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: expected a file of prompts, found nothing there"),
         (["--draft", str(tmp_path / "gone")], "draft: expected a model directory or a hub id, found nothing at"),
+        (["--baseline_draft", str(tmp_path / "gone")], "baseline_draft: expected a model directory or a hub id"),
     ]:
         assert named in fails(capsys, [*argv, *flags])
     (tmp_path / "bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": \n')
