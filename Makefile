@@ -11,7 +11,7 @@ quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
 
 test: style types layers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 style: $(STAMP)
 	$(BIN)/ruff check .

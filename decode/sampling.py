@@ -61,12 +61,18 @@ class Law:
         scores_KV = logits_KV if logits_KV.dtype in (torch.float32, torch.float64) else logits_KV.float()
         if not self.processors:
             return scores_KV
-        process: Any = self.processors  # annotated for LongTensor, which no tensor's static type is
         if scores_KV is logits_KV:
             scores_KV = logits_KV.clone()
         if self.context_free:
-            return process(None, scores_KV)
-        return torch.cat([process(t[None, :], row[None, :]) for t, row in zip(contexts, scores_KV, strict=True)])
+            return self._process(None, scores_KV)
+        return torch.cat([self._process(t[None, :], row[None, :]) for t, row in zip(contexts, scores_KV, strict=True)])
+
+    def _process(self, ids: Tensor | None, scores: Tensor) -> Tensor:
+        # Not by the list's own call, which looks up every processor's signature each time.
+        processors: Any = self.processors  # annotated for LongTensor, which no tensor's static type is
+        for processor in processors:
+            scores = processor(ids, scores)
+        return scores
 
     def probabilities(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return the distributions, (K, V); at T=0 they are one-hot on the argmax, not a sharpened softmax."""

@@ -28,6 +28,7 @@ from draftsmith.decode.lossless import (
 )
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts.decoding import Method, Observations
 from draftsmith.train.heads import last_hidden
 
 FALSE_ALARM = 1e-4
@@ -163,6 +164,59 @@ def certify_sampled(
     elif drafter_laws(target, proposer, GREEDY) is None:
         reason = f"tested without the law of {type(proposer).__name__}, and so with less power"
     return _entry(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
+
+
+def certify_runs(
+    target: PreTrainedModel,
+    proposers: Mapping[str, Proposer],
+    observations: Observations,
+    prompts: Sequence[Tensor],
+    sampled_tokens: int,
+    top_k: int,
+    top_p: float,
+    max_new_tokens: int,
+) -> dict[tuple[float, int, Method], dict[str, Any]]:
+    """Return the entry of every run: texts at T=0 against plain decoding's, and the law of sampled ones if asked for.
+
+    Args:
+        target: the model.
+        proposers: by name.
+        observations: what was decoded, plainly too.
+        prompts: of the decoded texts, (T,) each.
+        sampled_tokens: to test the law of each drafter and γ on; 0 for no test.
+        top_k: of the sampled texts.
+        top_p: of the sampled texts.
+        max_new_tokens: of a text.
+    """
+    found: dict[tuple[float, int, Method], dict[str, Any]] = {}
+    tested: dict[tuple[float, Method], dict[str, Any]] = {}  # the test has batches of its own
+    for (temperature, rows, method), own in observations.items():
+        if method == Method():
+            continue
+        key = temperature, rows, method
+        if temperature == 0:
+            plain, other = (
+                [row.tokens for group in groups for row in group.rows]
+                for groups in (observations[temperature, rows, Method()], own)
+            )
+            found[key] = certify_greedy(target, plain, other, prompts[: len(plain)])
+        elif not sampled_tokens:
+            found[key] = unchecked("lossless_tokens says how many tokens to test the law on")
+        else:
+            if (temperature, method) not in tested:
+                tested[temperature, method] = certify_sampled(
+                    target,
+                    proposers[method.drafter],
+                    prompts,
+                    sampled_tokens,
+                    temperature,
+                    top_k,
+                    top_p,
+                    draft_length=method.draft_length,
+                    max_new_tokens=max_new_tokens,
+                )
+            found[key] = tested[temperature, method]
+    return found
 
 
 def sampled_law(

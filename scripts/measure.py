@@ -19,9 +19,9 @@ from draftsmith.decode.replay import replay_drafters
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.certificate import LEAST_TOKENS, certify_greedy, certify_sampled, unchecked
+from draftsmith.scripts.certificate import LEAST_TOKENS, certify_runs
 from draftsmith.scripts.cost_file import load_costs, measured_costs
-from draftsmith.scripts.decoding import Group, Method, Observations, decode_side_by_side
+from draftsmith.scripts.decoding import Group, Method, decode_side_by_side
 from draftsmith.scripts.drafters import Drafter, load_drafters
 from draftsmith.scripts.estimates import rows_of
 from draftsmith.scripts.measured import GREEDY, PROBABILISTIC, Measured
@@ -231,7 +231,16 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         replays=replays,
         first_heads=first_heads,
         tables=tables,
-        lossless=_certificate(config, target, drafters, observations, decoded, laws),
+        lossless=certify_runs(
+            target,
+            {drafter.name: drafter.proposer for drafter in drafters},
+            observations,
+            [_ids(prompt) for prompt in decoded],
+            config.lossless_tokens,
+            config.top_k,
+            config.top_p,
+            config.max_new_tokens,
+        ),
         trees=_trees(target, drafters, encoded, texts),
     )
     report = build_report(measured, config.min_speedup, config.min_gain, config.confidence)
@@ -324,46 +333,6 @@ def _costs(
         config.contexts or [mean],
         prompt,
     )
-
-
-def _certificate(
-    config: MeasureConfig,
-    target: PreTrainedModel,
-    drafters: Sequence[Drafter],
-    observations: Observations,
-    encoded: Sequence[list[int]],
-    laws: Mapping[float, Law],
-) -> dict[tuple[float, int, Method], dict[str, Any]]:
-    """Compare the texts at T=0 with plain decoding's, and test the law of sampled ones where that was asked for."""
-    prompts = [_ids(prompt) for prompt in encoded]
-    by_name = {drafter.name: drafter.proposer for drafter in drafters}
-    found = {}
-    for (temperature, rows, method), own in observations.items():
-        if method == Method():
-            continue
-        key = temperature, rows, method
-        if temperature == 0:
-            plain = rows_of(observations[temperature, rows, Method()])
-            other = [row.tokens for row in rows_of(own)]
-            written = [row.tokens for row in plain]
-            found[key] = certify_greedy(target, written, other, prompts[: len(plain)], laws[temperature])
-        elif config.lossless_tokens and rows != config.batch_sizes[0]:  # the test has batches of its own
-            found[key] = found[temperature, config.batch_sizes[0], method]
-        elif config.lossless_tokens:
-            found[key] = certify_sampled(
-                target,
-                by_name[method.drafter],
-                prompts,
-                config.lossless_tokens,
-                temperature,
-                config.top_k,
-                config.top_p,
-                draft_length=method.draft_length,
-                max_new_tokens=config.max_new_tokens,
-            )
-        else:
-            found[key] = unchecked("lossless_tokens says how many tokens to test the law on")
-    return found
 
 
 def _trees(

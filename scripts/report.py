@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Replay
@@ -116,7 +117,7 @@ def _run(
         "predicted_speedup": predicted_speedup(measured, temperature, drafter, method.draft_length, own, plain),
         "tokens_per_second": speed(own),
         "gain_over_baseline_draft": _gains(measured, temperature, batch_size, method, own),
-        "replay": None if replay is None else _replayed(replay, rows, method.draft_length, temperature),
+        "replay": None if replay is None else _replayed(measured, replay, rows, method.draft_length, temperature),
         "lossless": measured.lossless[temperature, batch_size, method],
         "by_category": _by_category(measured, own, plain),
         "repeated_ngram_share": _repeated(own),
@@ -151,22 +152,22 @@ def _gains(
     }
 
 
-def _replayed(replay: Replay, rows: Sequence[Row], draft_length: int, temperature: float) -> dict[str, Any]:
+def _replayed(measured: Measured, replay: Replay, rows: Sequence[Row], k: int, temperature: float) -> dict[str, Any]:
     """Return the replayed τ of the target's texts, and whether that of the decoded prompts' agrees with the decoder's.
 
-    At T=0 both are of the same texts and the rounds must be equal, prompt by prompt; under sampling the texts differ,
-    and they agree where the 95 % interval of the paired difference holds zero (one honest run in twenty falls outside).
+    At T=0 both are of the same texts, and the rounds must be equal, prompt by prompt. Under sampling the texts differ,
+    and in half precision the parallel forward rounds near-ties otherwise: there they agree where the 95 % interval of
+    the paired difference holds zero (one honest run in twenty falls outside).
     """
-    tokens, rounds = replay.tokens_and_rounds(draft_length)
-    places = [row.prompt for row in rows]
+    tokens, rounds = replay.tokens_and_rounds(k)
     agrees: bool | None
-    if temperature == 0:
+    if temperature == 0 and measured.target.dtype in (torch.float32, torch.float64):
         agrees = all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
     else:
-        decoded = [tokens[i] for i in places], [rounds[i] for i in places]
+        decoded = [tokens[row.prompt] for row in rows], [rounds[row.prompt] for row in rows]
         interval = ratio_difference(*emitted_and_rounds(rows), *decoded)["ci95"]
         agrees = None if interval is None else interval[0] <= 0 <= interval[1]
-    return {"mean_acceptance_length": replay.mean_acceptance_length[draft_length], "agrees": agrees}
+    return {"mean_acceptance_length": replay.mean_acceptance_length[k], "agrees": agrees}
 
 
 def _memory(measured: Measured) -> dict[str, Any]:

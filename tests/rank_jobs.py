@@ -59,8 +59,8 @@ def _headed(strategy: str, road: Path, output: Path, options: dict[str, Any], la
     }
 
 
-def head_logits(strategy: str, directory: Path) -> torch.Tensor:
-    """Read heads in this process, which has none, and return what they say to the states that `headed` showed them."""
+def head_logits(directory: Path) -> torch.Tensor:
+    """Read heads, in another process than trained them, and return what they say to the states `headed` showed them."""
     with torch.no_grad():
         return _logits(MedusaHeads.from_pretrained(directory).eval())
 

@@ -1,4 +1,4 @@
-"""Distillation in two CPU processes, really launched: the same run as in one.
+"""Distillation in two CPU processes, really launched: the same run as in one, pytest's own.
 
 On CPU accelerate falls back to one process without an error, so that what ran is asserted, not assumed.
 """
@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_llama
 from transformers import AutoModelForCausalLM
 
+from draftsmith.distill import __main__ as command
+from draftsmith.train.cli import run
 from draftsmith.train.completions import PrepareConfig, prepare
 from draftsmith.train.runs import save_model
 
@@ -20,7 +23,6 @@ pytestmark = pytest.mark.slow
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
 TWO = [*LAUNCH, "--multi_gpu", "--num_processes", "2", "--dynamo_backend", "no", "--main_process_port", "0"]
-ONE = [*LAUNCH, "--num_processes", "1", "--dynamo_backend", "no"]
 
 # The command as it is, that also says what it ran on.
 WITNESS = """
@@ -71,15 +73,19 @@ training:
 """
 
 
-def launch(root, name: str, batch: int, launcher: list[str], *what: str) -> dict:
+def configure(root: Path, name: str, batch: int) -> list[str]:
+    """Write a config; return the flags that name it."""
     (root / f"{name}.yaml").write_text(CONFIG.format(root=root, name=name, batch=batch))
+    return ["--config", str(root / f"{name}.yaml")]
+
+
+def launch(root: Path, name: str, batch: int) -> None:
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*launcher, *what, "--config", str(root / f"{name}.yaml")],
+        [*TWO, str(root / "witness.py"), *configure(root, name, batch)],
         env=environment, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((root / name / "trainer_state.json").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -96,9 +102,9 @@ def runs(tmp_path_factory, tokenizer):
             )
         )
     (root / "witness.py").write_text(WITNESS)
-    one = launch(root, "one", 4, ONE, "-m", "draftsmith.distill")
-    two = launch(root, "two", 2, TWO, str(root / "witness.py"))
-    return root, one, two
+    assert run(lambda: command.main(configure(root, "one", 4))) == 0
+    launch(root, "two", 2)
+    return root, *(json.loads((root / name / "trainer_state.json").read_text()) for name in ("one", "two"))
 
 
 def logged(state: dict, key: str) -> list[float]:

@@ -19,14 +19,13 @@ import draftsmith.scripts.measure as command
 from draftsmith.decode import costs as round_costs
 from draftsmith.decode import intervals
 from draftsmith.medusa import MedusaConfig, MedusaHeads
-from draftsmith.scripts import cost_file
+from draftsmith.scripts import certificate, cost_file
 from draftsmith.scripts.certificate import certify_sampled, unchecked
 from draftsmith.scripts.decoding import Method
 from draftsmith.scripts.drafters import short_names
 from draftsmith.scripts.measure import MeasureConfig, main, measure
 from draftsmith.scripts.report import report_schema
 from draftsmith.scripts.report_table import print_report
-from draftsmith.scripts.verdict import more_prompts
 from draftsmith.train import cli
 from draftsmith.train.runs import save_model
 
@@ -338,18 +337,6 @@ def test_comparisons_are_differences_of_curves(measured):
             assert one["mean_acceptance_length"]["value"] > 0 and one["more_prompts"] == 0
 
 
-def test_more_prompts_narrow_an_interval_with_the_root_of_their_number():
-    assert more_prompts({"value": 0.3, "ci95": [0.1, 0.5]}, 10) == 0
-    assert more_prompts({"value": -0.3, "ci95": [-0.5, -0.1]}, 10) == 0
-    # Half the width must become 0.1 from 0.2: four times as many.
-    assert more_prompts({"value": 0.1, "ci95": [-0.1, 0.3]}, 10) == 30
-    assert more_prompts({"value": -0.1, "ci95": [-0.3, 0.1]}, 10) == 30
-    assert more_prompts({"value": 0.1, "ci95": [0.0, 0.2]}, 10) == 1
-    for equal in ({"value": 0.0, "ci95": [0.0, 0.0]}, {"value": 1e-6, "ci95": [-1.0, 1.0]}):
-        assert more_prompts(equal, 10) is None
-    assert more_prompts({"value": 0.3, "ci95": None}, 1) is None
-
-
 def test_categories_part_the_prompts(measured):
     report, _ = measured
     for run in report["runs"]:
@@ -474,7 +461,7 @@ def test_what_fails_the_law_test_is_not_deployed(root, tmp_path, monkeypatch):
         failed = {"p_value": 1e-9, "tokens": 2048, "passed": False, "reason": "the tokens' law is not the target's"}
         return unchecked("") | {"checked": True} | failed
 
-    monkeypatch.setattr(command, "certify_sampled", certified)
+    monkeypatch.setattr(certificate, "certify_sampled", certified)
     report = checked(
         root, tmp_path, draft=str(root / "draft"), temperature="1", top_k=50, batch_size="1,2", limit=2,
         lossless_tokens=2000, min_speedup=0.001,
@@ -528,7 +515,7 @@ def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_
         ({"drafters": others}, f"expected those of draft's parameters {drafters['draft']['parameters']} in "),
         ({"tables": costs["tables"][1:]}, "costs: expected those at T=0 in "),
         ({"schema": "draftsmith.report/1"}, "costs: expected schema draftsmith.costs/1 in "),
-        ({"tables": [{}]}, "costs: expected a table of costs, found one without"),
+        ({"tables": [{}]}, "costs: expected a table of costs, found one with"),
     ]:
         (tmp_path / "costs.json").write_text(json.dumps(costs | wrong))
         assert named in fails(capsys, argv)

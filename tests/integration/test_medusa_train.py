@@ -656,9 +656,9 @@ RUNS = {
 }
 
 
-def interrupted(road: Path, family: Path, kind: str) -> dict:
-    """Twelve steps with evaluations, of which the seventh is in the second epoch; dropout in the joint ones."""
-    training = {"max_steps": 12, "save_strategy": "steps", "save_steps": 7, "lr_scheduler_type": "cosine"}
+def interrupted(road: Path, family: Path, kind: str, save_steps: int = 7) -> dict:
+    """Nine steps with evaluations, of which the seventh is in the second epoch; dropout in the joint ones."""
+    training = {"max_steps": 9, "save_strategy": "steps", "save_steps": save_steps, "lr_scheduler_type": "cosine"}
     training |= {"eval_strategy": "steps", "eval_steps": 4}
     target = road / "target" if kind == "frozen" else family
     return {"target": str(target), "heldout": [str(road / "heldout")], "training": training, **RUNS[kind]}
@@ -678,11 +678,27 @@ def trained_weights(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("kind", RUNS)
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(road, family, tmp_path, monkeypatch, kind):
-    """Once right after a checkpoint, and then, of another run, while one is written: to the bit."""
+@pytest.fixture(scope="module", params=RUNS)
+def whole(request, road, family, tmp_path_factory) -> tuple[str, MedusaTrainer, Path]:
+    """A run that is not interrupted."""
+    output = tmp_path_factory.mktemp(f"whole-{request.param}")
+    return (
+        request.param,
+        command.train_heads(heads_configured(road, output, **interrupted(road, family, request.param))),
+        output,
+    )
+
+
+def assert_same_run(resumed: MedusaTrainer, output: Path, whole: tuple[str, MedusaTrainer, Path]) -> None:
+    """To the bit."""
+    assert logged(resumed) == logged(whole[1])
+    assert furthest(trained_weights(output), trained_weights(whole[2])) == 0
+
+
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(road, family, whole, tmp_path, monkeypatch):
+    """Right after a checkpoint."""
+    kind = whole[0]
     options = interrupted(road, family, kind)
-    whole = command.train_heads(heads_configured(road, tmp_path / "whole", **options))
     with monkeypatch.context() as patch:
         watched(patch, KillAfterSave())
         with pytest.raises(Killed):
@@ -695,15 +711,11 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(road, family, tmp_path
         names = load_file(checkpoint / "model.safetensors")
         assert all(name.startswith("heads.") or "lora_" in name for name in names)
     resumed = command.train_heads(heads_configured(road, tmp_path / "cut", **options))
-    assert logged(resumed) == logged(whole)
-    assert furthest(trained_weights(tmp_path / "cut"), trained_weights(tmp_path / "whole")) == 0
+    assert_same_run(resumed, tmp_path / "cut", whole)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "lora"])
-def test_a_run_cut_while_it_saves_goes_on_from_the_checkpoint_before(road, family, tmp_path, monkeypatch, kind):
-    options = interrupted(road, family, kind)
-    options["training"] |= {"save_steps": 2, "max_steps": 6}
-    whole = command.train_heads(heads_configured(road, tmp_path / "whole", **options))
+def test_a_run_cut_while_it_saves_goes_on_from_the_checkpoint_before(road, family, whole, tmp_path, monkeypatch):
+    options = interrupted(road, family, whole[0], save_steps=2)
     real = MedusaTrainer._save_optimizer_and_scheduler
 
     def save(self, *args, **kwargs):
@@ -718,8 +730,7 @@ def test_a_run_cut_while_it_saves_goes_on_from_the_checkpoint_before(road, famil
     left = {path.name for path in (tmp_path / "cut").glob("*checkpoint*")}
     assert left == {"checkpoint-2", ".checkpoint.partial"}
     resumed = command.train_heads(heads_configured(road, tmp_path / "cut", **options))
-    assert logged(resumed) == logged(whole)
-    assert furthest(trained_weights(tmp_path / "cut"), trained_weights(tmp_path / "whole")) == 0
+    assert_same_run(resumed, tmp_path / "cut", whole)
     assert not list((tmp_path / "cut").glob(".*partial"))
 
 

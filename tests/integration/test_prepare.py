@@ -1,11 +1,10 @@
 import errno
 import json
+import multiprocessing
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -188,18 +187,21 @@ def test_resume_after_a_crash_with_a_partial_file_and_damaged_shards(config, who
 def test_resume_after_sigkill(config, whole):
     cfg = config()
     output = Path(cfg.output)
-    # Slowed down, so that the signal comes between the second and the last batch.
-    code = (
-        "import sys, time; from draftsmith.train import completions as c; real = c.complete\n"
-        "def slow(*args): time.sleep(0.3); return real(*args)\n"
-        "c.complete = slow; from draftsmith.scripts.prepare import main; main(sys.argv[1:])"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code, *flags(cfg)], stderr=subprocess.DEVNULL)
+
+    def slowed() -> None:
+        """So that the signal comes between the second and the last batch."""
+        real = completions.complete
+        completions.complete = lambda *args: time.sleep(0.3) or real(*args)
+        main(flags(cfg))
+
+    process = multiprocessing.get_context("fork").Process(target=slowed)
+    process.start()
     deadline = time.monotonic() + 120
-    while not (output / "shard-00001.parquet").exists() and process.poll() is None and time.monotonic() < deadline:
+    while not (output / "shard-00001.parquet").exists() and process.is_alive() and time.monotonic() < deadline:
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     left = [name for name in contents(output) if name.startswith("shard-")]
     assert 2 <= len(left) < 6
     unfinished = load_completions(cfg.output)

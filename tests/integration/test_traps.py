@@ -46,7 +46,7 @@ from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.protocol import Task
 from draftsmith.decode.sampling import Law
 from draftsmith.scripts import report
-from draftsmith.scripts.measure import Observation
+from draftsmith.scripts.decoding import Group, Row
 from draftsmith.train import models
 from draftsmith.train.tokenizer import train_bpe
 
@@ -373,7 +373,7 @@ def check_loops_are_reported() -> None:
     loop, fresh = [1, 2, 3] * 20, list(range(60))
     assert text.repeated_ngram_share(loop) == pytest.approx(54 / 57)
     assert text.repeated_ngram_share(fresh) == 0
-    seen = [Observation(None, ids, Counts(), 1.0) for ids in (loop, fresh)]
+    seen = [Group([Row(i, ids, Counts())], seconds=1.0) for i, ids in enumerate((loop, fresh))]
     assert report._repeated(seen) == pytest.approx(54 / 114)
 
 

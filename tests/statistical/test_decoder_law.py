@@ -27,7 +27,7 @@ from draftsmith.decode.sampling import Law, draw
 FALSE_ALARM = 1e-4
 VOCAB = 13
 NEW = 40
-TOKENS = int(os.environ.get("LAW_TOKENS", 10_000))
+TOKENS = int(os.environ.get("LAW_TOKENS", 6_000))
 
 
 class FrequencyPenalty(LogitsProcessor):
@@ -92,10 +92,12 @@ def sampled(models, proposer, law_name, tokens):
 @pytest.mark.parametrize("law_name", LAWS)
 @pytest.mark.parametrize("name", ["draft", "lookup", "tree", "dynamic tree"])
 def test_sampled_texts_have_the_targets_law(models, name, law_name):
-    result, counts = sampled(models, proposers(models[1])[name], law_name, TOKENS)
-    assert result.num_tokens >= TOKENS
+    # Laws that look at the text take ten times the time.
+    tokens = TOKENS // 2 if law_name == "penalties" else TOKENS
+    result, counts = sampled(models, proposers(models[1])[name], law_name, tokens)
+    assert result.num_tokens >= tokens
     assert 0.2 < counts.conditional_acceptance()[0] < 0.9, counts  # drafts fail and stand
-    assert counts.num_accepted_tokens_per_pos[1] > TOKENS / 200, counts
+    assert counts.num_accepted_tokens_per_pos[1] > tokens / 200, counts
     assert result.p_value > FALSE_ALARM, result
 
 
@@ -184,12 +186,12 @@ PLANTS = {
 
 @pytest.mark.parametrize("plant", PLANTS)
 def test_the_test_has_power(models, monkeypatch, plant):
-    """No plant is given more tokens than a right decoder."""
+    """No plant is given more tokens than a right decoder, but for those of siblings."""
     law_name, proposer, patches = PLANTS[plant]
     for (module, name), mistake in patches.items():
         monkeypatch.setattr(module, name, mistake)
     target, draft = models
-    tokens = 6_000
+    tokens = 3_000 if law_name == "penalties" else 6_000
     if "siblings" in plant:  # later ones come to bear where the first is often rejected
         draft, tokens = perturbed(target, 0.7), 20_000
     result, _ = sampled((target, draft), proposer(draft), law_name, tokens)
