@@ -144,7 +144,8 @@ class DraftModelProposer:
         for place, (text, logits) in enumerate(zip(texts, teacher_forced(self.draft_model, texts), strict=True)):
             contexts = prefixes(text.sequence[:-1], len(text))
             scores = law.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
-            ranks.append(ranks_of(scores, text.tokens, widest))
+            if self.tree is not None:
+                ranks.append(ranks_of(scores, text.tokens, widest))
             guess = scores.argmax(-1)
             agrees = (guess == text.tokens).to(scores.dtype)
             if laws is None or self.greedy:
