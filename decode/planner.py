@@ -67,7 +67,7 @@ class Costs:
     def break_even_acceptance(self, draft_length: int) -> float | None:
         """Return the α of every position from which a chain of γ pays; None where not even α = 1 does."""
         wanted = self.break_even_length(draft_length)
-        if wanted > draft_length + 1:
+        if wanted >= draft_length + 1:
             return None
         low, high = 0.0, 1.0
         for _ in range(50):  # τ grows with α

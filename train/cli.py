@@ -61,7 +61,7 @@ def _underscored(argument: str) -> str:
 def _switched(arguments: list[str], switches: set[str]) -> list[str]:
     """Let a flag that is true or false stand alone: `--prompt-lookup` says `true`."""
     found = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
         found.append(argument)
         if argument in switches and following.startswith("--"):
             found.append("true")

@@ -363,6 +363,7 @@ def test_predictions_are_costs_times_acceptance(measured):
             target = costs["target_seconds"][rows]
             drafting = costs["draft_seconds"][name][rows][k]
             seconds = drafting + target[str(nodes + 1)] + costs["overhead_seconds"][name][rows]
+            seconds = max(seconds, target["1"])  # where noise left the overhead below zero
             factor = (target["1"] + costs["plain_overhead_seconds"][rows]) / seconds
             expected = factor * curve["mean_acceptance_length"][k]["value"]
             assert found[k]["value"] == pytest.approx(expected, rel=1e-9)
