@@ -46,7 +46,7 @@ class QuickstartConfig:
     configs/medusa/tiny.yaml."""
     searched_prompts: int = 48
     """Further prompts from the training modules, completed greedily, to search the heads' tree on."""
-    measured_prompts: int = 20
+    measured_prompts: int = 16
     """Further held-out prompts, decoded by every method."""
     replayed_prompts: int = 128
     """Held-out prompts that acceptance is replayed on: those measured and more, none of which the draft was selected
