@@ -2,6 +2,8 @@
 
 import gc
 import os
+import signal
+import threading
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -15,6 +17,8 @@ from draftsmith.train.runs import save_model
 from draftsmith.train.tokenizer import train_bpe
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n",
