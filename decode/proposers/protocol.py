@@ -1,5 +1,6 @@
 """What the round loop asks of a proposer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -92,8 +93,8 @@ class Proposer(Protocol):
         """Go on with some of the rows alone."""
 
 
-class StatelessProposer:
-    """A proposer that looks at the text alone."""
+class StatelessProposer(ABC):
+    """A proposer that looks at the text alone: it says what to propose."""
 
     def start(self, task: Task) -> int:
         """Keep the task; a chain of the draft length is the most it drafts."""
@@ -106,9 +107,9 @@ class StatelessProposer:
     def select(self, rows: Sequence[int]) -> None:
         """Nothing is kept by row."""
 
+    @abstractmethod
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft what may follow each row's text."""
-        raise NotImplementedError
+        """Draft what may follow each row's text: see `Proposer`."""
 
     def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
         """Replay certain drafts: see `draftsmith.decode.replay`."""
