@@ -1,6 +1,5 @@
 """What the round loop asks of a proposer."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,8 +92,8 @@ class Proposer(Protocol):
         """Go on with some of the rows alone."""
 
 
-class StatelessProposer(ABC):
-    """A proposer that looks at the text alone: it says what to propose."""
+class StatelessProposer:
+    """What a proposer that looks at the text alone has beside its `propose`."""
 
     def start(self, task: Task) -> int:
         """Keep the task; a chain of the draft length is the most it drafts."""
@@ -107,11 +106,7 @@ class StatelessProposer(ABC):
     def select(self, rows: Sequence[int]) -> None:
         """Nothing is kept by row."""
 
-    @abstractmethod
-    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
-        """Draft what may follow each row's text: see `Proposer`."""
-
-    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+    def replay(self: Proposer, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
         """Replay certain drafts: see `draftsmith.decode.replay`."""
         self.start(task)
 
