@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftsmith.decode.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.protocol import Proposal
+from draftsmith.decode.proposers.base import Proposal
 from draftsmith.decode.sampling import Law, draw
 from draftsmith.decode.tree import ROOT, Tree
 

@@ -17,7 +17,7 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, Departure, Row, decode_rows, padded, run_generate
 from draftsmith.decode.planner import Plan, now
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import ROOT

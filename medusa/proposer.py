@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
-from draftsmith.decode.replayed import Replayed, WrittenText, replayed_by_start
+from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_start
 from draftsmith.decode.sampling import draw_without_replacement
 from draftsmith.decode.tree import ROOT, Tree
 from draftsmith.medusa.heads import MedusaHeads, check_depth

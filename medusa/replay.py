@@ -22,8 +22,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.ranks import MOST_RANKS, NONE, TextRanks, drafted_from, ranks_of
-from draftsmith.decode.rounds import acceptance_probabilities, overlap, start_probabilities
+from draftsmith.decode.replay.ranks import MOST_RANKS, NONE, TextRanks, drafted_from, ranks_of
+from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap, start_probabilities
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.heads import head_of, last_hidden

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.rounds import expected_rounds_of_starts
+from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import Estimate, ratio
+from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.planner import Costs
-from draftsmith.decode.ranks import TextRanks
+from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import ROOT, Tree
 
 Path = tuple[int, ...]

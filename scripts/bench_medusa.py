@@ -22,8 +22,8 @@ from rich.table import Table
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import ratio, ratio_difference
-from draftsmith.decode.ranks import TextRanks
+from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.config import MedusaTrainingConfig

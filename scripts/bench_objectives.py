@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from draftsmith.decode import DraftModelProposer, replay_acceptance
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import ratio, ratio_difference
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.benchmarks import ASSETS

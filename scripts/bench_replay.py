@@ -29,8 +29,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.proposers.protocol import Proposer
-from draftsmith.decode.replay import replay_acceptance
+from draftsmith.decode.measurement.replay import replay_acceptance
+from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 
-from draftsmith.decode.intervals import rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.benchmarks import ASSETS

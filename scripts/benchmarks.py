@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode import Counts
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.train.corpus import code_prompts, stdlib_modules
 from draftsmith.train.models import default_device, load_model
 from draftsmith.train.prompts import encode_prompt, read_prompts

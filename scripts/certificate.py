@@ -2,7 +2,7 @@
 
 An entry is what `report.json` keeps of a run: `checked`, `identical`, `prompts_identical`, `near_ties`, `departures`,
 `p_value`, `tokens`, `passed` and `reason`; what a check does not tell is None. The statistic is that of
-`draftsmith.decode.lossless`; `draftsmith.decode.audit` says what a tie is.
+`draftsmith.decode.measurement.distribution_test`; `draftsmith.decode.measurement.exactness` says what a tie is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DraftModelProposer, InputError, PromptLookupProposer, Proposer
-from draftsmith.decode.audit import GREEDY, TIE_ULPS, Divergence, first_divergence
-from draftsmith.decode.lossless import (
+from draftsmith.decode.measurement.distribution_test import (
     PAIR_BINS,
     Laws,
     LawTest,
@@ -26,6 +25,7 @@ from draftsmith.decode.lossless import (
     proposer_laws,
     sample_texts,
 )
+from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Divergence, first_divergence
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.decoding import Method, Observations

@@ -27,7 +27,7 @@ from draftsmith.decode import (
     Proposer,
     Tree,
 )
-from draftsmith.decode.lossless import compare_greedy, plain_texts
+from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
 from draftsmith.scripts.certificate import FALSE_ALARM, LEAST_TOKENS, certify_greedy, sampled_law
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.corpus import code_prompts, stdlib_modules

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.sampling import Law
 from draftsmith.scripts.drafters import Drafter
 from draftsmith.train.provenance import environment, write_json

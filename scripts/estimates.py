@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from draftsmith.decode.intervals import Estimate, rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
 from draftsmith.scripts.decoding import Group, Row
 
 

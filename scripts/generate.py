@@ -17,8 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.decode import DraftModelProposer, RetokenizedProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
+from draftsmith.decode.proposers.base import Proposal, Proposer, StatelessProposer
 from draftsmith.decode.proposers.draft_model import DynamicTree
-from draftsmith.decode.proposers.protocol import Proposal, Proposer, StatelessProposer
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Screen, Terminal
@@ -234,7 +234,7 @@ def _proposer(
 
         return LookaheadProposer()
     if config.proposer == "blind":
-        from draftsmith.decode.proposers.blind import BlindProposer
+        from draftsmith.decode.proposers.unigram import BlindProposer
 
         return BlindProposer()
     if config.proposer == "early_exit" and config.exit_layers is not None:

@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import Proposer, Replay
-from draftsmith.decode.costs import CostTable
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay import replay_drafters
+from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.costs import CostTable
-from draftsmith.decode.replay import Replay
+from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.cost_file import table_for
 from draftsmith.scripts.decoding import Method, Observations
 from draftsmith.scripts.drafters import Drafter

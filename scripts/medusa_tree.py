@@ -15,11 +15,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode.costs import drafting_seconds
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import Estimate, ratio_difference
+from draftsmith.decode.measurement.costs import drafting_seconds
+from draftsmith.decode.measurement.intervals import Estimate, ratio_difference
 from draftsmith.decode.planner import Costs, verification_costs
-from draftsmith.decode.ranks import TextRanks
+from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer

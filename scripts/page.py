@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from draftsmith.decode.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts import page_figures as figures
 from draftsmith.scripts.page_figures import Report, at_length, has_value
 

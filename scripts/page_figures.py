@@ -5,7 +5,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from draftsmith.decode.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.plots import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
 
 Report = Mapping[str, Any]

@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer
-from draftsmith.decode.costs import drafting_seconds
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
-from draftsmith.decode.proposers.protocol import Proposer
+from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.findings import Finding
 from draftsmith.scripts.pair_checks import Patient

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator
 
-from draftsmith.decode.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate
 
 # What matplotlib draws in these colours becomes a CSS variable of the page, which knows whether it is light or dark.
 VARIABLES = {"#ab00f0": "ink", "#ab00f1": "soft", "#ab00f2": "line", "#ab00f3": "paper", "#ab00f4": "good"}

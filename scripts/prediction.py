@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from draftsmith.decode.intervals import Estimate, ratio
+from draftsmith.decode.measurement.intervals import Estimate, ratio
+from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
-from draftsmith.decode.replay import Replay
 from draftsmith.scripts.decoding import Group
 from draftsmith.scripts.drafters import Drafter
 from draftsmith.scripts.estimates import scaled

@@ -15,8 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode import Counts, DraftModelProposer, PromptLookupProposer, speculative_generate
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.profiler import Profile, chrome_trace, profile_table
-from draftsmith.decode.proposers.protocol import Proposer
+from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
+from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.models import check_head, check_same_tokenizer, default_device, load_model, load_tokenizer

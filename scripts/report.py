@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Replay
-from draftsmith.decode.intervals import Estimate, ratio, ratio_difference
-from draftsmith.decode.text import count_repeated_ngrams
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
+from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.scripts.breaks import breaks
 from draftsmith.scripts.decoding import Group, Method, Row
 from draftsmith.scripts.drafters import STOCK

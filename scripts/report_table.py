@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.decode.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from draftsmith.decode.intervals import Estimate, rate_ratio, ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 
 RULES = ("typical", "threshold", "cascade")

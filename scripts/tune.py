@@ -17,8 +17,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.protocol import Proposer
-from draftsmith.decode.text import count_repeated_ngrams
+from draftsmith.decode.measurement.repetition import count_repeated_ngrams
+from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.tradeoff import (
     EXACT,

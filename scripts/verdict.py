@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.stats import norm
 
-from draftsmith.decode.intervals import Estimate, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, ratio_difference
 from draftsmith.scripts.decoding import Method, Observations
 from draftsmith.scripts.drafters import STOCK
 from draftsmith.scripts.estimates import speedup

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import EvalPrediction
 
-from draftsmith.decode.rounds import acceptance_probabilities, expected_rounds, overlap
+from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
 from draftsmith.decode.sampling import Law
 from draftsmith.train.teacher import CachedLaw
 

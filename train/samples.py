@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from draftsmith.decode.text import count_repeated_ngrams
+from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.train.prompts import Prompt
 from draftsmith.train.shards import COLUMNS
 

@@ -16,7 +16,7 @@ import evaluate
 try:
     from draftsmith.decode.counts import Counts
     from draftsmith.decode.errors import InputError
-    from draftsmith.decode.intervals import ratio
+    from draftsmith.decode.measurement.intervals import ratio
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "draftsmith":
         raise

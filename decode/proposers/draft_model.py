@@ -10,16 +10,16 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
-from draftsmith.decode.ranks import ranks_of
-from draftsmith.decode.replayed import (
+from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.replay.ranks import ranks_of
+from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
+from draftsmith.decode.replay.texts import (
     Replayed,
     WrittenText,
     replayed_by_position,
     replayed_by_ranks,
     teacher_forced,
 )
-from draftsmith.decode.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.sampling import align_vocabulary, draw, draw_without_replacement, prefixes
 from draftsmith.decode.tree import ROOT, Tree
 
@@ -134,7 +134,7 @@ class DraftModelProposer:
         self._generators = [self._generators[row] for row in rows]
 
     def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
-        """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.replay`."""
+        """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
         if isinstance(self.tree, DynamicTree) or self.stop is not None:
             raise InputError("replay: expected drafts of one shape, found some that grow or stop: decode them")
         if self.tree is not None and laws is not None:

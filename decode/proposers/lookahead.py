@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.tree import ROOT, Tree
 
 

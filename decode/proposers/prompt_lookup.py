@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer
+from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.tree import Tree
 
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, DynamicTree, Stop
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.tree import Tree
 
 # What bytes that are no UTF-8, such as the first ones of a character, decode to.

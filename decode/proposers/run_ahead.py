@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 

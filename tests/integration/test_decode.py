@@ -23,7 +23,7 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.proposers.protocol import StatelessProposer, Task
+from draftsmith.decode.proposers.base import StatelessProposer, Task
 from draftsmith.decode.tree import Tree
 
 

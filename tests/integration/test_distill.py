@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.rounds import expected_rounds
+from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run

@@ -14,9 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
 
-from draftsmith.decode import DraftModelProposer, costs
-from draftsmith.decode.costs import drafting_seconds
+from draftsmith.decode import DraftModelProposer
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement import costs
+from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts import cli, pair_checks, pair_costs

@@ -16,8 +16,8 @@ from trained_heads import own_texts, train_heads
 from transformers import AutoModelForCausalLM
 
 import draftsmith.scripts.measure as command
-from draftsmith.decode import costs as round_costs
-from draftsmith.decode import intervals
+from draftsmith.decode.measurement import costs as round_costs
+from draftsmith.decode.measurement import intervals
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.scripts import certificate, cost_file
 from draftsmith.scripts.certificate import certify_sampled, unchecked

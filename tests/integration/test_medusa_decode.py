@@ -23,7 +23,7 @@ from draftsmith.decode import (
     cache,
     speculative_generate,
 )
-from draftsmith.decode.proposers.protocol import Task
+from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.train.heads import last_hidden

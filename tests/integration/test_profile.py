@@ -8,8 +8,9 @@ import torch
 from conftest import perturbed, tiny_llama
 from rich.console import Console
 
-from draftsmith.decode import DraftModelProposer, PromptLookupProposer, Tree, cache, profiler, speculative_generate
-from draftsmith.decode.profiler import PARTS, TRACKS, Profile, chrome_trace
+from draftsmith.decode import DraftModelProposer, PromptLookupProposer, Tree, cache, speculative_generate
+from draftsmith.decode.measurement import profiler
+from draftsmith.decode.measurement.profiler import PARTS, TRACKS, Profile, chrome_trace
 from draftsmith.medusa import MedusaConfig, MedusaHeads, MedusaProposer
 from draftsmith.scripts import cli
 from draftsmith.scripts.profile import main

@@ -10,10 +10,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.proposers.blind import BlindProposer
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
+from draftsmith.decode.proposers.unigram import BlindProposer
 
 PROPOSERS = {
     "lookup": lambda target: PromptLookupProposer(),

@@ -9,7 +9,7 @@ from conftest import perturbed, tiny_llama
 from ranks import enter, forked
 
 from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate
-from draftsmith.decode.replay import replay_drafters
+from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.sampling import Law
 
 PROMPT, NEW = 5, 24

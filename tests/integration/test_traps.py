@@ -30,7 +30,6 @@ from draftsmith.decode import (
     Proposal,
     Tree,
     acceptance,
-    audit,
     autoregressive_generate,
     cache,
     generation,
@@ -38,12 +37,13 @@ from draftsmith.decode import (
     sampling,
     speculative,
     speculative_generate,
-    text,
     tree,
 )
 from draftsmith.decode import counts as counts_module
+from draftsmith.decode.measurement import exactness as audit
+from draftsmith.decode.measurement import repetition as text
 from draftsmith.decode.proposers import draft_model
-from draftsmith.decode.proposers.protocol import Task
+from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.sampling import Law
 from draftsmith.scripts import report
 from draftsmith.scripts.decoding import Group, Row

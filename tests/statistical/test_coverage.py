@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from draftsmith.decode import intervals
-from draftsmith.decode.intervals import Estimate, rate_ratio, ratio, ratio_difference
+from draftsmith.decode.measurement import intervals
+from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.scripts.verdict import more_prompts
 
 GAMMA, DATA_SETS, LEAST, MOST = 4, 200, 184, 196

@@ -1,6 +1,6 @@
 """The law of sampled output over long texts, for each drafter and each warping, and planted mistakes that are caught.
 
-The statistic is that of `draftsmith.decode.lossless`. Seeds are fixed; a right decoder fails one setting with
+The statistic is that of `decode.measurement.distribution_test`. Seeds are fixed; a right decoder fails one setting with
 probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting, in half an hour;
 `python -m draftsmith.scripts.check_lossless` runs the same test on any pair of models.
 """
@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.decode import DraftModelProposer, DynamicTree, PromptLookupProposer, Tree, acceptance, speculative
-from draftsmith.decode.lossless import law_test, model_laws, proposer_laws, sample_texts
+from draftsmith.decode.measurement.distribution_test import law_test, model_laws, proposer_laws, sample_texts
 from draftsmith.decode.sampling import Law, draw
 
 FALSE_ALARM = 1e-4

@@ -1,7 +1,7 @@
 """The law of text that was sampled with Medusa and Hydra heads, and planted mistakes that are caught.
 
-The statistic is that of `draftsmith.decode.lossless`, by chi-square. Seeds are fixed; a right decoder fails one setting
-with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting.
+The statistic is that of `decode.measurement.distribution_test`, by chi-square. Seeds are fixed; a right decoder fails
+one setting with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting.
 """
 
 import copy
@@ -18,7 +18,7 @@ from trained_heads import own_texts, train_heads
 from transformers import LogitsProcessorList
 
 from draftsmith.decode import Tree, acceptance
-from draftsmith.decode.lossless import Laws, law_test, sample_texts
+from draftsmith.decode.measurement.distribution_test import Laws, law_test, sample_texts
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer, proposer
 from draftsmith.train.heads import last_hidden

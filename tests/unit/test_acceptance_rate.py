@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draftsmith.decode import Counts, DraftModelProposer, InputError, speculative_generate
-from draftsmith.decode.intervals import ratio
+from draftsmith.decode.measurement.intervals import ratio
 
 FOLDER = Path(__file__).parents[2] / "decode" / "acceptance_rate"
 FOUR = {

@@ -9,7 +9,7 @@ from conftest import tiny_llama
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.decode import DraftModelProposer, InputError, autoregressive_generate, speculative_generate
-from draftsmith.decode.audit import first_divergence
+from draftsmith.decode.measurement.exactness import first_divergence
 from draftsmith.decode.sampling import Law
 
 VOCAB = 97

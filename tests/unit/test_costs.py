@@ -10,10 +10,11 @@ import torch
 from conftest import perturbed, tiny_llama
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree, costs, planner
+from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree, planner
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.costs import CostTable, DraftCosts, measure_costs
-from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer
+from draftsmith.decode.measurement import costs
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts, measure_costs
+from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from draftsmith.decode.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import ratio, ratio_difference
 
 
 def data(prompts: int = 30, seed: int = 0, rng: np.random.Generator | None = None):

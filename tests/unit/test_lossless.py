@@ -15,10 +15,10 @@ from draftsmith.decode import (
     InputError,
     PromptLookupProposer,
     autoregressive_generate,
-    lossless,
     speculative,
 )
-from draftsmith.decode.lossless import (
+from draftsmith.decode.measurement import distribution_test as lossless
+from draftsmith.decode.measurement.distribution_test import (
     _transform,
     compare_greedy,
     law_test,

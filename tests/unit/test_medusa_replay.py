@@ -12,8 +12,8 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.ranks import NONE, TextRanks, ranks_of
-from draftsmith.decode.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
+from draftsmith.decode.replay.ranks import NONE, TextRanks, ranks_of
+from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer

@@ -8,7 +8,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs
-from draftsmith.decode.ranks import NONE, TextRanks
+from draftsmith.decode.replay.ranks import NONE, TextRanks
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.trees import (
     REFERENCE_TREE,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.rounds import acceptance_probabilities, expected_rounds, overlap
+from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
 from draftsmith.decode.sampling import Law
 from draftsmith.train.divergences import divergence, per_token
 from draftsmith.train.objective import NAMES, Objective, expected_accepted

@@ -9,7 +9,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.text import count_repeated_ngrams, repeated_ngram_share
+from draftsmith.decode.measurement.repetition import count_repeated_ngrams, repeated_ngram_share
 from draftsmith.train.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.tokenizer import END_OF_TEXT, train_bpe
 

@@ -33,11 +33,11 @@ from transformers import (
 )
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.blind import BlindProposer
+from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer, NgramPool
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Task
+from draftsmith.decode.proposers.unigram import BlindProposer
 from draftsmith.decode.sampling import Law, draw
 
 VOCAB = 20

@@ -19,7 +19,12 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
-from draftsmith.decode.rounds import acceptance_probabilities, expected_counts, expected_rounds, overlap
+from draftsmith.decode.replay.rounds import (
+    acceptance_probabilities,
+    expected_counts,
+    expected_rounds,
+    overlap,
+)
 
 
 def rounds_of(accepted: tuple[int, ...], draft_length: int) -> int:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from draftsmith.decode import DynamicTree, InputError
-from draftsmith.decode.proposers.protocol import Task
+from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer, matching_ids, renumbered
 from draftsmith.decode.sampling import Law
 from draftsmith.train.tokenizer import END_OF_TEXT, PADDING, train_bpe

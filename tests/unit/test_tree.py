@@ -9,7 +9,7 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.decode import DraftModelProposer, DynamicTree, InputError, Tree
-from draftsmith.decode.proposers.protocol import Task
+from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import ROOT
 

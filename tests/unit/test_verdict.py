@@ -7,10 +7,10 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.decode import Counts
-from draftsmith.decode.costs import CostTable, DraftCosts
-from draftsmith.decode.intervals import ratio, ratio_difference
-from draftsmith.decode.replay import Replay, TextReplay
-from draftsmith.decode.rounds import expected_counts
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.replay import Replay, TextReplay
+from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.scripts.breaks import TEXTS, TOKENS, breaks
 from draftsmith.scripts.decoding import Group, Method, Row
 from draftsmith.scripts.drafters import Drafter

@@ -20,7 +20,7 @@ from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs, interpolated, now, verification_costs
-from draftsmith.decode.proposers.protocol import Outcome, Proposer, Task
+from draftsmith.decode.proposers.base import Outcome, Proposer, Task
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.speculative import Round, speculative_generate
 

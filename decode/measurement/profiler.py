@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.proposers.protocol import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, Verdict, as_rule
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.speculative import Observer, Round, speculative_generate

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.counts import Counts, Ratios
-from draftsmith.decode.ranks import NONE, TextRanks, drafted_from
-from draftsmith.decode.rounds import expected_counts
+from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from
+from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.decode.tree import ROOT, Tree
 
 

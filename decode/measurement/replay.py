@@ -1,7 +1,8 @@
 """Replay: acceptance from text that the target wrote, by one teacher-forced forward of each model, without decoding.
 
 The Rao-Blackwellised decoder: the same means from the same text for every draft length and any number of drafters, and
-less variance (`draftsmith.decode.rounds` has the sums). At T=0 its counts are the decoder's, integer for integer.
+less variance (`draftsmith.decode.replay.rounds` has the sums). At T=0 its counts are the decoder's, integer for
+integer.
 
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
@@ -17,12 +18,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.audit import TIE_ULPS
 from draftsmith.decode.counts import Ratios
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.intervals import Estimate, ratio
-from draftsmith.decode.proposers.protocol import Proposer, Task
-from draftsmith.decode.replayed import Replayed, WrittenText, teacher_forced
+from draftsmith.decode.measurement.exactness import TIE_ULPS
+from draftsmith.decode.measurement.intervals import Estimate, ratio
+from draftsmith.decode.proposers.base import Proposer, Task
+from draftsmith.decode.replay.texts import Replayed, WrittenText, teacher_forced
 from draftsmith.decode.sampling import Law, prefixes
 
 LOGITS_AT_A_TIME = 2**27

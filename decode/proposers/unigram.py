@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.protocol import Proposal, StatelessProposer, Task
-from draftsmith.decode.replayed import Replayed, WrittenText, replayed_by_start
-from draftsmith.decode.rounds import overlap
+from draftsmith.decode.proposers.base import Proposal, StatelessProposer, Task
+from draftsmith.decode.replay.rounds import overlap
+from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_start
 from draftsmith.decode.sampling import draw
 from draftsmith.decode.tree import Tree
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replayed import Replayed, WrittenText, replayed_by_walk
+from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_walk
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 
@@ -107,7 +107,7 @@ class StatelessProposer:
         """Nothing is kept by row."""
 
     def replay(self: Proposer, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
-        """Replay certain drafts: see `draftsmith.decode.replay`."""
+        """Replay certain drafts: see `draftsmith.decode.measurement.replay`."""
         self.start(task)
 
         def draft(context: Tensor, draft_length: int) -> tuple[Tensor, Tree]:

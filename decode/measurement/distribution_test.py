@@ -22,7 +22,7 @@ from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded, run_generate
-from draftsmith.decode.proposers.protocol import Proposer, StatelessProposer
+from draftsmith.decode.proposers.base import Proposer, StatelessProposer
 from draftsmith.decode.sampling import Law, align_vocabulary
 from draftsmith.decode.speculative import speculative_generate
 

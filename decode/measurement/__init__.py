@@ -1,0 +1,1 @@
+"""Measuring acceptance, speed and exactness of a drafter against a target."""
