@@ -1,6 +1,6 @@
 """Distil a draft model from a frozen target."""
 
-from draftsmith.train.divergences import divergence
-from draftsmith.train.lean import lean_divergence
+from draftsmith.train.losses.chunked import lean_divergence
+from draftsmith.train.losses.divergences import divergence
 
 __all__ = ["divergence", "lean_divergence"]

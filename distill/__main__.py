@@ -7,13 +7,13 @@ from pathlib import Path
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.drafts import finish_draft, make_draft
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.cached_laws import CachedCollator, FoundLaws, find_laws
+from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import run
+from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import load_tokenizer, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
-from draftsmith.train.packing import pack, require_packing
-from draftsmith.train.vocabulary import check_compatible_tokenizer
+from draftsmith.train.teacher.cache_reader import CachedCollator, FoundLaws, find_laws
 
 
 def distill(config: DistillConfig) -> DistillTrainer:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.drafts import DraftInit
-from draftsmith.train.objective import Objective
+from draftsmith.train.losses.objective import Objective
 from draftsmith.train.recipe import RecipeConfig
 
 

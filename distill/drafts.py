@@ -17,10 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.distill.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
 from draftsmith.train.lora import LoraOptions, add_lora
 from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size, whole_weights
 from draftsmith.train.runs import move_files
-from draftsmith.train.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
 
 # What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.train.data import IGNORED
+from draftsmith.train.data.collator import IGNORED
 
 
 def coin(*seeds: int) -> float:

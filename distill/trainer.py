@@ -13,13 +13,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import coin, continued, prompts_of
 from draftsmith.train.acceptance import acceptance_metrics, replay_features, replay_sums
-from draftsmith.train.cached_laws import cached_law
-from draftsmith.train.data import IGNORED
-from draftsmith.train.heads import Head, head_of, last_hidden, require_split
-from draftsmith.train.lean import lean_features, lean_sum
+from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
-from draftsmith.train.objective import Objective
-from draftsmith.train.teacher import CachedLaw, LiveLaw, TeacherLaw
+from draftsmith.train.losses.chunked import lean_features, lean_sum
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split
+from draftsmith.train.teacher.cache_reader import cached_law
+from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw, TeacherLaw
 from draftsmith.train.trainer import RecipeTrainer, texts
 
 OfHidden = Callable[[Tensor, Head], Any]

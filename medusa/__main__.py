@@ -10,9 +10,9 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
 from draftsmith.train.cli import run
+from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import load_tokenizer, whole_weights
-from draftsmith.train.packing import pack, require_packing
 
 
 def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.train.heads import Head, head_of, last_hidden
 from draftsmith.train.lora import add_lora
+from draftsmith.train.losses.output_head import Head, head_of, last_hidden
 
 
 class Joint(nn.Module):

@@ -7,7 +7,7 @@ from typing import ClassVar
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.heads import LM_HEADS
 from draftsmith.train.lora import LoraOptions
-from draftsmith.train.objective import BLOCK_TERMS, Objective
+from draftsmith.train.losses.objective import BLOCK_TERMS, Objective
 from draftsmith.train.recipe import RecipeConfig
 
 BACKBONES = ("frozen", "lora", "full")

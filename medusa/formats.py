@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
-from draftsmith.train.heads import Head
+from draftsmith.train.losses.output_head import Head
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
-from draftsmith.train.heads import Head, head_of
+from draftsmith.train.losses.output_head import Head, head_of
 from draftsmith.train.models import looks_local
 
 LM_HEADS = ("own", "shared")

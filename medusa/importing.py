@@ -27,7 +27,7 @@ from draftsmith.medusa.formats import (
     tensor_names,
 )
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
-from draftsmith.train.heads import head_of
+from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES
 
 

@@ -26,7 +26,7 @@ from draftsmith.decode.replay.ranks import MOST_RANKS, NONE, TextRanks, drafted_
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap, start_probabilities
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.train.heads import head_of, last_hidden
+from draftsmith.train.losses.output_head import head_of, last_hidden
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.acceptance import replay_features
-from draftsmith.train.data import IGNORED
-from draftsmith.train.heads import Head, head_of
-from draftsmith.train.lean import lean_features, lean_sum
+from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
-from draftsmith.train.objective import Objective
+from draftsmith.train.losses.chunked import lean_features, lean_sum
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import Head, head_of
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import save_model
-from draftsmith.train.teacher import LiveLaw
+from draftsmith.train.teacher.distributions import LiveLaw
 from draftsmith.train.trainer import RecipeTrainer, texts
 
 PER_HEAD = ("count", "overlap", "right")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.divergences import NAMES, divergence
-from draftsmith.train.lean import lean_divergence
+from draftsmith.train.losses.chunked import lean_divergence
+from draftsmith.train.losses.divergences import NAMES, divergence
 from draftsmith.train.models import DTYPES, default_device
 from draftsmith.train.provenance import environment, write_json
 

@@ -33,9 +33,9 @@ from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.medusa.trees import rank_accuracies, reference_tree, search_tree
 from draftsmith.scripts.bench_objectives import ObjectivesConfig, prepare_texts, remember
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare
-from draftsmith.train.corpus import code_prompts, stdlib_modules
-from draftsmith.train.data import training_examples
+from draftsmith.train.data.collator import training_examples
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 

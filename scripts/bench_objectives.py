@@ -31,9 +31,9 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.benchmarks import ASSETS
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare
-from draftsmith.train.corpus import code_prompts, stdlib_modules
-from draftsmith.train.data import training_examples
+from draftsmith.train.data.collator import training_examples
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.provenance import environment, write_json

@@ -23,15 +23,15 @@ from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts.quickstart import STOCK, TARGET, write_prompts
 from draftsmith.train.acceptance import replay_features
-from draftsmith.train.cached_laws import CachedCollator, cached_law, find_laws
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import PrepareConfig, prepare
-from draftsmith.train.corpus import code_prompts, stdlib_modules
-from draftsmith.train.data import CompletionCollator, training_examples
+from draftsmith.train.data.collator import CompletionCollator, training_examples
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.losses.objective import Objective
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
-from draftsmith.train.objective import Objective
 from draftsmith.train.provenance import environment, write_json
-from draftsmith.train.teacher_cache import CacheConfig, make_cache
+from draftsmith.train.teacher.cache_reader import CachedCollator, cached_law, find_laws
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
 @dataclass

@@ -26,8 +26,8 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.benchmarks import ASSETS
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data import IGNORED, CompletionCollator, training_examples
-from draftsmith.train.divergences import divergence
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.losses.divergences import divergence
 from draftsmith.train.models import default_device, load_model, load_tokenizer
 
 

@@ -16,9 +16,9 @@ from draftsmith.decode import Counts
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
-from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import default_device, load_model
-from draftsmith.train.prompts import encode_prompt, read_prompts
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.teacher_cache import CacheConfig, CacheSummary, make_cache
+from draftsmith.train.teacher.cache_writer import CacheConfig, CacheSummary, make_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -29,7 +29,7 @@ from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Divergence
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.decoding import Method, Observations
-from draftsmith.train.heads import last_hidden
+from draftsmith.train.losses.output_head import last_hidden
 
 FALSE_ALARM = 1e-4
 """A lossless drafter fails one test of the law with at most this probability."""

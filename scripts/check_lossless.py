@@ -30,9 +30,9 @@ from draftsmith.decode import (
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
 from draftsmith.scripts.certificate import FALSE_ALARM, LEAST_TOKENS, certify_greedy, sampled_law
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
-from draftsmith.train.prompts import encode_prompt, read_prompts
 from draftsmith.train.provenance import environment, write_json
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"

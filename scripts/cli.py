@@ -19,6 +19,8 @@ COMMANDS = {
     "tune": "lossy rules at many levels: speed against departure from the target, and the level to take",
     "export": "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
 }
+PACKAGES = ("plan",)
+"""Commands that are packages of several modules."""
 USAGE = "\n".join(
     [
         "usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]",
@@ -44,5 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
         return 2
     # Imported by need: the Trainer that quickstart brings in takes seconds, which measure should not cost.
-    command = importlib.import_module(f"draftsmith.scripts.{name.replace('-', '_')}")
+    module = name.replace("-", "_")
+    command = importlib.import_module(f"draftsmith.scripts.{module}" + (".command" if name in PACKAGES else ""))
     return run(lambda: command.main(rest))

@@ -23,8 +23,8 @@ from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Screen, Terminal
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.models import DTYPES, check_head, default_device, load_model, load_tokenizer
-from draftsmith.train.prompts import Prompt, encode_prompt
 
 PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "blind", "early_exit", "none")
 MODELS = ("draft", "early_exit")  # those that are models: their confidence says something, and they can grow trees

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.findings import Finding
 from draftsmith.scripts.live_view import PICTURES
-from draftsmith.train.completions import load_completions
-from draftsmith.train.masks import mask_conversation
-from draftsmith.train.prompts import encode_prompt, read_samples
+from draftsmith.train.data.chat_masks import mask_conversation
+from draftsmith.train.data.generate import load_completions
+from draftsmith.train.data.prompts import encode_prompt, read_samples
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from draftsmith.scripts.report import build_report
 from draftsmith.scripts.report_table import print_report
 from draftsmith.scripts.verdict import markdown
 from draftsmith.train.cli import numbers, parse_config, run
-from draftsmith.train.completions import complete, make_batches
+from draftsmith.train.data.generate import complete, make_batches
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import check_head, default_device, load_model, load_tokenizer
-from draftsmith.train.prompts import encode_prompt, read_prompts
 from draftsmith.train.provenance import write_json
 
 COMPLETED_TOGETHER = 64

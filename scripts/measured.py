@@ -11,7 +11,7 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.cost_file import table_for
 from draftsmith.scripts.decoding import Method, Observations
 from draftsmith.scripts.drafters import Drafter
-from draftsmith.train.prompts import Prompt
+from draftsmith.train.data.prompts import Prompt
 
 PROBABILISTIC, GREEDY = "probabilistic", "greedy"
 """Verifiers: of drafts that were drawn from q, and of the draft's argmax, which servers draft by default."""

@@ -37,8 +37,8 @@ from draftsmith.medusa.trees import (
 )
 from draftsmith.scripts.tree_drawing import svg, tree_scene, write_png
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import load_completions
-from draftsmith.train.heads import head_of, require_split
+from draftsmith.train.data.generate import load_completions
+from draftsmith.train.losses.output_head import head_of, require_split
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment, write_json
 

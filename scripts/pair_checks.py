@@ -13,7 +13,7 @@ from draftsmith.decode.proposers.retokenized import matching_ids
 from draftsmith.scripts.findings import Finding
 from draftsmith.scripts.loss_masks import Sample
 from draftsmith.scripts.pair_sides import STORED, Heads, Side, load_heads, load_side
-from draftsmith.train.masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, tokenizer_size
 
 CHEAP = 0.5  # a draft of more than this share of the target's parameters hardly pays

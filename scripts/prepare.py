@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import CompletionsSummary, PrepareConfig, prepare
+from draftsmith.train.data.generate import CompletionsSummary, PrepareConfig, prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,8 +19,8 @@ from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profil
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import check_head, check_same_tokenizer, default_device, load_model, load_tokenizer
-from draftsmith.train.prompts import encode_prompt, read_prompts
 from draftsmith.train.provenance import environment, write_json
 
 

@@ -21,8 +21,8 @@ from draftsmith.scripts.measure import MeasureConfig, measure
 from draftsmith.scripts.medusa_tree import MedusaTreeConfig, print_tree, search
 from draftsmith.scripts.report_table import print_report
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import PrepareConfig, prepare
-from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.models import load_model
 from draftsmith.train.trainer import RecipeTrainer
 

@@ -33,10 +33,10 @@ from draftsmith.scripts.tradeoff import (
     print_tradeoff,
 )
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.shards import output_directory
 from draftsmith.train.models import check_head, check_same_tokenizer, identity, load_model, load_tokenizer
-from draftsmith.train.prompts import encode_prompt, read_prompts
 from draftsmith.train.provenance import environment, write_json
-from draftsmith.train.shards import output_directory
 
 SCHEMA = "draftsmith.tune/1"
 JOURNAL = "decoded.json"

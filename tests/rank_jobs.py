@@ -19,7 +19,7 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
-from draftsmith.train.data import IGNORED
+from draftsmith.train.data.collator import IGNORED
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
 conversion_mapping.get_checkpoint_conversion_mapping("llama")

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Training
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.runs import save_model
 
 WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]

@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 
 COUNT = 12
 OTHER_END = 77

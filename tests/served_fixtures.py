@@ -11,8 +11,9 @@ from prepare_inputs import save_target, write_prompts
 from served import COUNT, Served
 from transformers import GenerationConfig
 
-from draftsmith.train import completions, endpoint
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare
+from draftsmith.train.data import endpoint
+from draftsmith.train.data import generate as completions
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 
 
 @pytest.fixture(scope="module")

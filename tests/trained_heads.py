@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.medusa import MedusaHeads
-from draftsmith.train.heads import last_hidden
+from draftsmith.train.losses.output_head import last_hidden
 
 
 def own_texts(target: PreTrainedModel, prompts: Sequence[Tensor], **options: Any) -> list[Tensor]:

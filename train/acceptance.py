@@ -11,7 +11,7 @@ from transformers import EvalPrediction
 
 from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
 from draftsmith.decode.sampling import Law
-from draftsmith.train.teacher import CachedLaw
+from draftsmith.train.teacher.distributions import CachedLaw
 
 COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 

@@ -9,7 +9,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data import training_examples
+from draftsmith.train.data.collator import training_examples
 from draftsmith.train.models import check_head, load_model
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.corpus import Module, stdlib_modules
+from draftsmith.train.data.corpus import Module, stdlib_modules
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
 from draftsmith.train.tokenizer import train_bpe

@@ -16,8 +16,8 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Law
-from draftsmith.train.data import IGNORED, CompletionCollator, GroupedByLength, sample_ids
-from draftsmith.train.heads import Head, head_of, last_hidden, require_split
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
+from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split
 from draftsmith.train.models import tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import move_files, told_of_full_disk

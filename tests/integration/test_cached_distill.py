@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
-from draftsmith.train import teacher_cache
 from draftsmith.train.cli import run
-from draftsmith.train.data import training_examples
-from draftsmith.train.teacher_cache import CacheConfig, make_cache
+from draftsmith.train.data.collator import training_examples
+from draftsmith.train.teacher import cache_writer as teacher_cache
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
 def completions(road):

@@ -20,10 +20,10 @@ from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
-from draftsmith.train.data import CompletionCollator, training_examples
-from draftsmith.train.objective import NAMES, Objective
+from draftsmith.train.data.collator import CompletionCollator, training_examples
+from draftsmith.train.data.shards import write_shard
+from draftsmith.train.losses.objective import NAMES, Objective
 from draftsmith.train.runs import save_model
-from draftsmith.train.shards import write_shard
 from draftsmith.train.tokenizer import train_bpe
 
 
@@ -314,7 +314,7 @@ def without_loss(road: Path, output: Path, ids: set[str] | None = None) -> Path:
 
 def test_samples_without_loss_are_left_out_and_named(road, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("draftsmith.train.data.logger", SimpleNamespace(warning=said.append))
+    monkeypatch.setattr("draftsmith.train.data.collator.logger", SimpleNamespace(warning=said.append))
     kept = training_examples([str(without_loss(road, tmp_path / "some", {"3", "7"}))])
     assert len(kept) == 8
     (line,) = said
@@ -323,7 +323,7 @@ def test_samples_without_loss_are_left_out_and_named(road, tmp_path, monkeypatch
 
 def test_a_cut_that_leaves_no_completion_counts_as_no_loss(road, monkeypatch):
     said = []
-    monkeypatch.setattr("draftsmith.train.data.logger", SimpleNamespace(warning=said.append))
+    monkeypatch.setattr("draftsmith.train.data.collator.logger", SimpleNamespace(warning=said.append))
     samples = training_examples([str(road / "long")]).to_list()
     prompts = sorted(sum(label == -100 for label in sample["labels"]) for sample in samples)
     cut = training_examples([str(road / "long")], max_length=prompts[5])

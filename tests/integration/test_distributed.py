@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from draftsmith.distill import __main__ as command
 from draftsmith.train.cli import run
-from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.runs import save_model
 
 pytestmark = pytest.mark.slow

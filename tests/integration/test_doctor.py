@@ -29,7 +29,7 @@ from draftsmith.scripts.pair_costs import (
     draft_costs,
     heads_costs,
 )
-from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 from draftsmith.train.tokenizer import train_bpe

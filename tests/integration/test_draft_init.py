@@ -30,11 +30,11 @@ from draftsmith.distill.drafts import (
     make_draft,
 )
 from draftsmith.distill.trainer import _open
+from draftsmith.distill.vocabulary import silence_padding
 from draftsmith.train.acceptance import replay_features
 from draftsmith.train.lora import LoraOptions, merged_state
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.runs import save_model
-from draftsmith.train.vocabulary import silence_padding
 
 ASSETS = Path(__file__).parents[2] / "assets"
 DEPTH = 6

@@ -10,8 +10,8 @@ from rich.console import Console
 from draftsmith.decode import Counts, DraftModelProposer, InputError, autoregressive_generate, speculative_generate
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart
-from draftsmith.train.completions import load_completions
-from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets"

@@ -14,9 +14,9 @@ from served import COUNT, OTHER_END, backed, native, older_sglang, older_vllm, p
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
-from draftsmith.train import completions
-from draftsmith.train.completions import prepare
-from draftsmith.train.endpoint import Answer, Completion, Vocabulary, settle
+from draftsmith.train.data import generate as completions
+from draftsmith.train.data.endpoint import Answer, Completion, Vocabulary, settle
+from draftsmith.train.data.generate import prepare
 
 pytest_plugins = ["served_fixtures"]
 

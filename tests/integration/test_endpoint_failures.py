@@ -8,7 +8,7 @@ import pytest
 from served import COUNT, refusal, rows, vllm
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.completions import prepare
+from draftsmith.train.data.generate import prepare
 
 pytest_plugins = ["served_fixtures"]
 

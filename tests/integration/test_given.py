@@ -8,9 +8,9 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
-from draftsmith.train import completions
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare, split_empty
-from draftsmith.train.masks import encode_conversation
+from draftsmith.train.data import generate as completions
+from draftsmith.train.data.chat_masks import encode_conversation
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare, split_empty
 from draftsmith.train.models import load_tokenizer
 
 # Turns that an end-of-sequence token ends, and turns that nothing ends. An added token stands before them, because a

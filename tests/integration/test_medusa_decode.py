@@ -26,7 +26,7 @@ from draftsmith.decode import (
 from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.train.heads import last_hidden
+from draftsmith.train.losses.output_head import last_hidden
 
 NEW = 14
 LENGTHS = (3, 11, 6)

@@ -22,13 +22,13 @@ from draftsmith.medusa import trainer as module
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
-from draftsmith.train import lean
 from draftsmith.train.cli import run
-from draftsmith.train.completions import PrepareConfig, prepare
-from draftsmith.train.data import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.data.packing import pack
 from draftsmith.train.lora import LoraOptions
+from draftsmith.train.losses import chunked as lean
 from draftsmith.train.models import load_model
-from draftsmith.train.packing import pack
 from draftsmith.train.runs import save_model
 
 T = 0.8

@@ -13,7 +13,7 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.cli import main
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
 
 WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]

@@ -11,8 +11,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.on_policy import coin, continued, prompts_of
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.data import IGNORED, CompletionCollator, training_examples
-from draftsmith.train.packing import pack
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.data.packing import pack
 
 
 def sampling(**options) -> GenerationConfig:

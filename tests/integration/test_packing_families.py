@@ -15,9 +15,9 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence, pre
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.data import IGNORED, CompletionCollator, numbered
-from draftsmith.train.heads import last_hidden
-from draftsmith.train.packing import pack, packs, require_packing
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, numbered
+from draftsmith.train.data.packing import pack, packs, require_packing
+from draftsmith.train.losses.output_head import last_hidden
 
 PACKING = [
     "llama", "qwen2", "qwen2-window", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt-neox", "phi", "phi3",

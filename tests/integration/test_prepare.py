@@ -19,9 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
-from draftsmith.train import completions, shards
 from draftsmith.train.cli import parse_config
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare, split_empty
+from draftsmith.train.data import generate as completions
+from draftsmith.train.data import shards
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare, split_empty
 
 COUNT = 11  # in batches of 2: five full ones and a last one of a single row
 

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.completions import load_completions
+from draftsmith.train.data.generate import load_completions
 from draftsmith.train.runs import last_checkpoint
 
 STEPS = 8  # of 4 samples out of 10: the third epoch begins at step 7

@@ -19,7 +19,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer, renumbered
-from draftsmith.train.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.tokenizer import train_bpe
 

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.drafts import DraftInit
+from draftsmith.train.data.shards import write_shard
 from draftsmith.train.lora import LoraOptions
 from draftsmith.train.runs import save_model
-from draftsmith.train.shards import write_shard
 
 pytestmark = pytest.mark.slow
 

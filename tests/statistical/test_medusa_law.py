@@ -21,7 +21,7 @@ from draftsmith.decode import Tree, acceptance
 from draftsmith.decode.measurement.distribution_test import Laws, law_test, sample_texts
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer, proposer
-from draftsmith.train.heads import last_hidden
+from draftsmith.train.losses.output_head import last_hidden
 
 FALSE_ALARM = 1e-4
 VOCAB = 13

@@ -14,9 +14,9 @@ from draftsmith.scripts.medusa_tree import MedusaTreeConfig
 from draftsmith.scripts.profile import ProfileConfig
 from draftsmith.scripts.tune import TuneConfig
 from draftsmith.train.cli import parse_config
-from draftsmith.train.completions import PrepareConfig
+from draftsmith.train.data.generate import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig
-from draftsmith.train.teacher_cache import CacheConfig
+from draftsmith.train.teacher.cache_writer import CacheConfig
 
 ROOT = Path(__file__).parents[2] / "configs"
 FOLDERS = {

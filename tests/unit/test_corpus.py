@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.corpus import Module, stdlib_modules
+from draftsmith.train.data.corpus import Module, stdlib_modules
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
 from draftsmith.train.tokenizer import train_bpe

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence
-from draftsmith.train.divergences import DIVERGENCES, NAMES, forward_kl, jsd, per_token, skew_kl, skew_reverse_kl
+from draftsmith.train.losses.divergences import DIVERGENCES, NAMES, forward_kl, jsd, per_token, skew_kl, skew_reverse_kl
 
 N, V = 16, 23
 

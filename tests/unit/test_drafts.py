@@ -8,9 +8,9 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.drafts import DraftInit, layer_indices
+from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import parse_config
 from draftsmith.train.lora import LoraOptions
-from draftsmith.train.vocabulary import check_compatible_tokenizer
 
 
 @dataclass

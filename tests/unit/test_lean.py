@@ -18,9 +18,9 @@ from transformers import (
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence, lean_divergence
-from draftsmith.train import lean
-from draftsmith.train.divergences import NAMES
-from draftsmith.train.heads import Head, head_of, last_hidden, require_split, splits
+from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.divergences import NAMES
+from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split, splits
 
 N, V, H = 40, 53, 12
 

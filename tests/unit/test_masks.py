@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train import masks
-from draftsmith.train.masks import encode_conversation, has_generation_markers, mask_conversation
-from draftsmith.train.prompts import Prompt, read_conversations, read_samples
+from draftsmith.train.data import chat_masks as masks
+from draftsmith.train.data.chat_masks import encode_conversation, has_generation_markers, mask_conversation
+from draftsmith.train.data.prompts import Prompt, read_conversations, read_samples
 from draftsmith.train.tokenizer import END_OF_TEXT, train_bpe
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]

@@ -7,7 +7,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.lora import LoraOptions
-from draftsmith.train.objective import Objective
+from draftsmith.train.losses.objective import Objective
 
 
 def config(training: dict | None = None, **options) -> MedusaTrainingConfig:

@@ -8,8 +8,8 @@ import torch
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
 from draftsmith.decode.sampling import Law
-from draftsmith.train.divergences import divergence, per_token
-from draftsmith.train.objective import NAMES, Objective, expected_accepted
+from draftsmith.train.losses.divergences import divergence, per_token
+from draftsmith.train.losses.objective import NAMES, Objective, expected_accepted
 
 N, V = 14, 17
 FOLLOWS = torch.tensor([i not in (0, 5) for i in range(N)])  # two texts, of 5 and of 9 tokens

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.trainer import _follows
-from draftsmith.train.data import IGNORED, CompletionCollator, GroupedByLength, numbered, sample_ids
-from draftsmith.train.objective import Objective
-from draftsmith.train.packing import best_fit_decreasing, pack
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, numbered, sample_ids
+from draftsmith.train.data.packing import best_fit_decreasing, pack
+from draftsmith.train.losses.objective import Objective
 
 LENGTH = 24
 

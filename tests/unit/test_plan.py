@@ -19,9 +19,8 @@ from transformers import (
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts import plan
-from draftsmith.train import lean
-from draftsmith.train.activations import (
+from draftsmith.scripts.plan import command as plan
+from draftsmith.scripts.plan.activations import (
     Affine,
     Batch,
     LiveBytes,
@@ -32,13 +31,14 @@ from draftsmith.train.activations import (
     trace_forward,
     trace_loss,
 )
+from draftsmith.scripts.plan.footprint import Footprint
+from draftsmith.scripts.plan.model_states import Weights, held_bytes, optimizer_bytes, target_bytes
 from draftsmith.train.cli import run
-from draftsmith.train.data import training_examples
-from draftsmith.train.heads import last_hidden
-from draftsmith.train.memory import Footprint
-from draftsmith.train.model_states import Weights, held_bytes, optimizer_bytes, target_bytes
+from draftsmith.train.data.collator import training_examples
+from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.objective import NAMES, Objective
+from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
-from draftsmith.train.objective import NAMES, Objective
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import save_model
 

@@ -19,9 +19,9 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
-from draftsmith.scripts import plan
+from draftsmith.scripts.plan import command as plan
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.completions import PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.runs import save_model
 
 ROOT = Path(__file__).parents[2]
@@ -85,7 +85,8 @@ def test_it_fits_eight_gpus_of_80_gb(name, capsys):
 def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
     """In a process of its own: DeepSpeed's settings outlive the arguments that name them."""
     pytest.importorskip("deepspeed")
-    argv = [sys.executable, "-m", "draftsmith.scripts.plan", "--config", str(distill_file("gpt2-to-distilgpt2"))]
+    argv = [sys.executable, "-m", "draftsmith.scripts.plan.command"]
+    argv += ["--config", str(distill_file("gpt2-to-distilgpt2"))]
     argv += ["--gpus", "8", "--training.deepspeed", str(CONFIGS / "deepspeed" / "zero2.json")]
     for role, shape in zip(("target", "draft"), PAIRS["gpt2-to-distilgpt2"], strict=True):
         argv += [f"--{role}_config", str(SHAPES / f"{shape}.json")]

@@ -15,19 +15,19 @@ from transformers import AutoModelForCausalLM
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Law
 from draftsmith.scripts import cache as command
-from draftsmith.train import teacher_cache
 from draftsmith.train.acceptance import replay_features
-from draftsmith.train.cached_laws import CachedCollator, cached_law, find_laws
 from draftsmith.train.cli import run
-from draftsmith.train.completions import PrepareConfig, load_completions, prepare
-from draftsmith.train.data import CompletionCollator, training_examples
-from draftsmith.train.divergences import DIVERGENCES
-from draftsmith.train.heads import Head
-from draftsmith.train.lean import lean_features, lean_sum
-from draftsmith.train.objective import NAMES, Objective
+from draftsmith.train.data.collator import CompletionCollator, training_examples
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.losses.chunked import lean_features, lean_sum
+from draftsmith.train.losses.divergences import DIVERGENCES
+from draftsmith.train.losses.objective import NAMES, Objective
+from draftsmith.train.losses.output_head import Head
 from draftsmith.train.runs import save_model
-from draftsmith.train.teacher import CachedLaw, LiveLaw
-from draftsmith.train.teacher_cache import CacheConfig, make_cache
+from draftsmith.train.teacher import cache_writer as teacher_cache
+from draftsmith.train.teacher.cache_reader import CachedCollator, cached_law, find_laws
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw
 
 N, V = 40, 23
 FOLLOWS = torch.tensor([i % 7 != 0 for i in range(N)])

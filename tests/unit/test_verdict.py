@@ -18,7 +18,7 @@ from draftsmith.scripts.estimates import speedup
 from draftsmith.scripts.measured import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.prediction import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.verdict import comparisons, judge, markdown, more_prompts
-from draftsmith.train.prompts import Prompt
+from draftsmith.train.data.prompts import Prompt
 
 LENGTHS = range(1, 5)
 

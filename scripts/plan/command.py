@@ -14,8 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.drafts import make_draft
-from draftsmith.scripts.plan_report import GIB, report
-from draftsmith.train.activations import (
+from draftsmith.scripts.plan.activations import (
     Activations,
     Affine,
     Batch,
@@ -25,10 +24,8 @@ from draftsmith.train.activations import (
     trace_draft,
     trace_forward,
 )
-from draftsmith.train.cli import parse_config, run
-from draftsmith.train.lora import add_lora
-from draftsmith.train.memory import Footprint
-from draftsmith.train.model_states import (
+from draftsmith.scripts.plan.footprint import Footprint
+from draftsmith.scripts.plan.model_states import (
     Placement,
     Precision,
     Strategy,
@@ -37,6 +34,9 @@ from draftsmith.train.model_states import (
     optimizer_bytes,
     target_bytes,
 )
+from draftsmith.scripts.plan.report import GIB, report
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.lora import add_lora
 from draftsmith.train.models import DTYPES, whole_weights
 
 DOES_NOT_FIT = 3

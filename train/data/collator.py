@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.utils import logging
 
-from draftsmith.train.completions import load_completions, split_empty
+from draftsmith.train.data.generate import load_completions, split_empty
 
 IGNORED = -100
 logger = logging.get_logger(__name__)

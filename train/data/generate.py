@@ -24,17 +24,24 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.endpoint import Completion, Vocabulary, complete_remotely, served_model
-from draftsmith.train.masks import encode_conversation
+from draftsmith.train.data.chat_masks import encode_conversation
+from draftsmith.train.data.endpoint import Completion, Vocabulary, complete_remotely, served_model
+from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
+from draftsmith.train.data.prepare_config import decisive_settings
+from draftsmith.train.data.prompts import Prompt, encode_prompt, read_conversations, read_prompts
+from draftsmith.train.data.samples import Batch as Batch
+from draftsmith.train.data.samples import CompletionsSummary as CompletionsSummary
+from draftsmith.train.data.samples import completed_shard, given_shard
+from draftsmith.train.data.samples import make_batches as make_batches
+from draftsmith.train.data.shards import (
+    SCHEMA,
+    output_directory,
+    read_manifest,
+    read_shard,
+    settle_manifest,
+    write_shard,
+)
 from draftsmith.train.models import identity, load_model, load_tokenizer, tokenizer_size
-from draftsmith.train.prepare_config import PrepareConfig as PrepareConfig
-from draftsmith.train.prepare_config import decisive_settings
-from draftsmith.train.prompts import Prompt, encode_prompt, read_conversations, read_prompts
-from draftsmith.train.samples import Batch as Batch
-from draftsmith.train.samples import CompletionsSummary as CompletionsSummary
-from draftsmith.train.samples import completed_shard, given_shard
-from draftsmith.train.samples import make_batches as make_batches
-from draftsmith.train.shards import SCHEMA, output_directory, read_manifest, read_shard, settle_manifest, write_shard
 
 logger = logging.getLogger(__name__)
 

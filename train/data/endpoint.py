@@ -28,8 +28,8 @@ import httpx2
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.prepare_config import PrepareConfig
-from draftsmith.train.samples import Batch
+from draftsmith.train.data.prepare_config import PrepareConfig
+from draftsmith.train.data.samples import Batch
 
 FORMS = ("token_ids", "logprobs", "text")
 FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for

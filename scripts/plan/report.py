@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from draftsmith.scripts.plan import Planner
+    from draftsmith.scripts.plan.command import Planner
 
 GIB = 2**30
 

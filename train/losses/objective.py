@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.divergences import DIVERGENCES, check_divergence, mixture_weight
-from draftsmith.train.divergences import NAMES as DIVERGENCE_NAMES
-from draftsmith.train.teacher import LOWEST, CachedLaw
+from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, mixture_weight
+from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
+from draftsmith.train.teacher.distributions import LOWEST, CachedLaw
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
@@ -27,7 +27,7 @@ BOUNDED = ("tvd", *BLOCK_TERMS)
 class Objective:
     """A weighted sum of terms under the law of deployment.
 
-    Terms are the divergences of `draftsmith.train.divergences` and, over drafted blocks of γ tokens:
+    Terms are the divergences of `draftsmith.train.losses.divergences` and, over drafted blocks of γ tokens:
 
     * `expected_length`: γ − E[accepted tokens] of a round that starts at the position, with
       E[accepted] = Σ_j E[Π_{i<j} min(1, q_i/p_i) · Σ_v min(p_j, q_j)]. The last factor is taken over the full

@@ -7,8 +7,8 @@ from pathlib import Path
 import pyarrow as pa
 
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
-from draftsmith.train.prompts import Prompt
-from draftsmith.train.shards import COLUMNS
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.shards import COLUMNS
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import Law
-from draftsmith.train.heads import Head
+from draftsmith.train.losses.output_head import Head
 
 # Finite, so that a probability of zero times its logarithm is zero, and no gradient is a NaN.
 LOWEST = torch.finfo(torch.float32).min

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data import IGNORED
-from draftsmith.train.shards import read_manifest
-from draftsmith.train.teacher import CachedLaw
-from draftsmith.train.teacher_cache import (
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.shards import read_manifest
+from draftsmith.train.teacher.cache_writer import (
     NUMBERS,
     ROW_GROUP,
     SCHEMA,
@@ -26,6 +25,7 @@ from draftsmith.train.teacher_cache import (
     samples_of,
     texts_of,
 )
+from draftsmith.train.teacher.distributions import CachedLaw
 
 Places = dict[tuple[str, int], tuple[Path, int]]
 """(a sample's id, the checksum of its tokens) → (shard, row)."""

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.heads import head_of
+from draftsmith.train.losses.output_head import head_of
 
 Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Precision = Literal["float32", "autocast", "half"]

@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Law
-from draftsmith.train import lean, models
-from draftsmith.train.heads import Head, head_of, last_hidden, require_split
+from draftsmith.train import models
+from draftsmith.train.data.shards import MANIFEST, output_directory, read_manifest, read_shard, write_aside
+from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
-from draftsmith.train.shards import MANIFEST, output_directory, read_manifest, read_shard, write_aside
-from draftsmith.train.teacher import CachedLaw, LiveLaw
+from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw
 
 SCHEMA = "draftsmith.teacher/1"
 COLUMNS = pa.schema(

@@ -10,11 +10,11 @@ from functools import cached_property
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from draftsmith.train import lean
-from draftsmith.train.activations import Activations, Affine, Batch, common_vocabulary, trace_loss
-from draftsmith.train.heads import head_of
-from draftsmith.train.model_states import Precision
-from draftsmith.train.objective import Objective
+from draftsmith.scripts.plan.activations import Activations, Affine, Batch, common_vocabulary, trace_loss
+from draftsmith.scripts.plan.model_states import Precision
+from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import head_of
 
 
 @dataclass(frozen=True)

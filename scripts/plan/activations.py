@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from draftsmith.train import lean
-from draftsmith.train.heads import head_of, last_hidden
-from draftsmith.train.model_states import Precision
-from draftsmith.train.objective import Objective
-from draftsmith.train.teacher import CachedLaw, LiveLaw, TeacherLaw
+from draftsmith.scripts.plan.model_states import Precision
+from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import head_of, last_hidden
+from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw, TeacherLaw
 
 
 class LiveBytes(TorchDispatchMode):

@@ -18,8 +18,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data import IGNORED, numbered
-from draftsmith.train.heads import last_hidden
+from draftsmith.train.data.collator import IGNORED, numbered
+from draftsmith.train.losses.output_head import last_hidden
 
 
 def pack(dataset: Dataset, length: int) -> Dataset:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.train.divergences import check_divergence, per_token
-from draftsmith.train.heads import Head
-from draftsmith.train.teacher import LiveLaw, TeacherLaw
+from draftsmith.train.losses.divergences import check_divergence, per_token
+from draftsmith.train.losses.output_head import Head
+from draftsmith.train.teacher.distributions import LiveLaw, TeacherLaw
 
 Features = Callable[[Any, Tensor, Tensor], Tensor]
 """(p, q_logits (N, V), labels (N,)) → (N, K), position by position: p is logits (N, V) or a `CachedLaw`, as its source

@@ -1,0 +1,1 @@
+"""`draftsmith plan`: whether a training run fits its GPUs."""

@@ -1,0 +1,1 @@
+"""From prompts to batches: prompts, completions, masks, shards, packing."""
