@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.drafts import finish_draft, make_draft
+from draftsmith.distill.draft_init import finish_draft, make_draft
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import run

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.drafts import DraftInit
+from draftsmith.distill.draft_init import DraftInit
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.recipe import RecipeConfig
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draftsmith.medusa.card import card
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
 from draftsmith.train.cli import run

@@ -30,7 +30,7 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer
-from draftsmith.medusa.trees import rank_accuracies, reference_tree, search_tree
+from draftsmith.medusa.tree_search import rank_accuracies, reference_tree, search_tree
 from draftsmith.scripts.bench_objectives import ObjectivesConfig, prepare_texts, remember
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.collator import training_examples

@@ -34,7 +34,7 @@ from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.trees import reference_tree
+from draftsmith.medusa.tree_search import reference_tree
 from draftsmith.scripts.benchmarks import PairConfig, load_pair, timed
 from draftsmith.train.cli import numbers, parse_config, run
 from draftsmith.train.models import load_tokenizer

@@ -12,9 +12,9 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.card import card
-from draftsmith.medusa.formats import FORMATS, check_format, export_heads, vllm_command
-from draftsmith.medusa.importing import import_heads
+from draftsmith.medusa.formats.card import card
+from draftsmith.medusa.formats.export import FORMATS, check_format, export_heads, vllm_command
+from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.models import DTYPES, check_same_tokenizer, load_model, load_tokenizer
 

@@ -24,7 +24,7 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import ranks_of_states, replay_ranks, text_states
-from draftsmith.medusa.trees import (
+from draftsmith.medusa.tree_search import (
     Budget,
     acceptance_estimate,
     choices_of,

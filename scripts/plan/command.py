@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.drafts import make_draft
+from draftsmith.distill.draft_init import make_draft
 from draftsmith.scripts.plan.activations import (
     Activations,
     Affine,

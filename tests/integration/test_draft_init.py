@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Law
-from draftsmith.distill.drafts import (
+from draftsmith.distill.draft_init import (
     DraftInit,
     finish_draft,
     make_draft,

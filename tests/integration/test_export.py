@@ -13,9 +13,10 @@ import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
-from draftsmith.medusa import MedusaHeads, formats
-from draftsmith.medusa.formats import export_heads
-from draftsmith.medusa.importing import import_heads
+from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.formats import export as formats
+from draftsmith.medusa.formats.export import export_heads
+from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model

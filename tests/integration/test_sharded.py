@@ -20,7 +20,7 @@ from roads import configured, furthest, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.drafts import DraftInit
+from draftsmith.distill.draft_init import DraftInit
 from draftsmith.train.data.shards import write_shard
 from draftsmith.train.lora import LoraOptions
 from draftsmith.train.runs import save_model

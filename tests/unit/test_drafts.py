@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.drafts import DraftInit, layer_indices
+from draftsmith.distill.draft_init import DraftInit, layer_indices
 from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import parse_config
 from draftsmith.train.lora import LoraOptions

@@ -10,7 +10,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs
 from draftsmith.decode.replay.ranks import NONE, TextRanks
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.trees import (
+from draftsmith.medusa.tree_search import (
     REFERENCE_TREE,
     acceptance_estimate,
     choices_of,

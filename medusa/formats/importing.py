@@ -1,4 +1,4 @@
-"""Medusa heads out of the formats of `draftsmith.medusa.formats`, every tensor accounted for."""
+"""Medusa heads out of the formats of `draftsmith.medusa.formats.export`, every tensor accounted for."""
 
 import json
 import pickle
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.formats import (
+from draftsmith.medusa.formats.export import (
     CONFIG,
     FORMATS,
     LEGACY,

@@ -8,7 +8,7 @@
 | `modelopt`       | `model.safetensors` | `medusa_heads.{h}.{l}.linear.*` | `medusa_heads.{h}.{L}.weight`            |
 
 FasterDecoding's older trainer writes another file under that name, `medusa_lm_head.safetensors`, without language-model
-heads: there all heads go through the target's. It is read, not written (`draftsmith.medusa.importing`).
+heads: there all heads go through the target's. It is read, not written (`draftsmith.medusa.formats.importing`).
 """
 
 import copy
@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa import prove
+from draftsmith.medusa.formats import readers as prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
 from draftsmith.train.losses.output_head import Head
 from draftsmith.train.models import DTYPES

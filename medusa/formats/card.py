@@ -7,7 +7,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.formats import check_format, refusal, vllm_command
+from draftsmith.medusa.formats.export import check_format, refusal, vllm_command
 from draftsmith.medusa.heads import MedusaHeads
 
 FIGURES = ("top_1", "tau_chain", "tau_tree")
@@ -80,7 +80,8 @@ def _here(format: str) -> str:
         "from draftsmith.medusa import MedusaHeads, MedusaProposer\n\n"
         'proposer = MedusaProposer(MedusaHeads.from_pretrained("DIR"))'
         if format == "own"
-        else "from draftsmith.medusa import MedusaProposer\nfrom draftsmith.medusa.importing import import_heads\n\n"
+        else "from draftsmith.medusa import MedusaProposer\n"
+        "from draftsmith.medusa.formats.importing import import_heads\n\n"
         f'proposer = MedusaProposer(import_heads("DIR", "{format}"))'
     )
     return f"## Decode here\n\n```python\n{load}\n```"

@@ -1,0 +1,1 @@
+"""Medusa heads in the formats of other tools: written, read back, and described."""
