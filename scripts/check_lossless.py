@@ -1,7 +1,7 @@
 """`python -m draftsmith.scripts.check_lossless`: does this pair decode losslessly, on these prompts, by every drafter?
 
 At T=0 each text must be plain decoding's, token for token or up to a tie that rounding broke; under sampling the texts
-must have the target's law (`draftsmith.scripts.certificate`). Exit code 0 if all hold, 3 if one does not.
+must have the target's law (`draftsmith.scripts.measure.certificate`). Exit code 0 if all hold, 3 if one does not.
 """
 
 import sys
@@ -28,7 +28,7 @@ from draftsmith.decode import (
     Tree,
 )
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
-from draftsmith.scripts.certificate import FALSE_ALARM, LEAST_TOKENS, certify_greedy, sampled_law
+from draftsmith.scripts.measure.certificate import FALSE_ALARM, LEAST_TOKENS, certify_greedy, sampled_law
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.prompts import encode_prompt, read_prompts

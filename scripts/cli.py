@@ -19,7 +19,7 @@ COMMANDS = {
     "tune": "lossy rules at many levels: speed against departure from the target, and the level to take",
     "export": "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
 }
-PACKAGES = ("plan",)
+PACKAGES = ("doctor", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 USAGE = "\n".join(
     [

@@ -35,7 +35,7 @@ from draftsmith.medusa.tree_search import (
     search_budgets,
     search_tree,
 )
-from draftsmith.scripts.tree_drawing import svg, tree_scene, write_png
+from draftsmith.scripts.report.tree_chart import svg, tree_scene, write_png
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.losses.output_head import head_of, require_split

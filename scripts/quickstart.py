@@ -17,9 +17,9 @@ from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.__main__ import train_heads
 from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.scripts.measure import MeasureConfig, measure
+from draftsmith.scripts.measure.command import MeasureConfig, measure
 from draftsmith.scripts.medusa_tree import MedusaTreeConfig, print_tree, search
-from draftsmith.scripts.report_table import print_report
+from draftsmith.scripts.report.table import print_report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.generate import PrepareConfig, prepare

@@ -23,7 +23,7 @@ from draftsmith.decode import (
 from draftsmith.decode.measurement.distribution_test import law_test, plain_texts, prepared_law, sample_texts
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.certificate import FALSE_ALARM, certify_greedy, certify_sampled, unchecked
+from draftsmith.scripts.measure.certificate import FALSE_ALARM, certify_greedy, certify_sampled, unchecked
 
 VOCAB = 13
 NEW = 40

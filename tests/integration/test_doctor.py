@@ -20,15 +20,17 @@ from draftsmith.decode.measurement import costs
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts import cli, pair_checks, pair_costs
-from draftsmith.scripts.doctor import main
-from draftsmith.scripts.findings import SYMBOLS, Finding, report
-from draftsmith.scripts.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
-from draftsmith.scripts.pair_costs import (
+from draftsmith.scripts import cli
+from draftsmith.scripts.doctor import checks as pair_checks
+from draftsmith.scripts.doctor import costs as pair_costs
+from draftsmith.scripts.doctor.command import main
+from draftsmith.scripts.doctor.costs import (
     cached_numbers,
     draft_costs,
     heads_costs,
 )
+from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
+from draftsmith.scripts.doctor.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model

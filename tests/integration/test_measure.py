@@ -15,17 +15,17 @@ from rich.console import Console
 from trained_heads import own_texts, train_heads
 from transformers import AutoModelForCausalLM
 
-import draftsmith.scripts.measure as command
+import draftsmith.scripts.measure.command as command
 from draftsmith.decode.measurement import costs as round_costs
 from draftsmith.decode.measurement import intervals
 from draftsmith.medusa import MedusaConfig, MedusaHeads
-from draftsmith.scripts import certificate, cost_file
-from draftsmith.scripts.certificate import certify_sampled, unchecked
-from draftsmith.scripts.decoding import Method
-from draftsmith.scripts.drafters import short_names
-from draftsmith.scripts.measure import MeasureConfig, main, measure
-from draftsmith.scripts.report import report_schema
-from draftsmith.scripts.report_table import print_report
+from draftsmith.scripts.measure import certificate, cost_file
+from draftsmith.scripts.measure.build import report_schema
+from draftsmith.scripts.measure.certificate import certify_sampled, unchecked
+from draftsmith.scripts.measure.command import MeasureConfig, main, measure
+from draftsmith.scripts.measure.drafters import short_names
+from draftsmith.scripts.measure.side_by_side import Method
+from draftsmith.scripts.report.table import print_report
 from draftsmith.train import cli
 from draftsmith.train.runs import save_model
 

@@ -45,8 +45,8 @@ from draftsmith.decode.measurement import repetition as text
 from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.sampling import Law
-from draftsmith.scripts import report
-from draftsmith.scripts.decoding import Group, Row
+from draftsmith.scripts.measure import build as report
+from draftsmith.scripts.measure.side_by_side import Group, Row
 from draftsmith.train import models
 from draftsmith.train.tokenizer import train_bpe
 

@@ -9,10 +9,10 @@ from conftest import perturbed, tiny_llama
 from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
 from draftsmith.decode.rules import Threshold
 from draftsmith.medusa import MedusaHeads
-from draftsmith.scripts import tune as command
 from draftsmith.scripts.cli import main
-from draftsmith.scripts.tradeoff import choose, departure_estimate, level_between
-from draftsmith.scripts.tune import TuneConfig, tune
+from draftsmith.scripts.tune import command
+from draftsmith.scripts.tune.command import TuneConfig, tune
+from draftsmith.scripts.tune.tradeoff import choose, departure_estimate, level_between
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 

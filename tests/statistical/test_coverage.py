@@ -11,7 +11,7 @@ import pytest
 
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio, ratio_difference
-from draftsmith.scripts.verdict import more_prompts
+from draftsmith.scripts.measure.verdict import more_prompts
 
 GAMMA, DATA_SETS, LEAST, MOST = 4, 200, 184, 196
 ROUND_SECONDS = 1.7

@@ -7,12 +7,12 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.scripts.doctor import DoctorConfig
+from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.generate import GenerateConfig
-from draftsmith.scripts.measure import MeasureConfig
+from draftsmith.scripts.measure.command import MeasureConfig
 from draftsmith.scripts.medusa_tree import MedusaTreeConfig
 from draftsmith.scripts.profile import ProfileConfig
-from draftsmith.scripts.tune import TuneConfig
+from draftsmith.scripts.tune.command import TuneConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig

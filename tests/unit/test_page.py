@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from draftsmith.scripts.page import lossless, number, render_page, size, visible, write_page
+from draftsmith.scripts.report.page import lossless, number, render_page, size, visible, write_page
 
 VOID = {"meta", "link", "img", "br", "use", "path"}
 HOSTILE = "<script>alert('x')</script>\"&$x^2$"

@@ -28,7 +28,7 @@ from draftsmith.decode.measurement.distribution_test import (
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Divergence, first_divergence
 from draftsmith.decode.sampling import Law
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.decoding import Method, Observations
+from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.train.losses.output_head import last_hidden
 
 FALSE_ALARM = 1e-4

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench_run_ahead`: a draft that runs ahead of verification, and one that waits for it.
+"""`python -m draftsmith.scripts.bench.run_ahead`: a draft that runs ahead of verification, and one that waits for it.
 
 All in one run at T=0: each prompt is decoded by every method before the next prompt's turn, in an order that rotates.
 A draft that runs ahead has one of the CPU threads and the target the others; a draft that waits shares with the target
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode import DecodeOutput, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.run_ahead import RunAheadProposer
-from draftsmith.scripts.benchmarks import (
+from draftsmith.scripts.bench.common import (
     PairConfig,
     Result,
     forward_costs,
@@ -172,7 +172,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    bench(parse_config(RunAheadConfig, argv, prog="python -m draftsmith.scripts.bench_run_ahead"), Console())
+    bench(parse_config(RunAheadConfig, argv, prog="python -m draftsmith.scripts.bench.run_ahead"), Console())
     return 0
 
 

@@ -19,17 +19,17 @@ from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.sampling import Law
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.certificate import LEAST_TOKENS, certify_runs
-from draftsmith.scripts.cost_file import load_costs, measured_costs
-from draftsmith.scripts.decoding import Group, Method, decode_side_by_side
-from draftsmith.scripts.drafters import Drafter, load_drafters
-from draftsmith.scripts.estimates import rows_of
-from draftsmith.scripts.measured import GREEDY, PROBABILISTIC, Measured
+from draftsmith.scripts.measure.build import build_report
+from draftsmith.scripts.measure.certificate import LEAST_TOKENS, certify_runs
+from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
+from draftsmith.scripts.measure.drafters import Drafter, load_drafters
+from draftsmith.scripts.measure.estimates import rows_of
+from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
+from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
+from draftsmith.scripts.measure.verdict import markdown
 from draftsmith.scripts.medusa_tree import picture
-from draftsmith.scripts.page import write_page
-from draftsmith.scripts.report import build_report
-from draftsmith.scripts.report_table import print_report
-from draftsmith.scripts.verdict import markdown
+from draftsmith.scripts.report.page import write_page
+from draftsmith.scripts.report.table import print_report
 from draftsmith.train.cli import numbers, parse_config, run
 from draftsmith.train.data.generate import complete, make_batches
 from draftsmith.train.data.prompts import encode_prompt, read_prompts

@@ -1,6 +1,6 @@
 """What the Trainer costs: steps of `draftsmith.distill` against a bare PyTorch loop over the same batches.
 
-    python -m draftsmith.scripts.bench_throughput --completions '[runs/quickstart/completions/sampled]'
+    python -m draftsmith.scripts.bench.throughput --completions '[runs/quickstart/completions/sampled]'
 
 The bare loop is what one would write by hand: both models' forwards, the forward KL of their logits on the completions,
 backward, clipping, AdamW. The two take turns, round by round, from the same weights and in the same order of batches.
@@ -24,7 +24,7 @@ from transformers.trainer_utils import set_seed
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.benchmarks import ASSETS
+from draftsmith.scripts.bench.common import ASSETS
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
 from draftsmith.train.losses.divergences import divergence
@@ -161,7 +161,7 @@ def _order(train: Dataset, config: ThroughputConfig) -> list[list[int]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Time both, and print their speeds."""
-    config = parse_config(ThroughputConfig, argv, prog="python -m draftsmith.scripts.bench_throughput")
+    config = parse_config(ThroughputConfig, argv, prog="python -m draftsmith.scripts.bench.throughput")
     found = compare(config)
     for name in ("trainer", "by_hand"):
         print(f"{name:<12}{found[name]['value']:8.0f} completion tokens/s")

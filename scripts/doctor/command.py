@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts import loss_masks
-from draftsmith.scripts.findings import SYMBOLS, Finding, report
-from draftsmith.scripts.pair_checks import check_lengths, diagnose, load
-from draftsmith.scripts.pair_costs import check_costs, check_memory
+from draftsmith.scripts.doctor import loss_masks
+from draftsmith.scripts.doctor.checks import check_lengths, diagnose, load
+from draftsmith.scripts.doctor.costs import check_costs, check_memory
+from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.models import DTYPES, default_device
 from draftsmith.train.provenance import environment, write_json

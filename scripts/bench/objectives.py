@@ -1,6 +1,6 @@
 """What to minimise: drafts distilled by each objective from the same start, data, steps and optimizer, over seeds.
 
-    python -m draftsmith.scripts.bench_objectives --output runs/objectives
+    python -m draftsmith.scripts.bench.objectives --output runs/objectives
 
 Each draft replays the same fresh prompts at T=0 and T=1; τ is pooled over the seeds, its interval is over prompts.
 TRL's `DistillationTrainer` (`pip install trl`) runs beside them with the same prompts, batches, steps, schedule and, so
@@ -29,7 +29,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import ratio, ratio_difference
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.benchmarks import ASSETS
+from draftsmith.scripts.bench.common import ASSETS
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
@@ -319,7 +319,7 @@ def _pooled(runs: dict[str, Any], temperature: str) -> dict[str, list[float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, and print the table."""
-    config = parse_config(ObjectivesConfig, argv, prog="python -m draftsmith.scripts.bench_objectives")
+    config = parse_config(ObjectivesConfig, argv, prog="python -m draftsmith.scripts.bench.objectives")
     print_results(config, compare(config), Console(width=200))
     return 0
 

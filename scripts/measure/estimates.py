@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
-from draftsmith.scripts.decoding import Group, Row
+from draftsmith.scripts.measure.side_by_side import Group, Row
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:

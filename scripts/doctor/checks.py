@@ -10,9 +10,9 @@ import torch
 from draftsmith.decode.cache import check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.retokenized import matching_ids
-from draftsmith.scripts.findings import Finding
-from draftsmith.scripts.loss_masks import Sample
-from draftsmith.scripts.pair_sides import STORED, Heads, Side, load_heads, load_side
+from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.scripts.doctor.loss_masks import Sample
+from draftsmith.scripts.doctor.sides import STORED, Heads, Side, load_heads, load_side
 from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, tokenizer_size
 

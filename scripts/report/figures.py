@@ -6,7 +6,7 @@ from typing import Any
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.plots import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
+from draftsmith.scripts.report.charts import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
 
 Report = Mapping[str, Any]
 Panel = tuple[str, Markup]

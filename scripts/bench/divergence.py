@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench_divergence`: the loss in bounded memory against the eager one.
+"""`python -m draftsmith.scripts.bench.divergence`: the loss in bounded memory against the eager one.
 
 Loss and gradients of one batch, by either way in turns in one process. Memory is the peak over what was there before:
 on CUDA the allocator's, on Linux the process's resident set, whose high-water mark is reset before it. The first turn
@@ -174,7 +174,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the config and run."""
-    bench(parse_config(BenchDivergenceConfig, argv, prog="draftsmith.scripts.bench_divergence"), Console())
+    bench(parse_config(BenchDivergenceConfig, argv, prog="draftsmith.scripts.bench.divergence"), Console())
 
 
 if __name__ == "__main__":

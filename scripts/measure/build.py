@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from draftsmith.decode import Counts, Replay
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
-from draftsmith.scripts.breaks import breaks
-from draftsmith.scripts.decoding import Group, Method, Row
-from draftsmith.scripts.drafters import STOCK
-from draftsmith.scripts.estimates import emitted_and_rounds, rows_of, speed, speedup
-from draftsmith.scripts.measured import PROBABILISTIC, Measured
-from draftsmith.scripts.pair_costs import cached_numbers
-from draftsmith.scripts.prediction import advice, costs_entry, curve_of, planner_check, predicted_speedup
-from draftsmith.scripts.verdict import comparisons, judge
+from draftsmith.scripts.doctor.costs import cached_numbers
+from draftsmith.scripts.measure.drafters import STOCK
+from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
+from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
+from draftsmith.scripts.measure.rejections import breaks
+from draftsmith.scripts.measure.side_by_side import Group, Method, Row
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
+from draftsmith.scripts.measure.verdict import comparisons, judge
 from draftsmith.train.provenance import environment
 
 SCHEMA = "draftsmith.report/1"
@@ -27,7 +27,7 @@ SCHEMA = "draftsmith.report/1"
 def report_schema() -> dict[str, Any]:
     """Return the JSON Schema of a report (draft 2020-12), which ships with the package."""
     found: dict[str, Any] = json.loads(
-        resources.files("draftsmith.scripts").joinpath("report.schema.json").read_text(encoding="utf-8")
+        resources.files("draftsmith.scripts.report").joinpath("report.schema.json").read_text(encoding="utf-8")
     )
     return found
 

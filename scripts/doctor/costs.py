@@ -14,9 +14,9 @@ from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.findings import Finding
-from draftsmith.scripts.pair_checks import Patient
-from draftsmith.scripts.pair_sides import Heads, Side
+from draftsmith.scripts.doctor.checks import Patient
+from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.scripts.doctor.sides import Heads, Side
 from draftsmith.train.models import DTYPES, load_model
 
 GAMMA = 4

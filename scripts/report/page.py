@@ -15,8 +15,8 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts import page_figures as figures
-from draftsmith.scripts.page_figures import Report, at_length, has_value
+from draftsmith.scripts.report import figures
+from draftsmith.scripts.report.figures import Report, at_length, has_value
 
 NONE = "–"
 FALSE_ALARM = 1e-4
@@ -39,7 +39,7 @@ def render_page(report: Report) -> str:
     """Return the page of a report as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
-    source = resources.files("draftsmith.scripts").joinpath("report.html.j2").read_text(encoding="utf-8")
+    source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     style = figures.styles(report)
     setting = _setting(report)
     return environment.from_string(source).render(

@@ -20,7 +20,7 @@ from transformers import (
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads import MedusaConfig
-from draftsmith.scripts.findings import Finding
+from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.train.models import load_tokenizer
 
 # What safetensors calls the dtypes that are arithmetic too; others are quantised.

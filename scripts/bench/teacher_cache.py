@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench_teacher_cache`: what a teacher cache of the top k costs, and what it loses.
+"""`python -m draftsmith.scripts.bench.teacher_cache`: what a teacher cache of the top k costs, and what it loses.
 
 The target completes prompts from Python sources. For each k: bytes a token on disk; on held-out completions, against
 full logits, how far the acceptance rate of the buckets lies above the true one and how far their forward KL below; and
@@ -224,7 +224,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the config and run."""
-    bench(parse_config(BenchTeacherCacheConfig, argv, prog="draftsmith.scripts.bench_teacher_cache"), Console())
+    bench(parse_config(BenchTeacherCacheConfig, argv, prog="draftsmith.scripts.bench.teacher_cache"), Console())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.bench_decode`: the decoder against the library's own, and against what it could be.
+"""`python -m draftsmith.scripts.bench.decode`: the decoder against the library's own, and against what it could be.
 
 Every ratio is within one run: each prompt is decoded by every method before the next prompt's turn, in an order that
 rotates. Plain decoding has the same options as what it is compared with: dtype, threads, compiled or not.
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.scripts.benchmarks import (
+from draftsmith.scripts.bench.common import (
     PairConfig,
     Result,
     forward_costs,
@@ -247,7 +247,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    bench(parse_config(BenchConfig, argv, prog="python -m draftsmith.scripts.bench_decode"), Console())
+    bench(parse_config(BenchConfig, argv, prog="python -m draftsmith.scripts.bench.decode"), Console())
     return 0
 
 

@@ -11,7 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.findings import Finding
+from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.live_view import PICTURES
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.generate import load_completions

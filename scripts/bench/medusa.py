@@ -1,6 +1,6 @@
 """Which heads: soft or hard labels, Medusa or Hydra, the backbone frozen or not; from the same data, over seeds.
 
-    python -m draftsmith.scripts.bench_medusa --output runs/medusa-bench
+    python -m draftsmith.scripts.bench.medusa --output runs/medusa-bench
 
 Every variant's heads replay the same fresh prompts of held-out modules: τ at T=0 of a chain, of Medusa's reference tree
 and of a tree as large that was searched on other prompts; the accuracy of each head on those texts; τ of the chain at
@@ -31,7 +31,7 @@ from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.medusa.tree_search import rank_accuracies, reference_tree, search_tree
-from draftsmith.scripts.bench_objectives import ObjectivesConfig, prepare_texts, remember
+from draftsmith.scripts.bench.objectives import ObjectivesConfig, prepare_texts, remember
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
@@ -279,7 +279,7 @@ def _pooled(runs: dict[str, Any], name: str) -> tuple[list[float], list[float]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, and print the table."""
-    config = parse_config(BenchMedusaConfig, argv, prog="python -m draftsmith.scripts.bench_medusa")
+    config = parse_config(BenchMedusaConfig, argv, prog="python -m draftsmith.scripts.bench.medusa")
     print_results(config, compare(config), Console(width=220))
     return 0
 

@@ -8,10 +8,10 @@ from typing import Any
 from scipy.stats import norm
 
 from draftsmith.decode.measurement.intervals import Estimate, ratio_difference
-from draftsmith.scripts.decoding import Method, Observations
-from draftsmith.scripts.drafters import STOCK
-from draftsmith.scripts.estimates import speedup
-from draftsmith.scripts.measured import Replays
+from draftsmith.scripts.measure.drafters import STOCK
+from draftsmith.scripts.measure.estimates import speedup
+from draftsmith.scripts.measure.side_by_side import Method, Observations
+from draftsmith.scripts.measure.state import Replays
 
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2

@@ -1,6 +1,6 @@
 """Replay against decoding: the same counts at T=0, the same τ in law at T=1, its variance, and the time of each.
 
-    python -m draftsmith.scripts.bench_replay --output runs/replay-bench/figures.json
+    python -m draftsmith.scripts.bench.replay --output runs/replay-bench/figures.json
 
 At T=0 every prompt is decoded at every draft length, and each integer that the decoder counted on a text must be the
 one that replay counts on it. At T=1 decoder and replay see texts of their own from the same prompts; their rounds are
@@ -35,7 +35,7 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
-from draftsmith.scripts.benchmarks import PairConfig, load_pair, timed
+from draftsmith.scripts.bench.common import PairConfig, load_pair, timed
 from draftsmith.train.cli import numbers, parse_config, run
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
@@ -301,7 +301,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    bench(parse_config(BenchReplayConfig, argv, prog="python -m draftsmith.scripts.bench_replay"), Console())
+    bench(parse_config(BenchReplayConfig, argv, prog="python -m draftsmith.scripts.bench.replay"), Console())
     return 0
 
 

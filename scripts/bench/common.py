@@ -20,7 +20,7 @@ from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import default_device, load_model
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "assets"
 
 Result = tuple[float, int, Counts | None]
 """Seconds, tokens and counts of one decoded prompt."""

@@ -20,7 +20,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.tradeoff import (
+from draftsmith.scripts.tune.tradeoff import (
     EXACT,
     PLAIN,
     RULES,

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from draftsmith.scripts.measured import PROBABILISTIC, Measured
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
 
 TEXTS, TOKENS = 8, 30
 

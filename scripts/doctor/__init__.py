@@ -1,0 +1,1 @@
+"""`draftsmith doctor`: whether a target and a drafter fit each other."""

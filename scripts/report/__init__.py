@@ -1,0 +1,1 @@
+"""The report of a measurement, as a table, a page and a summary."""

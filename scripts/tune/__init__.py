@@ -1,0 +1,1 @@
+"""`draftsmith tune`: lossy rules, speed against departure from the target."""
