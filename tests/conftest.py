@@ -90,7 +90,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 @pytest.fixture(scope="session")
 def road(tmp_path_factory, tokenizer):
     """A pair, and completions of 3 and of up to 12 tokens that the target wrote: 20 to train on, 5 held out."""
-    from roads import make_road
+    from pipelines import make_road
 
     return make_road(tmp_path_factory.mktemp("road"), tokenizer)
 

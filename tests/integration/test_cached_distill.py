@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
-from roads import configured, furthest, history, weights
+from pipelines import configured, furthest, history, weights
 from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError

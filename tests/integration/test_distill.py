@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_llama
-from roads import configured, furthest, history, weights
+from pipelines import configured, furthest, history, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 

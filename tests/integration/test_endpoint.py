@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from served import COUNT, OTHER_END, backed, native, older_sglang, older_vllm, plain, refusal, rows, sglang, vllm
+from fake_server import COUNT, OTHER_END, backed, native, older_sglang, older_vllm, plain, refusal, rows, sglang, vllm
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
@@ -18,7 +18,7 @@ from draftsmith.train.data import generate as completions
 from draftsmith.train.data.endpoint import Answer, Completion, Vocabulary, settle
 from draftsmith.train.data.generate import prepare
 
-pytest_plugins = ["served_fixtures"]
+pytest_plugins = ["server_fixtures"]
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ import threading
 from pathlib import Path
 
 import pytest
-from served import COUNT, refusal, rows, vllm
+from fake_server import COUNT, refusal, rows, vllm
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.generate import prepare
 
-pytest_plugins = ["served_fixtures"]
+pytest_plugins = ["server_fixtures"]
 
 
 def test_a_busy_server_is_given_the_time_it_asks_for(remote, server, waits, caplog):

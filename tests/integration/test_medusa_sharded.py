@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_jobs import head_logits, headed
-from ranks import forked
-from roads import furthest, weights
+from pipelines import furthest, weights
+from process_jobs import head_logits, headed
+from processes import forked
 from safetensors.torch import load_file
 
 from draftsmith.medusa import MedusaHeads

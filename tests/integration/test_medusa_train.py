@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from roads import furthest, heads_configured, history, weights
+from pipelines import furthest, heads_configured, history, weights
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from roads import configured, history
+from pipelines import configured, history
 from scipy.stats import chisquare, kstest
 from transformers import GenerationConfig
 

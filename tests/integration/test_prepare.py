@@ -12,8 +12,8 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 import torch
+from fake_server import OTHER_END, rows
 from prepare_inputs import save_target, write_prompts
-from served import OTHER_END, rows
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 

@@ -9,7 +9,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from roads import configured, furthest, weights
+from pipelines import configured, furthest, weights
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 

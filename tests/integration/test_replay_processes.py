@@ -6,7 +6,7 @@ Rank 0 takes the texts at even places, rank 1 those at odd ones.
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
-from ranks import enter, forked
+from processes import enter, forked
 
 from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate
 from draftsmith.decode.measurement.replay import replay_drafters

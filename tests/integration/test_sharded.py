@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_llama
-from rank_jobs import distilled
-from ranks import STRATEGIES, forked, launch_environment
-from roads import configured, furthest, weights
+from pipelines import configured, furthest, weights
+from process_jobs import distilled
+from processes import STRATEGIES, forked, launch_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode.errors import InputError

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from fake_server import COUNT, Served
 from prepare_inputs import save_target, write_prompts
-from served import COUNT, Served
 from transformers import GenerationConfig
 
 from draftsmith.train.data import endpoint

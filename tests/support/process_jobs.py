@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
-from ranks import enter, witness
-from roads import configured, heads_configured
+from pipelines import configured, heads_configured
+from processes import enter, witness
 from torch import nn
 from transformers import conversion_mapping
 

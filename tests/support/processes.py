@@ -24,7 +24,7 @@ SECONDS = 120
 """What a job may take, on a busy machine, before it counts as hung."""
 
 # The last has a `torch.compile` at its top, which every rank would wait for.
-PRELOADED = ["rank_jobs", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
+PRELOADED = ["process_jobs", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer"]
 ENVIRONMENT = {
     "PYTHONPATH": str(Path(__file__).parent),
     "OMP_NUM_THREADS": "1",

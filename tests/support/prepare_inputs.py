@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from served import OTHER_END
+from fake_server import OTHER_END
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.train.tokenizer import train_bpe
