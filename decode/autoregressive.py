@@ -9,7 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, Row, decode_rows, padded, run_generate
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 
@@ -38,14 +38,14 @@ def autoregressive_decode(
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_model(model, "target")
 
-    def decode(rows: list[Row], law: Law) -> None:
-        _decode(model, rows, law, compiled)
+    def decode(rows: list[Row], sampler: Sampler) -> None:
+        _decode(model, rows, sampler, compiled)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
     return decode_rows(decode, logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
 
 
-def _decode(model: PreTrainedModel, rows: list[Row], law: Law, compiled: bool) -> None:
+def _decode(model: PreTrainedModel, rows: list[Row], sampler: Sampler, compiled: bool) -> None:
     target = CachedModel(model, len(rows), max(row.limits.max_length for row in rows), compiled=compiled)
     longest = max(row.length for row in rows)
     if len(rows) == 1:
@@ -60,10 +60,10 @@ def _decode(model: PreTrainedModel, rows: list[Row], law: Law, compiled: bool) -
             last = torch.stack([row.text[row.length - 1 : row.length] for row in rows])
             logits = target.feed(last, [row.length - 1 for row in rows])
         left = []
-        if law.do_sample or not law.context_free:
-            tokens = [int(law.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
+        if sampler.do_sample or not sampler.context_free:
+            tokens = [int(sampler.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
         else:
-            tokens = law.choose(logits[:, 0], []).tolist()
+            tokens = sampler.choose(logits[:, 0], []).tolist()
         for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
             row.rounds.append(TOKEN)
             if not row.emit([token])[1]:

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Row:
         return len(tokens), False
 
 
-Decode = Callable[[list[Row], Law], None]
+Decode = Callable[[list[Row], Sampler], None]
 # Where a processor keeps a length that `generate` counted with the padding.
 PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
     MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
@@ -187,8 +187,8 @@ def decode_rows(
     else:
         groups = [rows]
     for group in groups:
-        law = Law(without_padding(processors, padding[group[0].index]), bool(config.do_sample))
-        decode(list(group), law)
+        sampler = Sampler(without_padding(processors, padding[group[0].index]), bool(config.do_sample))
+        decode(list(group), sampler)
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
     texts = [torch.cat([input_ids[i, : padding[i]], row.context]) for i, row in enumerate(rows)]
     sequences = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=fill)

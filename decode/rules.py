@@ -10,7 +10,7 @@ from torch import Tensor
 from draftsmith.decode.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal
-from draftsmith.decode.sampling import Law, draw
+from draftsmith.decode.sampling import Sampler, draw
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -34,12 +34,17 @@ class Rule(Protocol):
     """Whether the law of the output may differ from the target's. A lossy rule verifies no siblings that were drawn."""
 
     def verify(
-        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        contexts: list[Tensor],
+        proposal: Proposal,
+        generator: torch.Generator | None,
     ) -> Verdict:
         """Say which of the drafted tokens stand.
 
         Args:
-            law: how the target's logits become p.
+            sampler: how the target's logits become p.
             logits: the target's, (K + 1, V), the root's first.
             contexts: the tokens before each of them, for laws that look at them.
             proposal: the draft of K tokens.
@@ -54,13 +59,18 @@ class Exact:
     lossy = False
 
     def verify(
-        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        contexts: list[Tensor],
+        proposal: Proposal,
+        generator: torch.Generator | None,
     ) -> Verdict:
         """Accept by rejection sampling, or at T=0 while the draft names the argmax."""
-        if not law.do_sample:
-            chosen = law.choose(logits, contexts).tolist()
+        if not sampler.do_sample:
+            chosen = sampler.choose(logits, contexts).tolist()
             return Verdict(*accept_greedy(chosen, proposal.tokens.tolist(), proposal.tree))
-        p = law.probabilities(logits, contexts)
+        p = sampler.probabilities(logits, contexts)
         path, token = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
         return Verdict(path, int(token))
 
@@ -84,10 +94,15 @@ class Threshold:
         return p.new_full(p.shape[:1], self.level)
 
     def verify(
-        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        contexts: list[Tensor],
+        proposal: Proposal,
+        generator: torch.Generator | None,
     ) -> Verdict:
         """Accept the longest path of tokens above their levels."""
-        scores = law.scores(logits, contexts)
+        scores = sampler.scores(logits, contexts)
         p = scores.softmax(-1)
         levels, tree = self.levels(p), proposal.tree
         parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
@@ -101,7 +116,7 @@ class Threshold:
         )
         path = tree.path(deepest)
 
-        def emitted_law(node: int) -> Tensor | None:
+        def emitted_distribution(node: int) -> Tensor | None:
             """The law of the token after `node` where a drawn candidate was tried."""
             children = tree.children[node + 1]
             if proposal.probabilities is None or not children:
@@ -111,7 +126,7 @@ class Threshold:
             passes = q * (own > levels[node + 1])
             return passes + (1 - passes.sum()) * own
 
-        return _verdict(law, scores, p, proposal, path, emitted_law, generator)
+        return _verdict(sampler, scores, p, proposal, path, emitted_distribution, generator)
 
 
 @dataclass(frozen=True)
@@ -151,7 +166,12 @@ class Cascade:
             raise InputError(f"level: expected a value between 0 and 1, found {self.level}")
 
     def verify(
-        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        contexts: list[Tensor],
+        proposal: Proposal,
+        generator: torch.Generator | None,
     ) -> Verdict:
         """Accept the tokens before the first one that the drafter was unsure about."""
         if proposal.confidence is None and len(proposal.tree):
@@ -163,17 +183,17 @@ class Cascade:
         while tree.children[node + 1] and confident[tree.children[node + 1][0]]:
             node = tree.children[node + 1][0]
             path.append(node)
-        scores = law.scores(logits, contexts)
+        scores = sampler.scores(logits, contexts)
         p = scores.softmax(-1)
 
-        def emitted_law(node: int) -> Tensor | None:
+        def emitted_distribution(node: int) -> Tensor | None:
             children = tree.children[node + 1]
             if proposal.probabilities is None or not children or not confident[children[0]]:
                 return None
             _refuse_drawn_siblings(tree, node)
             return proposal.probabilities[children[0]]
 
-        return _verdict(law, scores, p, proposal, path, emitted_law, generator)
+        return _verdict(sampler, scores, p, proposal, path, emitted_distribution, generator)
 
 
 RULES: dict[str, type[Rule]] = {"exact": Exact, "typical": Typical, "threshold": Threshold, "cascade": Cascade}
@@ -193,26 +213,26 @@ def as_rule(rule: "str | Rule") -> Rule:
 
 
 def _verdict(
-    law: Law,
+    sampler: Sampler,
     scores: Tensor,
     p: Tensor,
     proposal: Proposal,
     path: list[int],
-    emitted_law: Callable[[int], Tensor | None],
+    emitted_distribution: Callable[[int], Tensor | None],
     generator: torch.Generator | None,
 ) -> Verdict:
     """Add the token after the path, and what each token's law departed by."""
     last = path[-1] if path else ROOT
     # Of the scores: softmax rounds near-ties to ties.
-    token = int(draw(p[last + 1], generator) if law.do_sample else scores[last + 1].argmax())
+    token = int(draw(p[last + 1], generator) if sampler.do_sample else scores[last + 1].argmax())
     departures = []
     for node, child in zip([ROOT, *path], [*path, None], strict=True):
         own = p[node + 1]
-        if not law.do_sample:
+        if not sampler.do_sample:
             wrong = child is not None and int(proposal.tokens[child]) != int(scores[node + 1].argmax())
             departures.append((float(wrong), wrong))
             continue
-        emitted = emitted_law(node)
+        emitted = emitted_distribution(node)
         if emitted is not None:
             departures.append((float((emitted - own).abs().sum()) / 2, False))
         else:  # a token that was there for certain has a one-hot law; one that the target drew has p

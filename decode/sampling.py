@@ -24,7 +24,7 @@ CONTEXT_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, Min
 
 
 @dataclass(frozen=True)
-class Law:
+class Sampler:
     """How logits become a distribution: the processors that `generate` prepared, then softmax, or argmax at T=0."""
 
     processors: LogitsProcessorList
@@ -36,7 +36,7 @@ class Law:
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
     @classmethod
-    def of(cls, temperature: float, top_k: int = 0, top_p: float = 1.0) -> "Law":
+    def of(cls, temperature: float, top_k: int = 0, top_p: float = 1.0) -> "Sampler":
         """Return the law of these settings, as `generate` would prepare it; T=0 takes no notice of the others."""
         warpers = LogitsProcessorList()
         if temperature not in (0, 1):
@@ -116,15 +116,15 @@ def draw_without_replacement(q_V: Tensor, count: int, generator: torch.Generator
         Tokens, (count,) int64, and the distribution that each was drawn from, (count, V): all zero where nothing was
         left, and the token means nothing.
     """
-    tokens, laws = torch.zeros(count, dtype=torch.long, device=q_V.device), q_V.new_zeros(count, len(q_V))
+    tokens, distributions = torch.zeros(count, dtype=torch.long, device=q_V.device), q_V.new_zeros(count, len(q_V))
     for sibling in range(count):
         if not bool(q_V.any()):
             break
         token = draw(q_V, generator)
-        tokens[sibling], laws[sibling] = token[0], q_V
+        tokens[sibling], distributions[sibling] = token[0], q_V
         q_V = q_V.scatter(0, token, 0.0)
         q_V = q_V / q_V.sum().clamp(min=torch.finfo(q_V.dtype).tiny)
-    return tokens, laws
+    return tokens, distributions
 
 
 def align_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

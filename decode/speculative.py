@@ -19,7 +19,7 @@ from draftsmith.decode.generation import DecodeOutput, Departure, Row, decode_ro
 from draftsmith.decode.planner import Plan, now
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, as_rule
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
 
 
@@ -123,8 +123,8 @@ def speculative_decode(
         raise InputError(f"draft_length: expected at least 1, found {draft_length}")
     length = Plan() if draft_length is None else draft_length
 
-    def decode(rows: list[Row], law: Law) -> None:
-        _decode(model, proposer, rows, length, law, chosen, compiled, observer)
+    def decode(rows: list[Row], sampler: Sampler) -> None:
+        _decode(model, proposer, rows, length, sampler, chosen, compiled, observer)
 
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
     return decode_rows(
@@ -137,7 +137,7 @@ def _decode(
     proposer: Proposer,
     rows: list[Row],
     draft_length: int | Plan,
-    law: Law,
+    sampler: Sampler,
     rule: Rule,
     compiled: bool,
     observer: Observer | None,
@@ -148,7 +148,7 @@ def _decode(
     generators = [row.generator for row in rows]
     plan = draft_length if isinstance(draft_length, Plan) else None
     longest = draft_length if isinstance(draft_length, int) else draft_length.longest
-    task = Task(law, vocab_size, generators, max_length, longest, not rule.lossy, compiled, target=model)
+    task = Task(sampler, vocab_size, generators, max_length, longest, not rule.lossy, compiled, target=model)
     largest = proposer.start(task)
     target = CachedModel(
         model, len(rows), max_length, 1 + largest, compiled, wants_hidden=getattr(proposer, "wants_hidden", False)
@@ -167,8 +167,8 @@ def _decode(
         outcomes, left = [], []
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
             p_logits = logits[i, : len(draft.tokens) + 1]
-            contexts = [] if law.context_free else _contexts(row, draft)
-            verdict = rule.verify(law, p_logits, contexts, draft, row.generator)
+            contexts = [] if sampler.context_free else _contexts(row, draft)
+            verdict = rule.verify(sampler, p_logits, contexts, draft, row.generator)
             if verdict.path:
                 target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])
             hidden = None if target.hidden is None else target.hidden[i, : len(p_logits)]

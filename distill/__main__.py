@@ -13,7 +13,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import load_tokenizer, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
-from draftsmith.train.teacher.cache_reader import CachedCollator, FoundLaws, find_laws
+from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
 
 
 def distill(config: DistillConfig) -> DistillTrainer:
@@ -24,9 +24,9 @@ def distill(config: DistillConfig) -> DistillTrainer:
         own = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
         check_compatible_tokenizer(tokenizer, own, config.target, config.draft)
     args = config.training
-    laws = _cached_laws(config, tokenizer_size(tokenizer)) if config.teacher_cache else None
+    distributions = _distribution_index(config, tokenizer_size(tokenizer)) if config.teacher_cache else None
     train, heldout = read_data(config)
-    target = load_target(config, tokenizer) if laws is None else None
+    target = load_target(config, tokenizer) if distributions is None else None
     draft, draft_tokenizer = make_draft(
         config.draft,
         config.init,
@@ -42,8 +42,8 @@ def distill(config: DistillConfig) -> DistillTrainer:
         train = pack(train, int(config.max_length or 0))
     muon = MuonAdamW(draft, args.learning_rate, args.weight_decay) if config.optimizer == "muon" else None
     trainer = DistillTrainer(draft, target, draft_tokenizer, config, train, heldout, optimizers=(muon, None))
-    if laws is not None:
-        trainer.data_collator = CachedCollator(trainer.data_collator, laws)
+    if distributions is not None:
+        trainer.data_collator = CachedCollator(trainer.data_collator, distributions)
 
     def finish(output: Path) -> None:
         if config.init.pad_vocabulary:
@@ -53,8 +53,8 @@ def distill(config: DistillConfig) -> DistillTrainer:
     return trainer
 
 
-def _cached_laws(config: DistillConfig, vocab_size: int) -> FoundLaws:
-    return find_laws(
+def _distribution_index(config: DistillConfig, vocab_size: int) -> DistributionIndex:
+    return find_distributions(
         config.teacher_cache,
         [*config.completions, *config.heldout],
         config.target,

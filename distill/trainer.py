@@ -15,14 +15,14 @@ from draftsmith.distill.on_policy import coin, continued, prompts_of
 from draftsmith.train.acceptance import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.chunked import lean_features, lean_sum
+from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split
-from draftsmith.train.teacher.cache_reader import cached_law
-from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw, TeacherLaw
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
+from draftsmith.train.teacher.cache_reader import cached_distributions
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
 
-OfHidden = Callable[[Tensor, Head], Any]
+OfHidden = Callable[[Tensor, OutputHead], Any]
 """(last hidden states (B, T, H), the head) → what the draft's forward is to return."""
 
 
@@ -119,10 +119,10 @@ class DistillTrainer(RecipeTrainer):
         labels = inputs["labels"][:, 1:]
         chosen = labels != IGNORED
         objective = self.current_objective() if model.training else self.objective
-        law = self._target_law(inputs, chosen) if objective.needs_target else None
+        teacher = self._teacher_of(inputs, chosen) if objective.needs_target else None
 
-        def loss_of(hidden: Tensor, head: Head) -> Tensor:
-            return self._shortfall(objective, hidden[:, :-1][chosen], head, law, labels, chosen)
+        def loss_of(hidden: Tensor, head: OutputHead) -> Tensor:
+            return self._shortfall(objective, hidden[:, :-1][chosen], head, teacher, labels, chosen)
 
         total = model(**texts(inputs), of_hidden=loss_of)
         loss = self.averaged(total, chosen, num_items_in_batch)
@@ -144,20 +144,20 @@ class DistillTrainer(RecipeTrainer):
         labels = inputs["labels"][:, 1:]
         chosen = labels != IGNORED
 
-        def features_of(p: Tensor | CachedLaw, q_logits: Tensor, own: Tensor) -> Tensor:
-            replayed = replay_features(p, q_logits, own, self.law)
+        def features_of(p: Tensor | CachedDistributions, q_logits: Tensor, own: Tensor) -> Tensor:
+            replayed = replay_features(p, q_logits, own, self.sampler)
             return torch.cat([replayed, self.objective.features(p, q_logits, own)], dim=1)
 
         with torch.no_grad(), self.compute_loss_context_manager():
-            law = self._target_law(inputs, chosen)
+            teacher = self._teacher_of(inputs, chosen)
             found = model(
                 **texts(inputs),
-                of_hidden=lambda hidden, head: lean_features(
+                of_hidden=lambda hidden, head: chunked_features(
                     features_of,
                     labels[chosen],
                     hidden[:, :-1][chosen],
                     head.cut(self.vocab_size),
-                    law,
+                    teacher,
                 ),
             ).float()
         features = found.new_zeros(*labels.shape, found.shape[1])
@@ -174,29 +174,29 @@ class DistillTrainer(RecipeTrainer):
         self,
         objective: Objective,
         q_hidden: Tensor,
-        head: Head,
-        law: TeacherLaw | None,
+        head: OutputHead,
+        teacher: TeacherDistributions | None,
         labels: Tensor,
         chosen: Tensor,
     ) -> Tensor:
         """Return the objective summed over the chosen positions, a scalar."""
-        args = (labels[chosen], q_hidden, head.cut(self.vocab_size), law)
+        args = (labels[chosen], q_hidden, head.cut(self.vocab_size), teacher)
         if not objective.couples:
             weights = torch.ones(len(q_hidden), 1, device=q_hidden.device)
-            return lean_sum(objective.features, weights, *args)[0]
+            return chunked_sum(objective.features, weights, *args)[0]
         # Positions of a block weigh each other's gradients: first all values, then the gradients with these weights.
-        features = lean_features(objective.features, *args).requires_grad_(True)
+        features = chunked_features(objective.features, *args).requires_grad_(True)
         with torch.enable_grad():
             total = objective.shortfall(features, _follows(chosen))
             (weights,) = torch.autograd.grad(total, features)
-        linear = lean_sum(objective.features, weights, *args)[0]
+        linear = chunked_sum(objective.features, weights, *args)[0]
         return linear - linear.detach() + total.detach()
 
-    def _target_law(self, inputs: dict[str, Any], chosen: Tensor) -> TeacherLaw:
+    def _teacher_of(self, inputs: dict[str, Any], chosen: Tensor) -> TeacherDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
-            return cached_law(inputs["teacher"])
+            return cached_distributions(inputs["teacher"])
         hidden = self.target_hidden(inputs, chosen.device)[:, :-1][chosen]
-        return LiveLaw(hidden, self.target_head(chosen.device))
+        return LiveDistributions(hidden, self.target_head(chosen.device))
 
 
 def _ends(target: PreTrainedModel, draft: PreTrainedModel) -> list[int] | None:

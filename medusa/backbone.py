@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.lora import add_lora
-from draftsmith.train.losses.output_head import Head, head_of, last_hidden
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 
 
 class Joint(nn.Module):
@@ -57,10 +57,10 @@ class Joint(nn.Module):
         with self._without_adapters():
             return last_hidden(self.backbone, **inputs)
 
-    def original_head(self) -> Head:
+    def original_head(self) -> OutputHead:
         """Return the backbone's head before training; adapters leave it as it is."""
         head = head_of(self._copy[0] if self._copy else self.backbone)
-        return Head(head.weight.detach(), head.bias, head.scale, head.softcap)
+        return OutputHead(head.weight.detach(), head.bias, head.scale, head.softcap)
 
     def trained_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what a checkpoint holds: heads, and of the backbone what is trained. The rest is as it was."""

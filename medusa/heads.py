@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
-from draftsmith.train.losses.output_head import Head, head_of
+from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.models import looks_local
 
 LM_HEADS = ("own", "shared")
@@ -277,10 +277,10 @@ class MedusaHeads(PreTrainedModel):
         own = self.all_lm_heads
         return own[0] if self.config.original_lm_head else own[index]
 
-    def head(self, index: int) -> Head:
+    def head(self, index: int) -> OutputHead:
         """Return the map of head `index` from its block's output to logits over its own vocabulary, (D, H)."""
         own, config = self.lm_head_of(index), self.config
-        return Head(own.weight, own.bias, config.logit_scale, config.final_logit_softcapping)
+        return OutputHead(own.weight, own.bias, config.logit_scale, config.final_logit_softcapping)
 
     def forward(
         self,

@@ -89,17 +89,19 @@ class MedusaProposer:
         self._hidden = [self._hidden[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay trees at T=0, and chains at any temperature: see `draftsmith.medusa.replay`."""
         target, heads = task.target, self.heads
         assert target is not None
         heads.check_fits(target)
-        if laws is None:
+        if distributions is None:
             widths = [1] * heads.config.num_heads
             for depth, children in zip((0, *self.tree.depths), self.tree.children, strict=True):
                 if children:
                     widths[depth] = max(widths[depth], len(children))
-            found = [replay_ranks(target, heads, t.sequence, t.prompt_length, task.law, widths, t.limit) for t in texts]
+            found = [
+                replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
+            ]
             firsts = [torch.from_numpy(ranks.ranks[:, 0]) for ranks in found]
             drafted = [torch.from_numpy(ranks.drafted[:, 0]) for ranks in found]
             return Replayed(
@@ -109,7 +111,7 @@ class MedusaProposer:
             )
         if not self.tree.is_chain:
             raise InputError("replay: expected a chain under sampling, found a tree: decode with it")
-        chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.law, t.limit) for t in texts]
+        chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth
         return replayed_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
@@ -121,22 +123,22 @@ class MedusaProposer:
 
         Nothing is drawn deeper than a row's draft length: a row spends the random numbers that it would spend alone.
         """
-        law, draw_siblings = self._task.law, self._task.draw_siblings
+        sampler, draw_siblings = self._task.sampler, self._task.draw_siblings
         tokens = contexts[0].new_zeros(len(rows), len(tree))
         confidence = hidden.new_zeros(len(rows), len(tree), dtype=torch.float32)
-        laws: Tensor | None = None
+        distributions: Tensor | None = None
         for depth in range(tree.depth):
             parents = [n for n, d in enumerate((0, *tree.depths), ROOT) if d == depth and tree.children[n + 1]]
             widest = max(len(tree.children[node + 1]) for node in parents)
             # Where neither head nor law looks at what was drafted, all nodes of a depth have the same law.
-            alike = law.context_free and not self.heads.config.hydra
+            alike = sampler.context_free and not self.heads.config.hydra
             for group in [parents] if alike else [[node] for node in parents]:
                 texts = [
                     torch.cat([text, own[tree.path(group[0])]]) for text, own in zip(contexts, tokens, strict=True)
                 ]
-                scores = law.scores(self._logits(depth, hidden, texts), texts)  # (B, V)
+                scores = sampler.scores(self._logits(depth, hidden, texts), texts)  # (B, V)
                 families = [list(tree.children[node + 1]) for node in group]
-                if not (law.do_sample and draw_siblings):
+                if not (sampler.do_sample and draw_siblings):
                     top = scores.topk(widest).indices
                     sure = None if draw_siblings else scores.softmax(-1).amax(-1, keepdim=True).float()
                     for children in families:
@@ -145,13 +147,20 @@ class MedusaProposer:
                             confidence[:, children] = sure
                     continue
                 q = scores.softmax(-1)
-                laws = q.new_zeros(len(rows), len(tree), q.shape[-1]) if laws is None else laws
+                distributions = (
+                    q.new_zeros(len(rows), len(tree), q.shape[-1]) if distributions is None else distributions
+                )
                 for b, row in enumerate(rows):
                     for children in families if depth < draft_lengths[b] else ():
                         drawn = draw_without_replacement(q[b], len(children), self._generators[row])
-                        tokens[b, children], laws[b, children] = drawn
+                        tokens[b, children], distributions[b, children] = drawn
         return [
-            Proposal(tokens[b], None if laws is None else laws[b], tree, None if draw_siblings else confidence[b])
+            Proposal(
+                tokens[b],
+                None if distributions is None else distributions[b],
+                tree,
+                None if draw_siblings else confidence[b],
+            )
             for b in range(len(rows))
         ]
 

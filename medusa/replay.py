@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.ranks import MOST_RANKS, NONE, TextRanks, drafted_from, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap, start_probabilities
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.losses.output_head import head_of, last_hidden
 
@@ -59,7 +59,7 @@ def replay_ranks(
     heads: MedusaHeads,
     sequence: Tensor,
     prompt_length: int,
-    law: Law | None = None,
+    sampler: Sampler | None = None,
     most: int | Sequence[int] = MOST_RANKS,
     limit: int | None = None,
     chunk: int = 512,
@@ -71,14 +71,14 @@ def replay_ranks(
         heads: of this target.
         sequence: prompt and text, (T,) int64.
         prompt_length: tokens of the prompt, at least 1 and less than T.
-        law: the processors of T=0, none by default.
+        sampler: the processors of T=0, none by default.
         most: ranks to look at, for all heads or for each. Where logits tie, give the tree's widths, for the drafter
             breaks ties among as many.
         limit: the completion's length limit, where the text ended before it; its own length if None.
         chunk: positions whose logits are held at a time, of one head.
     """
     return ranks_of_states(
-        target, heads, text_states(target, sequence, prompt_length), sequence, law, most, limit, chunk
+        target, heads, text_states(target, sequence, prompt_length), sequence, sampler, most, limit, chunk
     )
 
 
@@ -88,20 +88,20 @@ def ranks_of_states(
     heads: MedusaHeads,
     hidden_NH: Tensor,
     sequence: Tensor,
-    law: Law | None = None,
+    sampler: Sampler | None = None,
     most: int | Sequence[int] = MOST_RANKS,
     limit: int | None = None,
     chunk: int = 512,
 ) -> TextRanks:
     """Return what `replay_ranks` does, where `text_states` of the sequence's last N tokens are at hand already."""
-    law = Law.of(0) if law is None else law
+    sampler = Sampler.of(0) if sampler is None else sampler
     cuts = (most,) * heads.config.num_heads if isinstance(most, int) else tuple(most)
     n = len(hidden_NH)
     tokens = sequence[len(sequence) - n :]
     limit = n if limit is None else limit
     ranks = np.full((n, len(cuts)), NONE, dtype=np.int16)
     for first in range(1, n, chunk):
-        for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, law, first, min(first + chunk, n)):
+        for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, sampler, first, min(first + chunk, n)):
             found = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
             ranks[begin - i : end - i, i] = found.cpu().numpy()
     ranks[~drafted_from(n, len(cuts), limit)] = NONE
@@ -114,7 +114,7 @@ def replay_heads(
     heads: MedusaHeads,
     sequence: Tensor,
     prompt_length: int,
-    law: Law,
+    sampler: Sampler,
     limit: int | None = None,
     chunk: int = 512,
 ) -> ReplayedHeads:
@@ -125,7 +125,7 @@ def replay_heads(
         heads: of this target.
         sequence: prompt and text, (T,) int64.
         prompt_length: tokens of the prompt, at least 1 and less than T.
-        law: what the text was written under; at T=0 a is 1 where the head's first choice is the token.
+        sampler: what the text was written under; at T=0 a is 1 where the head's first choice is the token.
         limit: the completion's length limit, where the text ended before it; its own length if None.
         chunk: positions whose distributions are held at a time, of the target and one head.
     """
@@ -136,12 +136,12 @@ def replay_heads(
     for first in range(1, n, chunk):
         last = min(first + chunk, n)
         x = tokens[first:last].to(hidden.device)
-        if law.do_sample:
-            p = law.probabilities(project(hidden[first:last]), _contexts(law, sequence, n, first, last))
+        if sampler.do_sample:
+            p = sampler.probabilities(project(hidden[first:last]), _contexts(sampler, sequence, n, first, last))
         else:  # in half precision a parallel forward can break a near-tie the other way
             p = torch.nn.functional.one_hot(x, len(project.weight)).float()
-        for i, begin, end, scores in _scores(target, heads, hidden, sequence, law, first, last):
-            if law.do_sample:
+        for i, begin, end, scores in _scores(target, heads, hidden, sequence, sampler, first, last):
+            if sampler.do_sample:
                 q = scores.softmax(-1).to(p)
             else:
                 q = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p)
@@ -167,7 +167,13 @@ def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -
 
 
 def _scores(
-    target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, sequence_T: Tensor, law: Law, first: int, last: int
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    hidden_NH: Tensor,
+    sequence_T: Tensor,
+    sampler: Sampler,
+    first: int,
+    last: int,
 ) -> Iterator[tuple[int, int, int, Tensor]]:
     """Yield, head by head, which of the tokens `first` … `last` − 1 it drafts (from, to), and its scores, (C, V)."""
     n = len(hidden_NH)
@@ -184,9 +190,9 @@ def _scores(
             windows = tokens[: last - 1].unfold(0, i + 1, 1)[seen]  # (C, i + 1)
             embeddings = embed(windows).to(heads.device, heads.dtype)
         logits = heads.logits(i, hidden_NH[seen].to(heads.device, heads.dtype), embeddings)
-        yield i, begin, last, law.scores(logits, _contexts(law, sequence_T, n, begin, last))
+        yield i, begin, last, sampler.scores(logits, _contexts(sampler, sequence_T, n, begin, last))
 
 
-def _contexts(law: Law, sequence_T: Tensor, tokens: int, begin: int, end: int) -> list[Tensor]:
+def _contexts(sampler: Sampler, sequence_T: Tensor, tokens: int, begin: int, end: int) -> list[Tensor]:
     prompt = len(sequence_T) - tokens
-    return [] if law.context_free else [sequence_T[: prompt + t] for t in range(begin, end)]
+    return [] if sampler.context_free else [sequence_T[: prompt + t] for t in range(begin, end)]

@@ -22,12 +22,12 @@ from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.acceptance import replay_features
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.chunked import lean_features, lean_sum
+from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import Head, head_of
+from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import save_model
-from draftsmith.train.teacher.distributions import LiveLaw
+from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
 
 PER_HEAD = ("count", "overlap", "right")
@@ -80,7 +80,7 @@ class MedusaTrainer(RecipeTrainer):
         if heads.token_map is not None:
             self._places = torch.full((heads.config.vocab_size,), IGNORED)
             self._places[heads.token_map.cpu()] = torch.arange(len(heads.token_map))
-        self._law_head: Head | None = None
+        self._teacher_head: OutputHead | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what joint training cannot be sharded by."""
@@ -143,12 +143,12 @@ class MedusaTrainer(RecipeTrainer):
         chosen = labels != IGNORED
         own = hidden[:, :-1][chosen]
         objective = Objective({config.backbone_divergence: 1.0})
-        law = None
+        teacher = None
         if objective.needs_target and first is not None and head is not None:
-            law = LiveLaw(first[:, :-1][chosen], head)
+            teacher = LiveDistributions(first[:, :-1][chosen], head)
         weights = torch.ones(len(own), 1, device=own.device)
         trained = head_of(joint.backbone).cut(self.vocab_size)
-        kept, _ = lean_sum(objective.features, weights, labels[chosen], own, trained, law)
+        kept, _ = chunked_sum(objective.features, weights, labels[chosen], own, trained, teacher)
         return total + config.backbone_weight * kept
 
     def _heads_loss(
@@ -157,7 +157,7 @@ class MedusaTrainer(RecipeTrainer):
         hidden: Tensor,
         teachers: Tensor | None,
         embed: nn.Module,
-        teachers_head: Head | None,
+        teachers_head: OutputHead | None,
         inputs: dict[str, Tensor],
     ) -> Tensor:
         """Return the heads' weighted loss, summed over their tokens.
@@ -179,18 +179,20 @@ class MedusaTrainer(RecipeTrainer):
             if self._places is not None:  # a token that cannot be drafted cannot be learned
                 labels = self._places.to(labels.device)[labels]
             states = heads.states(index, at.before(hidden, heads), at.embeddings(embed, heads))
-            law = None
+            teacher = None
             if self.objective.needs_target and teachers is not None and teachers_head is not None:
-                law = LiveLaw(at.teacher(teachers), teachers_head)
+                teacher = LiveDistributions(at.teacher(teachers), teachers_head)
 
             def loss_of(
                 states: Tensor,
                 index: int = index,
                 labels: Tensor = labels,
                 weights: Tensor = weights,
-                law: LiveLaw | None = law,
+                teacher: LiveDistributions | None = teacher,
             ) -> Tensor:
-                return lean_sum(self.objective.features, weights, labels, states, self._own_head(heads, index), law)[0]
+                return chunked_sum(
+                    self.objective.features, weights, labels, states, self._own_head(heads, index), teacher
+                )[0]
 
             total = total + heads.lm_head_of(index)(states, then=loss_of)
         return total
@@ -207,7 +209,7 @@ class MedusaTrainer(RecipeTrainer):
 
         def features(p: Any, q_logits: Tensor, own: Tensor) -> Tensor:
             wide = heads.widened(q_logits)[..., : self.vocab_size]
-            replayed = replay_features(p, wide, own, self.law)
+            replayed = replay_features(p, wide, own, self.sampler)
             right = (wide.argmax(-1) == own).float()
             if places is not None:
                 p, own = p[:, heads.token_map], places[own]
@@ -223,8 +225,8 @@ class MedusaTrainer(RecipeTrainer):
             )
             found = heads.lm_head_of(index)(
                 states,
-                then=lambda h, i=index, at=at: lean_features(
-                    features, at.labels, h, self._own_head(heads, i), LiveLaw(at.teacher(hidden), head)
+                then=lambda h, i=index, at=at: chunked_features(
+                    features, at.labels, h, self._own_head(heads, i), LiveDistributions(at.teacher(hidden), head)
                 ),
             )
             # The round that begins with a token drafts from the state of the token two before it.
@@ -240,18 +242,18 @@ class MedusaTrainer(RecipeTrainer):
         rounds = expected_rounds_of_starts(a.double(), lengths).float()
         return torch.cat([lengths[:, None].float(), rounds[:, None], loss[:, None], *sums], dim=1)
 
-    def _own_head(self, heads: MedusaHeads, index: int) -> Head:
+    def _own_head(self, heads: MedusaHeads, index: int) -> OutputHead:
         """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
         own = heads.head(index)
         return own if self._places is not None else own.cut(self.vocab_size)
 
-    def _teachers_head(self, device: torch.device) -> Head:
+    def _teachers_head(self, device: torch.device) -> OutputHead:
         """Return the target's head over the tokens that the heads know: of a truncated vocabulary, those alone."""
-        if self._law_head is None:
-            self._law_head = self._narrowed(self.target_head(device))
-        return self._law_head
+        if self._teacher_head is None:
+            self._teacher_head = self._narrowed(self.target_head(device))
+        return self._teacher_head
 
-    def _narrowed(self, head: Head) -> Head:
+    def _narrowed(self, head: OutputHead) -> OutputHead:
         if self._places is None:
             return head
         kept = torch.nonzero(self._places >= 0)[:, 0]

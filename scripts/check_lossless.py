@@ -28,7 +28,7 @@ from draftsmith.decode import (
     Tree,
 )
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
-from draftsmith.scripts.measure.certificate import FALSE_ALARM, LEAST_TOKENS, certify_greedy, sampled_law
+from draftsmith.scripts.measure.certificate import FALSE_ALARM, LEAST_TOKENS, certify_greedy, sample_and_test
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
@@ -143,11 +143,15 @@ def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any
             if greedy["reason"]:
                 console.print(f"  {greedy['reason']}", highlight=False, markup=False)
         if config.sampled_tokens:
-            entry["sampled"] = law = _sampled(config, target, _proposer(name, draft), prompts, name)
-            ok &= law["p_value"] > config.false_alarm
-            row[3:] = [str(law["num_tokens"]), f"{law['mean_acceptance_length']:.2f}", f"{law['p_value']:.2g}"]
+            entry["sampled"] = sampled = _sampled(config, target, _proposer(name, draft), prompts, name)
+            ok &= sampled["p_value"] > config.false_alarm
+            row[3:] = [
+                str(sampled["num_tokens"]),
+                f"{sampled['mean_acceptance_length']:.2f}",
+                f"{sampled['p_value']:.2g}",
+            ]
             console.print(
-                f"{name}, sampled: {row[3]} tokens, τ = {row[4]}, p-value {row[5]}, {law['seconds']:.0f} s",
+                f"{name}, sampled: {row[3]} tokens, τ = {row[4]}, p-value {row[5]}, {sampled['seconds']:.0f} s",
                 highlight=False,
             )
         table.add_row(*row)
@@ -215,7 +219,7 @@ def _sampled(
     names = ("temperature", "top_k", "top_p", "repetition_penalty", "no_repeat_ngram_size")
     begun = time.perf_counter()
     with tqdm(total=config.sampled_tokens, desc=f"{name}, sampled", disable=None) as bar:
-        result, counts = sampled_law(
+        result, counts = sample_and_test(
             target,
             proposer,
             prompts,

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import EvalPrediction
 
 from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
-from draftsmith.decode.sampling import Law
-from draftsmith.train.teacher.distributions import CachedLaw
+from draftsmith.decode.sampling import Sampler
+from draftsmith.train.teacher.distributions import CachedDistributions
 
 COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 
 
-def replay_features(p: Tensor | CachedLaw, q_logits: Tensor, labels: Tensor, law: Law) -> Tensor:
+def replay_features(p: Tensor | CachedDistributions, q_logits: Tensor, labels: Tensor, sampler: Sampler) -> Tensor:
     """Return what a position has to say of acceptance.
 
     Args:
@@ -25,27 +25,27 @@ def replay_features(p: Tensor | CachedLaw, q_logits: Tensor, labels: Tensor, law
             which takes 0 for tokens of the tail, each less probable than the k-th; the others are exact.
         q_logits: the draft's, (N, V).
         labels: the next tokens, (N,), written by the target under the law.
-        law: the deployment's warping, a context-free one.
+        sampler: the deployment's warping, a context-free one.
 
     Returns:
         (N, 4) float32: min(1, q(x)/p(x)); Σ_v min(p, q); p(argmax q), which a verifier of greedy drafts accepts; and
         whether the argmaxes are equal.
     """
-    q, guess = law.probabilities(q_logits, []), q_logits.argmax(-1, keepdim=True)
-    if isinstance(p, CachedLaw):
+    q, guess = sampler.probabilities(q_logits, []), q_logits.argmax(-1, keepdim=True)
+    if isinstance(p, CachedDistributions):
         known, ids, x = p.bucketed().exp(), p.ids.long(), labels[:, None]
         q_tail = q.scatter(1, ids, 0.0).sum(-1, keepdim=True)
         a = (q.gather(1, x)[:, 0] / p.log_p_of_text.exp().clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
         bucketed = overlap(known, torch.cat([q.gather(1, ids), q_tail], dim=1))
         greedy, agree = (known[:, :-1] * (ids == guess)).sum(-1), ids[:, :1] == guess
         return torch.stack([a, bucketed, greedy, agree[:, 0].to(q.dtype)], dim=1)
-    laws = law.probabilities(p, [])
+    distributions = sampler.probabilities(p, [])
     return torch.stack(
         [
-            acceptance_probabilities(laws, q, labels),
-            overlap(laws, q),
-            laws.gather(1, guess)[:, 0],
-            (p.argmax(-1) == guess[:, 0]).to(laws.dtype),
+            acceptance_probabilities(distributions, q, labels),
+            overlap(distributions, q),
+            distributions.gather(1, guess)[:, 0],
+            (p.argmax(-1) == guess[:, 0]).to(distributions.dtype),
         ],
         dim=1,
     )

@@ -15,9 +15,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
-from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import move_files, told_of_full_disk
@@ -56,12 +56,12 @@ class RecipeTrainer(Trainer):
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
         self.tokenizer = tokenizer
-        self.law = Law.of(config.temperature, config.top_k, config.top_p)
+        self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
         # Either head may be padded beyond the tokenizer, to different sizes: entries that are no token have no law.
         self.vocab_size = tokenizer_size(tokenizer)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None where the laws come with the batches, out of a cache."""
-        self._head_here: Head | None = None
+        self._head_here: OutputHead | None = None
         if self.target is not None and config.target_sharded:
             self.target_head(self.args.device)
             shard_decoder(self.target, self.args.device)
@@ -212,7 +212,7 @@ class RecipeTrainer(Trainer):
             there = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
             return last_hidden(self.target, **there).to(device)
 
-    def target_head(self, device: torch.device) -> Head:
+    def target_head(self, device: torch.device) -> OutputHead:
         """Return the target's head where the loss is taken: of a target elsewhere, a copy that is made once."""
         if self._head_here is None:
             self._head_here = head_of(self.target).cut(self.vocab_size).to(device)

@@ -21,7 +21,7 @@ from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs, interpolated, now, verification_costs
 from draftsmith.decode.proposers.base import Outcome, Proposer, Task
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
@@ -158,7 +158,7 @@ def measure_costs(
     proposers: Mapping[str, Proposer],
     draft_lengths: Mapping[str, int],
     text: Tensor,
-    laws: Mapping[float, Law],
+    samplers: Mapping[float, Sampler],
     batch_sizes: Sequence[int],
     context: int,
     prompt: int,
@@ -172,7 +172,7 @@ def measure_costs(
         proposers: what drafts, by name.
         draft_lengths: the longest draft of each.
         text: tokens of real text, (T,): drafters that look at the text find in it what they would find.
-        laws: by temperature; each has a table, and the target's forwards are measured once for all.
+        samplers: by temperature; each has a table, and the target's forwards are measured once for all.
         batch_sizes: B.
         context: tokens of text in the cache.
         prompt: tokens of a prompt.
@@ -183,16 +183,16 @@ def measure_costs(
     forwards = {b: verification_costs(target, b, context, sorted(set(blocks) | {1}), repeats) for b in sizes}
     prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in sizes}
     tables = []
-    for temperature, law in laws.items():
+    for temperature, sampler in samplers.items():
         plain: dict[int, float] = {}
         drafters: dict[str, dict[int, DraftCosts]] = {name: {} for name in proposers}
         for rows, forward in forwards.items():
             drafts = {
-                name: _drafts(target, proposer, text, rows, context, prompt, law, draft_lengths[name], repeats)
+                name: _drafts(target, proposer, text, rows, context, prompt, sampler, draft_lengths[name], repeats)
                 for name, proposer in proposers.items()
             }
             with _endless(target):
-                token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, law, repeats)
+                token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, sampler, repeats)
             plain[rows] = token - forward[1]
             for name, (start, step, first) in drafts.items():
                 costs, (seconds, nodes) = Costs(forward, step, draft_start=start), rounds[name]
@@ -227,11 +227,11 @@ def _endless(target: PreTrainedModel) -> Iterator[None]:
         own.eos_token_id = ends
 
 
-def _options(law: Law, tokens: int) -> dict[str, Any]:
+def _options(sampler: Sampler, tokens: int) -> dict[str, Any]:
     # With the law's processors as they are: no other settings.
-    processors = {"logits_processor": law.processors} if law.processors else {}
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if law.do_sample else {}
-    return {"max_new_tokens": tokens, "do_sample": law.do_sample, **sampling, **processors}
+    processors = {"logits_processor": sampler.processors} if sampler.processors else {}
+    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampler.do_sample else {}
+    return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, **sampling, **processors}
 
 
 def _contexts(text: Tensor, rows: int, length: int) -> Tensor:
@@ -248,7 +248,7 @@ def _loops(
     text: Tensor,
     rows: int,
     context: int,
-    law: Law,
+    sampler: Sampler,
     repeats: int,
 ) -> tuple[float, dict[str, tuple[float, float]]]:
     """Return what a token of plain decoding takes, and a round of each drafter and its nodes, as they take turns."""
@@ -256,7 +256,7 @@ def _loops(
 
     def plain(tokens: int) -> float:
         begun = now(target)
-        autoregressive_generate(target, prompts, **_options(law, tokens))
+        autoregressive_generate(target, prompts, **_options(sampler, tokens))
         return now(target) - begun
 
     tokens: list[float] = []
@@ -264,7 +264,7 @@ def _loops(
     for repeat in range(repeats + 1):
         seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
         own = {
-            name: _round_seconds(target, proposer, prompts, draft_lengths[name], law)
+            name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler)
             for name, proposer in proposers.items()
         }
         if repeat:  # the first is for warming up
@@ -276,7 +276,7 @@ def _loops(
 
 
 def _round_seconds(
-    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, law: Law
+    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler
 ) -> tuple[float, float]:
     """Return what a round takes, and the tokens that it verifies beside the last one.
 
@@ -291,7 +291,7 @@ def _round_seconds(
             nodes.append(round.nodes)
         written[round.row] += len(round.tokens)
 
-    options = _options(law, most + draft_length + 1)
+    options = _options(sampler, most + draft_length + 1)
     speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
     # A round ends with its last row, and is as wide as its widest.
     widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
@@ -305,7 +305,7 @@ def _drafts(
     rows: int,
     context: int,
     prompt: int,
-    law: Law,
+    sampler: Sampler,
     draft_length: int,
     repeats: int,
 ) -> tuple[float, float, float]:
@@ -313,7 +313,7 @@ def _drafts(
     texts = _contexts(text, rows, max(prompt, context) + repeats + 2)
 
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
-        return drafting_seconds(target, proposer, texts, length, draft_length, law, repeats)
+        return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats)
 
     short, _, _ = drafting(context, 1)
     long, _, nodes = drafting(context, draft_length)
@@ -330,7 +330,7 @@ def drafting_seconds(
     texts_BT: Tensor,
     context: int,
     draft_length: int,
-    law: Law | None = None,
+    sampler: Sampler | None = None,
     repeats: int = 5,
 ) -> tuple[float, float, int]:
     """Measure a draft for rows of text, all of whose drafts are rejected: after each round a row has one token more.
@@ -341,7 +341,7 @@ def drafting_seconds(
         texts_BT: the rows' texts, at least `context` + `repeats` + 1 tokens each.
         context: tokens of text at the first draft.
         draft_length: γ.
-        law: T=0 if None.
+        sampler: T=0 if None.
         repeats: drafts that are measured.
 
     Returns:
@@ -349,7 +349,7 @@ def drafting_seconds(
     """
     rows, length = texts_BT.shape
     task = Task(
-        law=Law.of(0) if law is None else law,
+        sampler=Sampler.of(0) if sampler is None else sampler,
         vocab_size=target.config.get_text_config().vocab_size,
         generators=[None] * rows,
         max_length=length + draft_length,

@@ -23,12 +23,12 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded, run_generate
 from draftsmith.decode.proposers.base import Proposer, StatelessProposer
-from draftsmith.decode.sampling import Law, align_vocabulary
+from draftsmith.decode.sampling import Sampler, align_vocabulary
 from draftsmith.decode.speculative import speculative_generate
 
 Text = tuple[Tensor, int]
 """A text's tokens (T,) int64, and how many of them are its prompt, at least one."""
-Laws = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
+Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
 """(texts (B, T), which of their tokens are wanted (B, T) bool, C) → for each C columns from column 1 on, the laws of
 the wanted tokens, (N, V), column after column."""
 
@@ -48,7 +48,7 @@ class ChiSquare:
 
 
 @dataclass(frozen=True)
-class LawTest:
+class DistributionTest:
     """What the test says of some texts. A right decoder's `p_value` is below x with probability at most x."""
 
     num_tokens: int
@@ -187,7 +187,7 @@ def sample_texts(
     return texts, counts
 
 
-def prepared_law(target: PreTrainedModel, **generate_kwargs: Any) -> Law:
+def prepared_sampler(target: PreTrainedModel, **generate_kwargs: Any) -> Sampler:
     """Return the law that `generate` prepares from these arguments and the target's generation config."""
 
     def prepared(
@@ -197,23 +197,23 @@ def prepared_law(target: PreTrainedModel, **generate_kwargs: Any) -> Law:
         stopping_criteria: Any,
         generation_config: GenerationConfig,
         **model_kwargs: Any,
-    ) -> Law:
-        return Law(logits_processor, bool(generation_config.do_sample))
+    ) -> Sampler:
+        return Sampler(logits_processor, bool(generation_config.do_sample))
 
     prompt = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    law: Any = run_generate(target, prepared, prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
-    return law
+    sampler: Any = run_generate(target, prepared, prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
+    return sampler
 
 
 @torch.inference_mode()
-def law_test(
+def distribution_test(
     target: PreTrainedModel,
     texts: Iterable[Text],
-    law: Law,
-    drafter: Laws | None = None,
+    sampler: Sampler,
+    drafter: Distributions | None = None,
     seed: int = 0,
     batch_size: int = 16,
-) -> LawTest:
+) -> DistributionTest:
     """Test whether texts were drawn from the target under a law.
 
     The vocabulary is ordered in each context, by token id, by p, and by q − p where a drafter is given: what leans
@@ -227,15 +227,15 @@ def law_test(
     Args:
         target: the model.
         texts: each with nothing behind its end-of-sequence token.
-        law: the warping that they were sampled under.
-        drafter: tells q, for power alone; see `model_laws` and `proposer_laws`.
+        sampler: the warping that they were sampled under.
+        drafter: tells q, for power alone; see `model_distributions` and `proposer_distributions`.
         seed: of the random points.
         batch_size: texts in one forward; processors are handed as many, as `generate` does.
 
     Raises:
         InputError: a law at T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
     """
-    if not law.do_sample:
+    if not sampler.do_sample:
         raise InputError("law: expected sampling, found T=0, where texts are compared token for token")
     generator = torch.Generator().manual_seed(seed)
     names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
@@ -249,7 +249,7 @@ def law_test(
         columns = max(1, ENTRIES // (len(batch) * size))
         u = torch.zeros(len(names), *wanted_BT.T.shape, dtype=torch.float64)
         q_blocks = repeat(None) if drafter is None else drafter(ids_BT, wanted_BT, columns)
-        p_blocks = model_laws(target, law)(ids_BT, wanted_BT, columns)
+        p_blocks = model_distributions(target, sampler)(ids_BT, wanted_BT, columns)
         for start, p, q in zip(range(1, ids_BT.shape[1], columns), p_blocks, q_blocks, strict=False):
             block_CB = wanted_BT[:, start : start + columns].T
             tokens = ids_BT[:, start : start + columns].T[block_CB]
@@ -280,13 +280,13 @@ def law_test(
         tests[f"independent by {name}"] = _independence(pairs[k].view(PAIR_BINS, PAIR_BINS))
     least = min(test.p_value for test in tests.values())
     p_value = 0.0 if num_impossible else min(1.0, len(tests) * least)
-    return LawTest(count, p_value, tests, num_impossible, tuple(impossible))
+    return DistributionTest(count, p_value, tests, num_impossible, tuple(impossible))
 
 
-def model_laws(model: PreTrainedModel, law: Law, vocab_size: int | None = None) -> Laws:
+def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: int | None = None) -> Distributions:
     """Return what a model says under a law, in ordinary forwards of the library; as wide as `vocab_size`."""
 
-    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
         for start in range(1, length, columns):
             stop = min(start + columns, length)
@@ -299,8 +299,8 @@ def model_laws(model: PreTrainedModel, law: Law, vocab_size: int | None = None) 
             if vocab_size is not None:
                 logits_CBV = align_vocabulary(logits_CBV, vocab_size)
             block_CB = wanted_BT[:, start:stop].T
-            if law.context_free:
-                yield law.probabilities(logits_CBV[block_CB], [])
+            if sampler.context_free:
+                yield sampler.probabilities(logits_CBV[block_CB], [])
                 continue
             # All rows of a column have contexts of one length: one call of the processors for all of them.
             parts = [logits_CBV.new_zeros(0, logits_CBV.shape[-1])]
@@ -308,17 +308,17 @@ def model_laws(model: PreTrainedModel, law: Law, vocab_size: int | None = None) 
                 if bool(rows.any()):
                     scores = logits_CBV[column, rows]
                     scores = scores if scores.dtype == torch.float64 else scores.float()
-                    process: Any = law.processors
+                    process: Any = sampler.processors
                     parts.append(process(ids_BT[rows, : start + column], scores).softmax(-1))
             yield torch.cat(parts)
 
-    return laws
+    return distributions
 
 
-def proposer_laws(proposer: StatelessProposer, vocab_size: int) -> Laws:
+def proposer_distributions(proposer: StatelessProposer, vocab_size: int) -> Distributions:
     """Return what a deterministic proposer that looks at the text alone would draft next: one-hot, or all zero."""
 
-    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         for start in range(1, ids_BT.shape[1], columns):
             places = wanted_BT[:, start : start + columns].T.nonzero().tolist()
             q = torch.zeros(len(places), vocab_size, device=ids_BT.device)
@@ -328,7 +328,7 @@ def proposer_laws(proposer: StatelessProposer, vocab_size: int) -> Laws:
                 q[i, draft.tokens[:1]] = 1.0
             yield q
 
-    return laws
+    return distributions
 
 
 Item = TypeVar("Item")

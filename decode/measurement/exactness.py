@@ -7,9 +7,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 
-GREEDY = Law(LogitsProcessorList(), do_sample=False)
+GREEDY = Sampler(LogitsProcessorList(), do_sample=False)
 # In units of the dtype's spacing at the largest logit. On the embedded target in bfloat16, forwards of one token, of
 # eight and of the whole text gave margins between the two likeliest tokens that differed by up to 1.9 units (8 places
 # of 12 texts); deeper models round more often.
@@ -17,7 +17,7 @@ TIE_ULPS = 8
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Mismatch:
     """The first place where a text differs from plain decoding's."""
 
     position: int
@@ -41,14 +41,14 @@ class Divergence:
 
 
 @torch.inference_mode()
-def first_divergence(
+def first_mismatch(
     target: PreTrainedModel,
     plain: Tensor,
     other: Tensor,
     prompt_length: int,
-    law: Law = GREEDY,
+    sampler: Sampler = GREEDY,
     reference: PreTrainedModel | None = None,
-) -> Divergence | None:
+) -> Mismatch | None:
     """Compare a text with plain decoding's at T=0.
 
     In float32 there should be none. In half precision a forward of one token and one of several round differently, so
@@ -59,7 +59,7 @@ def first_divergence(
         plain: the text of plain decoding, prompt included, (T,) int64.
         other: the text to be judged, (T',).
         prompt_length: tokens of the prompt, which both share, at least 1.
-        law: how the logits were processed.
+        sampler: how the logits were processed.
         reference: the same weights in a wider dtype, to see how near the two tokens are where little is rounded.
 
     Returns:
@@ -79,17 +79,17 @@ def first_divergence(
     position = int(differing[0]) if len(differing) else shared
     context = plain[:position]
     logits = _logits_after(target, context)
-    scores = law.scores(logits, [context])[0]
+    scores = sampler.scores(logits, [context])[0]
     tolerance = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     if not len(differing):
         ends = [int(text[position]) if len(text) > position else None for text in (plain, other)]
-        return Divergence(position, ends[0], ends[1], float("inf"), tolerance)
+        return Mismatch(position, ends[0], ends[1], float("inf"), tolerance)
     expected, found = int(plain[position]), int(other[position])
     reference_margin = None
     if reference is not None:
-        exact = law.scores(_logits_after(reference, context), [context])[0]
+        exact = sampler.scores(_logits_after(reference, context), [context])[0]
         reference_margin = float(exact[expected] - exact[found])
-    return Divergence(position, expected, found, float(scores[expected] - scores[found]), tolerance, reference_margin)
+    return Mismatch(position, expected, found, float(scores[expected] - scores[found]), tolerance, reference_margin)
 
 
 def _logits_after(model: PreTrainedModel, context: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, Verdict, as_rule
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Observer, Round, speculative_generate
 
 PARTS = ("draft", "target", "accept", "sync", "rest")
@@ -302,11 +302,16 @@ class _TimedRule:
         self._rule, self._profile = rule, profile
 
     def verify(
-        self, law: Law, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: torch.Generator | None
+        self,
+        sampler: Sampler,
+        logits: Tensor,
+        contexts: list[Tensor],
+        proposal: Proposal,
+        generator: torch.Generator | None,
     ) -> Verdict:
         self._profile._verified()
         with self._profile._span("accept", "verify"):
-            return self._rule.verify(law, logits, contexts, proposal, generator)
+            return self._rule.verify(sampler, logits, contexts, proposal, generator)
 
 
 def chrome_trace(profiles: Sequence[Profile]) -> dict[str, Any]:

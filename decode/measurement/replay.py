@@ -24,7 +24,7 @@ from draftsmith.decode.measurement.exactness import TIE_ULPS
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.proposers.base import Proposer, Task
 from draftsmith.decode.replay.texts import Replayed, WrittenText, teacher_forced
-from draftsmith.decode.sampling import Law, prefixes
+from draftsmith.decode.sampling import Sampler, prefixes
 
 LOGITS_AT_A_TIME = 2**27
 """Logits of the target that are held at a time, prompts counted in: 512 MiB in float32, at least one text's.
@@ -42,13 +42,13 @@ probability of 2e-9, were the sum normal; its tails are a little heavier."""
 class Replayable(Protocol):
     """A proposer that replay applies to: what it drafts depends on nothing but the text and where the round began."""
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay some texts.
 
         Args:
-            task: for one row: law, vocabulary, the greatest draft length, the target.
+            task: for one row: sampler, vocabulary, the greatest draft length, the target.
             texts: what the target wrote.
-            laws: its distributions of each text's tokens, (N, V); None at T=0, where the text says what it chose.
+            distributions: the target's, of each text's tokens, (N, V); None at T=0, where the text says what it chose.
 
         Raises:
             InputError: drafts of a kind that replay does not apply to.
@@ -159,9 +159,9 @@ def replay_acceptance(
     Raises:
         InputError: a drafter that replay does not apply to, or a text that the target did not write.
     """
-    law = Law.of(temperature, top_k, top_p)
+    sampler = Sampler.of(temperature, top_k, top_p)
     replays = replay_drafters(
-        target, {"": proposer}, sequences, prompt_lengths, draft_lengths, law, max_new_tokens, allow_biased
+        target, {"": proposer}, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens, allow_biased
     )
     return replays[""]
 
@@ -173,7 +173,7 @@ def replay_drafters(
     sequences: Sequence[Tensor],
     prompt_lengths: Sequence[int],
     draft_lengths: Sequence[int],
-    law: Law,
+    sampler: Sampler,
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
 ) -> dict[str, Replay]:
@@ -191,7 +191,7 @@ def replay_drafters(
             )
     state = PartialState()
     own = list(range(len(texts)))[state.process_index :: state.num_processes]
-    shares = [_share(target, proposers, texts, own, draft_lengths, law, allow_biased)]
+    shares = [_share(target, proposers, texts, own, draft_lengths, sampler, allow_biased)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
@@ -219,14 +219,14 @@ def _share(
     texts: Sequence[WrittenText],
     own: Sequence[int],
     draft_lengths: Sequence[int],
-    law: Law,
+    sampler: Sampler,
     allow_biased: bool,
 ) -> _Share:
     """Replay the texts at the places of `own`, as many at a time as memory allows."""
     share = _Share()
     vocab_size = target.config.get_text_config().vocab_size
     task = Task(
-        law=law,
+        sampler=sampler,
         vocab_size=vocab_size,
         generators=[None],
         max_length=max(text.prompt_length + text.limit for text in texts),
@@ -238,16 +238,20 @@ def _share(
     try:
         for batch in _batches(texts, own, vocab_size):
             members = [texts[i] for i in batch]
-            laws: list[Tensor] | None = [] if law.do_sample else None
+            distributions: list[Tensor] | None = [] if sampler.do_sample else None
             logits = teacher_forced(target, members)
             for text, logits_NV in zip(members, logits, strict=True):
-                scores_NV = law.scores(logits_NV, prefixes(text.sequence[:-1], len(text)))
-                if laws is not None:
-                    laws.append(scores_NV.softmax(-1))
+                scores_NV = sampler.scores(logits_NV, prefixes(text.sequence[:-1], len(text)))
+                if distributions is not None:
+                    distributions.append(scores_NV.softmax(-1))
                 if not allow_biased:
-                    share.surprise.check(text, logits_NV, scores_NV, None if laws is None else laws[-1])
+                    share.surprise.check(
+                        text, logits_NV, scores_NV, None if distributions is None else distributions[-1]
+                    )
             del logits, logits_NV, scores_NV  # before the drafters' logits
-            replayed = {n: p.replay(task, members, laws) for n, p in proposers.items() if isinstance(p, Replayable)}
+            replayed = {
+                n: p.replay(task, members, distributions) for n, p in proposers.items() if isinstance(p, Replayable)
+            }
             by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
             for place, i in enumerate(batch):
                 share.found.append((i, {name: _of_text(r, by_length[name], place) for name, r in replayed.items()}))

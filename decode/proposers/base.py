@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_walk
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
 
@@ -34,7 +34,7 @@ class Proposal:
 class Task:
     """What is to be drafted for: the rows of one call of the decoder."""
 
-    law: Law
+    sampler: Sampler
     """The warping of the target's logits, to be applied to the drafter's own."""
     vocab_size: int
     """V, the width of the target's logits."""
@@ -106,7 +106,9 @@ class StatelessProposer:
     def select(self, rows: Sequence[int]) -> None:
         """Nothing is kept by row."""
 
-    def replay(self: Proposer, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self: Proposer, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> Replayed:
         """Replay certain drafts: see `draftsmith.decode.measurement.replay`."""
         self.start(task)
 
@@ -116,4 +118,4 @@ class StatelessProposer:
                 raise InputError(f"replay: expected certain drafts, found {type(self).__name__}, which draws them")
             return proposal.tokens, proposal.tree
 
-        return replayed_by_walk(texts, laws, draft)
+        return replayed_by_walk(texts, distributions, draft)

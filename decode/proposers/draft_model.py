@@ -133,26 +133,28 @@ class DraftModelProposer:
         self._cached = [self._cached[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
         if isinstance(self.tree, DynamicTree) or self.stop is not None:
             raise InputError("replay: expected drafts of one shape, found some that grow or stop: decode them")
-        if self.tree is not None and laws is not None:
+        if self.tree is not None and distributions is not None:
             raise InputError("replay: expected chains under sampling, found a tree: decode with it")
-        law, widest = task.law, 1 if self.tree is None else max(map(len, self.tree.children))
+        sampler, widest = task.sampler, 1 if self.tree is None else max(map(len, self.tree.children))
         ranks, acceptance, overlaps = [], [], []
         for place, (text, logits) in enumerate(zip(texts, teacher_forced(self.draft_model, texts), strict=True)):
             contexts = prefixes(text.sequence[:-1], len(text))
-            scores = law.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
+            scores = sampler.scores(align_vocabulary(logits, task.vocab_size).to(text.sequence.device), contexts)
             if self.tree is not None:
                 ranks.append(ranks_of(scores, text.tokens, widest))
             guess = scores.argmax(-1)
             agrees = (guess == text.tokens).to(scores.dtype)
-            if laws is None or self.greedy:
+            if distributions is None or self.greedy:
                 acceptance.append(agrees)
-                overlaps.append(agrees if laws is None else laws[place].gather(1, guess[:, None])[:, 0])
+                overlaps.append(
+                    agrees if distributions is None else distributions[place].gather(1, guess[:, None])[:, 0]
+                )
             else:
-                p, q = laws[place], scores.softmax(-1)
+                p, q = distributions[place], scores.softmax(-1)
                 acceptance.append(acceptance_probabilities(p, q, text.tokens))
                 overlaps.append(overlap(p, q))
         if self.tree is None:
@@ -196,15 +198,15 @@ class DraftModelProposer:
         return align_vocabulary(logits, self._task.vocab_size)
 
     def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> list[Proposal]:
-        law, drawn = self._task.law, self._task.law.do_sample and not self.greedy
+        sampler, drawn = self._task.sampler, self._task.sampler.do_sample and not self.greedy
         texts = list(contexts)
         drafted: list[list[Tensor]] = [[] for _ in contexts]
-        laws: list[list[Tensor]] = [[] for _ in contexts]
+        distributions: list[list[Tensor]] = [[] for _ in contexts]
         confidences: list[list[Tensor]] = [[] for _ in contexts]
         going = [k > 0 for k in draft_lengths]
         for step in range(max(draft_lengths)):
             # One call for all rows wherever the law looks at the scores alone.
-            scores = law.scores(logits, texts)
+            scores = sampler.scores(logits, texts)
             q = scores.softmax(-1) if drawn or self.stop or self._wants_confidence else None
             chosen = None if drawn else scores.argmax(-1)
             tokens = []
@@ -221,14 +223,14 @@ class DraftModelProposer:
                 if going[row]:
                     drafted[row].append(token)
                     if drawn:
-                        laws[row].append(q[row])  # type: ignore[index]
+                        distributions[row].append(q[row])  # type: ignore[index]
                     if q is not None:
                         confidences[row].append(q[row].max())
             going = [alive and step + 1 < k for alive, k in zip(going, draft_lengths, strict=True)]
             if not any(going):
                 break
             logits = self._aligned(self._model.feed(torch.stack(tokens), [n + step for n in self._lengths]))[:, 0]
-            if not law.context_free:
+            if not sampler.context_free:
                 texts = [torch.cat([text, token]) for text, token in zip(texts, tokens, strict=True)]
         # What was drafted last was not fed.
         self._fed = [[*range(len(row) - 1), -1] for row in drafted]
@@ -236,7 +238,7 @@ class DraftModelProposer:
         return [
             Proposal(
                 torch.cat(drafted[row]) if drafted[row] else none,
-                torch.stack(laws[row]) if laws[row] else None,
+                torch.stack(distributions[row]) if distributions[row] else None,
                 Tree.chain(len(drafted[row])),
                 torch.stack(confidences[row]) if confidences[row] else None,
             )
@@ -251,10 +253,10 @@ class DraftModelProposer:
         self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], tree: Tree, logits: Tensor
     ) -> list[Proposal]:
         """Draft every row the same shape, a depth at a time; nothing is drawn deeper than a row's draft length."""
-        law, rows, size = self._task.law, len(contexts), len(tree)
-        drawn = law.do_sample and self._task.draw_siblings and not self.greedy
+        sampler, rows, size = self._task.sampler, len(contexts), len(tree)
+        drawn = sampler.do_sample and self._task.draw_siblings and not self.greedy
         tokens = contexts[0].new_zeros(rows, size)
-        laws = logits.new_zeros(rows, size, logits.shape[-1]) if drawn else None
+        distributions = logits.new_zeros(rows, size, logits.shape[-1]) if drawn else None
         confidence = logits.new_zeros(rows, size)
         order: list[int] = []  # inner nodes in the order in which they are fed
         parents, after = [ROOT], logits[:, None]  # the logits after each of `parents`, (B, F, V)
@@ -266,17 +268,19 @@ class DraftModelProposer:
                         continue
                     text = (
                         contexts[row]
-                        if law.context_free
+                        if sampler.context_free
                         else torch.cat([contexts[row], tokens[row, tree.path(parent)]])
                     )
-                    scores = law.scores(after[row, f : f + 1], [text])[0]
+                    scores = sampler.scores(after[row, f : f + 1], [text])[0]
                     q = scores.softmax(-1)
                     confidence[row, children] = q.max()
-                    if laws is None:
+                    if distributions is None:
                         tokens[row, children] = scores.topk(len(children)).indices
                         continue
-                    drawn_tokens, drawn_laws = draw_without_replacement(q, len(children), self._generators[row])
-                    tokens[row, children], laws[row, children] = drawn_tokens, drawn_laws
+                    drawn_tokens, drawn_distributions = draw_without_replacement(
+                        q, len(children), self._generators[row]
+                    )
+                    tokens[row, children], distributions[row, children] = drawn_tokens, drawn_distributions
             parents = [node for node, d in enumerate(tree.depths) if d == depth and tree.children[node + 1]]
             if not parents:
                 break
@@ -286,7 +290,8 @@ class DraftModelProposer:
         slots = {node: slot for slot, node in enumerate(order)}
         self._fed = [[slots.get(node, -1) for node in range(size)]] * rows
         return [
-            Proposal(tokens[row], None if laws is None else laws[row], tree, confidence[row]) for row in range(rows)
+            Proposal(tokens[row], None if distributions is None else distributions[row], tree, confidence[row])
+            for row in range(rows)
         ]
 
     def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor, depth: int) -> Tensor:
@@ -302,7 +307,7 @@ class DraftModelProposer:
         self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
     ) -> list[Proposal]:
         """Grow each row's tree by cumulative probability; all rows feed as many nodes at each depth."""
-        grower, law, rows, depth = self.tree, self._task.law, len(contexts), max(draft_lengths)
+        grower, sampler, rows, depth = self.tree, self._task.sampler, len(contexts), max(draft_lengths)
         assert isinstance(grower, DynamicTree)
         width = grower.width
         parents: list[list[int]] = [[] for _ in range(rows)]
@@ -317,11 +322,11 @@ class DraftModelProposer:
                 paths = [_path(parents[row], node) for node in frontier[row]]
                 texts = [
                     contexts[row]
-                    if law.context_free or not path
+                    if sampler.context_free or not path
                     else torch.cat([contexts[row], contexts[row].new_tensor([tokens[row][n] for n in path])])
                     for path in paths
                 ]
-                log_q = law.scores(after[row], texts).log_softmax(-1)
+                log_q = sampler.scores(after[row], texts).log_softmax(-1)
                 best = log_q.topk(width)
                 for node, values, indices in zip(
                     frontier[row], best.values.tolist(), best.indices.tolist(), strict=True

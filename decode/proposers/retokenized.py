@@ -202,7 +202,7 @@ class _Reencoder:
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""
-        if task.law.do_sample:
+        if task.sampler.do_sample:
             tokens = self._target.get_vocab().keys()
             shared = len(tokens & self._draft.get_vocab().keys())
             raise InputError(

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
 
@@ -72,8 +72,8 @@ class RunAheadProposer(DraftModelProposer):
         device = self.draft_model.device
         self._row_generator = task.generators[0]
         self._stands = 0  # tokens of the text that the cache may hold
-        law = Law(_on_device(task.law.processors, device), task.law.do_sample)
-        largest = super().start(replace(task, law=law, generators=[torch.Generator(device)]))
+        sampler = Sampler(_on_device(task.sampler.processors, device), task.sampler.do_sample)
+        largest = super().start(replace(task, sampler=sampler, generators=[torch.Generator(device)]))
         self._reseed()
         return largest
 
@@ -131,7 +131,7 @@ class RunAheadProposer(DraftModelProposer):
         super().commit([Outcome(list(range(len(draft.tokens))), draft.tokens[:0])])
 
     def _reseed(self) -> None:
-        if self._task.law.do_sample:
+        if self._task.sampler.do_sample:
             own, row = self._generators[0], self._row_generator
             assert own is not None
             device = "cpu" if row is None else row.device
@@ -202,11 +202,11 @@ def _joined(parts: Sequence[Proposal], text: Tensor) -> Proposal:
     parts = [part for part in parts if len(part.tokens)]
     if not parts:
         return Proposal(text[:0], None, Tree.chain(0))
-    laws = [part.probabilities for part in parts if part.probabilities is not None]
+    distributions = [part.probabilities for part in parts if part.probabilities is not None]
     confidences = [part.confidence for part in parts if part.confidence is not None]
     return Proposal(
         torch.cat([part.tokens for part in parts]),
-        torch.cat(laws) if laws else None,
+        torch.cat(distributions) if distributions else None,
         Tree.chain(len(parts)),
         torch.cat(confidences) if confidences else None,
     )

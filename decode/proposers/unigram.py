@@ -49,24 +49,26 @@ class BlindProposer(StatelessProposer):
             if k == 0:
                 drafts.append(Proposal(context[:0], None, Tree.chain(0)))
                 continue
-            law = self._law(context)
-            confidence = law.max().expand(k)
-            if self.task.law.do_sample:
-                tokens = torch.cat([draw(law, generator) for _ in range(k)])
-                drafts.append(Proposal(tokens, law.expand(k, -1), Tree.chain(k), confidence))
+            sampler = self._distribution(context)
+            confidence = sampler.max().expand(k)
+            if self.task.sampler.do_sample:
+                tokens = torch.cat([draw(sampler, generator) for _ in range(k)])
+                drafts.append(Proposal(tokens, sampler.expand(k, -1), Tree.chain(k), confidence))
             else:
-                drafts.append(Proposal(law.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
+                drafts.append(Proposal(sampler.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
         return drafts
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], laws: Sequence[Tensor] | None) -> Replayed:
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay certain drafts at T=0, and under sampling those drawn from the frequencies at the round's start."""
-        if laws is None:
-            return super().replay(task, texts, laws)
+        if distributions is None:
+            return super().replay(task, texts, distributions)
         self.start(task)
         acceptance, overlaps = [], []
-        for text, p in zip(texts, laws, strict=True):
+        for text, p in zip(texts, distributions, strict=True):
             n = len(text)
-            q = torch.stack([self._law(text.sequence[: text.prompt_length + start]) for start in range(n)]).to(p)
+            q = torch.stack([self._distribution(text.sequence[: text.prompt_length + start]) for start in range(n)]).to(
+                p
+            )
             offsets = torch.arange(task.draft_length, device=p.device)
             places = torch.arange(n, device=p.device)[:, None] + offsets
             tokens = text.tokens[places.clamp(max=n - 1)]
@@ -79,7 +81,7 @@ class BlindProposer(StatelessProposer):
         """Keep the generators of the rows that are left."""
         self._generators = [self._generators[row] for row in rows]
 
-    def _law(self, context: Tensor) -> Tensor:
+    def _distribution(self, context: Tensor) -> Tensor:
         """Return q, (V,) float32."""
         size = self.task.vocab_size
         if self.frequencies is None:
@@ -87,5 +89,5 @@ class BlindProposer(StatelessProposer):
         else:
             counts = self.frequencies.to(context.device)
             counts = torch.nn.functional.pad(counts, (0, size - len(counts)))
-        law = counts.double()
-        return (law / law.sum()).float()
+        sampler = counts.double()
+        return (sampler / sampler.sum()).float()

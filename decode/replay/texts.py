@@ -132,12 +132,12 @@ Draft = Callable[[Tensor, int], tuple[Tensor, Tree]]
 """Of a context (T,) and a draft length: tokens and shape."""
 
 
-def replayed_by_walk(texts: Sequence[WrittenText], laws: Sequence[Tensor] | None, draft: Draft) -> Replayed:
+def replayed_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, draft: Draft) -> Replayed:
     """Replay deterministic drafts: a round accepts what they share with the text, at any temperature.
 
     Args:
         texts: what the target wrote.
-        laws: the target's distributions of each text's tokens, (N, V); None at T=0.
+        distributions: the target's distributions of each text's tokens, (N, V); None at T=0.
         draft: what is drafted behind a context.
     """
     acceptance, overlaps = [], []
@@ -148,7 +148,11 @@ def replayed_by_walk(texts: Sequence[WrittenText], laws: Sequence[Tensor] | None
             named = tokens[list(tree.children[0])]
             hits[start] = float((named == text.tokens[start]).any())
             # One-hot on one token, which is what α is defined for: that of the first child.
-            shares[start] = float(laws[index][start, named[0]]) if laws is not None and len(named) else hits[start]
+            shares[start] = (
+                float(distributions[index][start, named[0]])
+                if distributions is not None and len(named)
+                else hits[start]
+            )
         acceptance.append(hits)
         overlaps.append(shares)
 

@@ -32,7 +32,7 @@ from transformers import PretrainedConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats import readers as prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
-from draftsmith.train.losses.output_head import Head
+from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")
@@ -276,7 +276,7 @@ def _rounded_logits(
 
     block, head = copy.deepcopy(heads.blocks[k]).to("cpu", dtype).float(), heads.head(k)
     dropped = by_rank and format != "own"
-    here = Head(
+    here = OutputHead(
         rounded(head.weight),
         rounded(head.bias),
         1.0 if dropped and format != "vllm" else head.scale,

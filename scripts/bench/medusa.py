@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, TrainingArguments
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import ratio, ratio_difference
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
@@ -226,8 +226,8 @@ def _replayed(target: PreTrainedModel, heads: MedusaHeads, completions: Path) ->
     }
     samples = load_completions(str(completions / "replayed-sampled")).sort("id")
     pairs = zip(samples["input_ids"], samples["prompt_length"], strict=True)
-    law = Law.of(1)
-    replayed = [replay_heads(target, heads, torch.tensor(ids), length, law) for ids, length in pairs]
+    sampler = Sampler.of(1)
+    replayed = [replay_heads(target, heads, torch.tensor(ids), length, sampler) for ids, length in pairs]
     found["sampled"] = {"tokens": [len(r.acceptance) for r in replayed], "rounds": [r.rounds() for r in replayed]}
     found["accuracies"] = rank_accuracies(check)[:, :5].tolist()
     return found

@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts.quickstart import STOCK, TARGET, write_prompts
@@ -30,7 +30,7 @@ from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment, write_json
-from draftsmith.train.teacher.cache_reader import CachedCollator, cached_law, find_laws
+from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
@@ -149,15 +149,17 @@ def bias(
     """Return, over held-out positions, what the cached laws change of α and of the forward KL, and its bound."""
     tokenizer = load_tokenizer(config.target)
     size = tokenizer_size(tokenizer)
-    laws = find_laws([cache], [completions], config.target, size, temperature=config.temperature, top_k=0, top_p=1.0)
-    collate = CachedCollator(CompletionCollator(tokenizer), laws)
-    law, objective = Law.of(config.temperature), Objective({"forward_kl": 1.0}, config.temperature)
+    distributions = find_distributions(
+        [cache], [completions], config.target, size, temperature=config.temperature, top_k=0, top_p=1.0
+    )
+    collate = CachedCollator(CompletionCollator(tokenizer), distributions)
+    sampler, objective = Sampler.of(config.temperature), Objective({"forward_kl": 1.0}, config.temperature)
     gaps, bounds, losses = [], [], []
     for example in examples:
-        bucket = cached_law(collate([example])["teacher"]).to(target.device)
+        bucket = cached_distributions(collate([example])["teacher"]).to(target.device)
         p, q, labels = _logits(target, draft, example, size)
-        full, found = (replay_features(source, q, labels, law)[:, 1] for source in (p, bucket))
-        q_tail = law.probabilities(q, []).scatter(1, bucket.ids.long(), 0.0).sum(-1)
+        full, found = (replay_features(source, q, labels, sampler)[:, 1] for source in (p, bucket))
+        q_tail = sampler.probabilities(q, []).scatter(1, bucket.ids.long(), 0.0).sum(-1)
         gaps.append(found - full)
         bounds.append(torch.minimum(bucket.log_tail.exp(), q_tail))
         losses.append(torch.cat([objective.features(source, q, labels) for source in (p, bucket)], dim=1))
@@ -177,11 +179,11 @@ def bias(
 @torch.inference_mode()
 def alpha(config: BenchTeacherCacheConfig, target: PreTrainedModel, draft: PreTrainedModel, examples: Dataset) -> float:
     """Return the acceptance rate over held-out positions, from full logits."""
-    law, size = Law.of(config.temperature), tokenizer_size(load_tokenizer(config.target))
+    sampler, size = Sampler.of(config.temperature), tokenizer_size(load_tokenizer(config.target))
     found = []
     for example in examples:
         p, q, labels = _logits(target, draft, example, size)
-        found.append(replay_features(p, q, labels, law)[:, 1])
+        found.append(replay_features(p, q, labels, sampler)[:, 1])
     return float(torch.cat(found).mean())
 
 

@@ -16,17 +16,17 @@ from transformers import PreTrainedModel
 from draftsmith.decode import Counts, DraftModelProposer, InputError, PromptLookupProposer, Proposer
 from draftsmith.decode.measurement.distribution_test import (
     PAIR_BINS,
-    Laws,
-    LawTest,
+    Distributions,
+    DistributionTest,
     Text,
-    law_test,
-    model_laws,
-    prepared_law,
-    proposer_laws,
+    distribution_test,
+    model_distributions,
+    prepared_sampler,
+    proposer_distributions,
     sample_texts,
 )
-from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Divergence, first_divergence
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.train.losses.output_head import last_hidden
@@ -50,13 +50,13 @@ def certify_greedy(
     plain: Sequence[Sequence[int]],
     other: Sequence[Sequence[int]],
     prompts: Sequence[Tensor],
-    law: Law = GREEDY,
+    sampler: Sampler = GREEDY,
 ) -> dict[str, Any]:
     """Compare a drafter's texts at T=0 with plain decoding's, and judge where each first differs.
 
     Forwards of one token and of several round differently: where the target's logits of the two tokens tie, either is
     right. Any other difference is a departure, and one is enough to fail. What follows a first difference has another
-    context and is not judged. The 8 units in the last place that `first_divergence` allows are wide in half precision:
+    context and is not judged. The 8 units in the last place that `first_mismatch` allows are wide in half precision:
     lossy rules depart by less. So how much margins move by rounding is measured on the texts that differ, and what is
     above 6 standard deviations of it (yet more than one unit) is no tie.
 
@@ -65,7 +65,7 @@ def certify_greedy(
         plain: the completions of plain decoding, without prompts and padding.
         other: the drafter's of the same prompts, decoded alone or in batches.
         prompts: (T,) int64, T ≥ 1.
-        law: the processors of T=0, none by default.
+        sampler: the processors of T=0, none by default.
 
     Returns:
         The entry; `reason` names the first places that differ, prompts and tokens of a completion counted from 0.
@@ -81,13 +81,13 @@ def certify_greedy(
     found = {}
     for i, (prompt, *completions) in enumerate(zip(prompts, plain, other, strict=True)):
         expected, own = (torch.cat([prompt, prompt.new_tensor(list(tokens))]) for tokens in completions)
-        divergence = first_divergence(target, expected, own, len(prompt), law)
+        divergence = first_mismatch(target, expected, own, len(prompt), sampler)
         if divergence is not None:
             found[i] = replace(divergence, position=divergence.position - len(prompt))
     near = [i for i, divergence in found.items() if divergence.is_tie]
     if near:
         texts = [(torch.cat([prompts[i], prompts[i].new_tensor(list(plain[i]))]), len(prompts[i])) for i in near]
-        noise = TIE_DEVIATIONS * _rounding(target, texts[:TEXTS_FED_AGAIN], law)
+        noise = TIE_DEVIATIONS * _rounding(target, texts[:TEXTS_FED_AGAIN], sampler)
         for i in near:
             least, most = found[i].tolerance / TIE_ULPS, found[i].tolerance
             found[i] = replace(found[i], tolerance=min(max(noise, least), most))
@@ -143,7 +143,7 @@ def certify_sampled(
     Raises:
         InputError: T=0, fewer than 2000 tokens, or no prompts.
     """
-    result, _ = sampled_law(
+    result, _ = sample_and_test(
         target,
         proposer,
         prompts,
@@ -161,7 +161,7 @@ def certify_sampled(
         name, test = min(result.tests.items(), key=lambda item: item[1].p_value)
         reason = f"the tokens' law is not the target's: {name}, χ² = {test.statistic:.4g} of {test.degrees_of_freedom} "
         reason += f"degrees of freedom; {result.num_impossible} tokens that it rules out"
-    elif drafter_laws(target, proposer, GREEDY) is None:
+    elif drafter_distributions(target, proposer, GREEDY) is None:
         reason = f"tested without the law of {type(proposer).__name__}, and so with less power"
     return _entry(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
 
@@ -219,7 +219,7 @@ def certify_runs(
     return found
 
 
-def sampled_law(
+def sample_and_test(
     target: PreTrainedModel,
     proposer: Proposer,
     prompts: Sequence[Tensor],
@@ -228,11 +228,11 @@ def sampled_law(
     batch_size: int = 8,
     seed: int = 0,
     **decoding: Any,
-) -> tuple[LawTest, Counts]:
+) -> tuple[DistributionTest, Counts]:
     """Sample texts speculatively; return the test of their law, and the decoder's counts.
 
-    A token of probability zero fails the test outright, as in `law_test`, unless rounding explains it: where a tie may
-    move a token in or out of what top-k or top-p keep, the other tests alone decide.
+    A token of probability zero fails the test outright, as in `distribution_test`, unless rounding explains it: where
+    a tie may move a token in or out of what top-k or top-p keep, the other tests alone decide.
 
     Args:
         target: the model.
@@ -255,34 +255,36 @@ def sampled_law(
         raise InputError(f"temperature: expected more than 0 to sample texts, found {sampling['temperature']}")
     options: dict[str, Any] = {"do_sample": True, **sampling}
     texts, counts = sample_texts(target, proposer, prompts, tokens, batch_size=batch_size, **options, **decoding)
-    law = prepared_law(target, **options)
-    result = law_test(target, texts, law, drafter_laws(target, proposer, law), seed, batch_size)
-    if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, law) for i, k in result.impossible):
+    sampler = prepared_sampler(target, **options)
+    result = distribution_test(
+        target, texts, sampler, drafter_distributions(target, proposer, sampler), seed, batch_size
+    )
+    if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, sampler) for i, k in result.impossible):
         least = min(test.p_value for test in result.tests.values())
         result = replace(result, p_value=min(1.0, len(result.tests) * least))
     return result, counts
 
 
-def drafter_laws(target: PreTrainedModel, proposer: Proposer, law: Law) -> Laws | None:
-    """Return what a proposer leans to in every context, for the power of `law_test`; None where that is not known."""
+def drafter_distributions(target: PreTrainedModel, proposer: Proposer, sampler: Sampler) -> Distributions | None:
+    """Return what a proposer leans to in every context, for the test's power; None where that is not known."""
     vocab_size: int = target.config.get_text_config().vocab_size
     if isinstance(proposer, DraftModelProposer):
-        return model_laws(proposer.draft_model, law, vocab_size)
+        return model_distributions(proposer.draft_model, sampler, vocab_size)
     if isinstance(proposer, MedusaProposer):
-        return head_laws(target, proposer.heads, law)
+        return head_distributions(target, proposer.heads, sampler)
     if isinstance(proposer, PromptLookupProposer):
-        return proposer_laws(proposer, vocab_size)
+        return proposer_distributions(proposer, vocab_size)
     return None
 
 
-def head_laws(target: PreTrainedModel, heads: MedusaHeads, law: Law) -> Laws:
+def head_distributions(target: PreTrainedModel, heads: MedusaHeads, sampler: Sampler) -> Distributions:
     """Return what the first head says of each token: what it drafts where a round begins with that token.
 
     It sees the hidden state that the target predicted the token before from; the second token of a text, which no head
     drafts, is given the first one's, for the test asks only that a law be known from the tokens before.
     """
 
-    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         hidden_BTH = last_hidden(target, input_ids=ids_BT).to(heads.device, heads.dtype)
         embed: Any = target.get_input_embeddings()
         for start in range(1, ids_BT.shape[1], columns):
@@ -291,47 +293,47 @@ def head_laws(target: PreTrainedModel, heads: MedusaHeads, law: Law) -> Laws:
             before = embed(ids_BT[rows, places - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
             logits = heads.logits(0, hidden_BTH[rows, (places - 2).clamp(min=0)], before)
             contexts = (
-                [] if law.context_free else [ids_BT[row, :place] for row, place in zip(rows, places, strict=True)]
+                [] if sampler.context_free else [ids_BT[row, :place] for row, place in zip(rows, places, strict=True)]
             )
-            yield law.probabilities(logits, contexts) if len(rows) else logits
+            yield sampler.probabilities(logits, contexts) if len(rows) else logits
 
-    return laws
+    return distributions
 
 
 @torch.inference_mode()
-def _rounding(target: PreTrainedModel, texts: Sequence[Text], law: Law) -> float:
+def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) -> float:
     """Return the root mean square of what rounding adds to the margin between the two likeliest tokens.
 
-    It is the difference between a forward of the whole text, as `first_divergence` judges, and forwards of one token,
+    It is the difference between a forward of the whole text, as `first_mismatch` judges, and forwards of one token,
     as plain decoding chose.
     """
     squares: list[Tensor] = []
     for ids, length in texts:
         contexts = [ids[:end] for end in range(length, len(ids))]
-        whole = law.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
+        whole = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
         past, singly = None, []
         for tokens in (ids[:length], *ids[length:-1].split(1)):
             output = target(input_ids=tokens[None], past_key_values=past, use_cache=True)
             past = output.past_key_values
             singly.append(output.logits[0, -1:])
         best = whole.topk(2).indices
-        margins = [scores.gather(1, best).diff() for scores in (whole, law.scores(torch.cat(singly), contexts))]
+        margins = [scores.gather(1, best).diff() for scores in (whole, sampler.scores(torch.cat(singly), contexts))]
         squares.append((margins[1] - margins[0]).square())
     return float(torch.cat(squares).mean().sqrt())
 
 
 @torch.inference_mode()
-def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, law: Law) -> bool:
+def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler: Sampler) -> bool:
     """Say whether a token of probability zero has some once all margins move in its favour by the size of a tie."""
     context, token = text[0][:place], int(text[0][place])
     logits = target(input_ids=context[None], use_cache=False).logits[0, -1:]
     tie = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
     logits = logits if logits.dtype == torch.float64 else logits.float()
     favoured = torch.where(logits > logits[:, token], logits - tie / 2, logits + tie / 2)
-    return bool(law.probabilities(favoured, [context])[0, token] > 0)
+    return bool(sampler.probabilities(favoured, [context])[0, token] > 0)
 
 
-def _named(kind: str, found: Mapping[int, Divergence]) -> str:
+def _named(kind: str, found: Mapping[int, Mismatch]) -> str:
     """Name the first of some differences."""
     places = [
         f"prompt {i}, token {d.position}: "

@@ -16,7 +16,7 @@ from draftsmith.decode import Proposer, Replay
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.replay import replay_drafters
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.build import build_report
@@ -144,9 +144,9 @@ class MeasureConfig:
         if self.lossless_tokens and self.lossless_tokens < LEAST_TOKENS:
             raise InputError(f"lossless_tokens: expected 0 or at least {LEAST_TOKENS}, found {self.lossless_tokens}")
 
-    def law(self, temperature: float) -> Law:
+    def sampler(self, temperature: float) -> Sampler:
         """Return how the target's logits become its distribution at one of the temperatures."""
-        return Law.of(temperature, self.top_k, self.top_p)
+        return Sampler.of(temperature, self.top_k, self.top_p)
 
     def options(self, temperature: float) -> dict[str, Any]:
         """Return how texts are written, as `generate` takes it."""
@@ -191,12 +191,12 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         path, sizes = Path(config.costs), config.batch_sizes
         tables = load_costs(path, target, config.target, config.dtype, drafters, config.temperatures, sizes)
     methods = [Method(), *(Method(d.name, k) for d in drafters for k in d.draft_lengths)]
-    output, laws = Path(config.output), {t: config.law(t) for t in config.temperatures}
+    output, samplers = Path(config.output), {t: config.sampler(t) for t in config.temperatures}
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
     texts: dict[float, list[list[int]]] = {}
     replays: dict[tuple[float, str, str], Replay] = {}
     first_heads: dict[tuple[float, str], Replay] = {}
-    for temperature, law in laws.items():
+    for temperature, sampler in samplers.items():
         for rows in config.batch_sizes:
             found = decode_side_by_side(
                 target,
@@ -214,9 +214,9 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
         texts[temperature] = [row.tokens for row in plain]
         missing = slice(len(plain), len(prompts))
         texts[temperature] += _completed(config, target, prompts[missing], encoded[missing], temperature, progress)
-        _replay(config, target, drafters, law, temperature, encoded, texts[temperature], replays, first_heads)
+        _replay(config, target, drafters, sampler, temperature, encoded, texts[temperature], replays, first_heads)
     if tables is None:
-        tables = _costs(config, target, drafters, laws, encoded, texts, output)
+        tables = _costs(config, target, drafters, samplers, encoded, texts, output)
     measured = Measured(
         target=target,
         target_path=config.target,
@@ -274,7 +274,7 @@ def _replay(
     config: MeasureConfig,
     target: PreTrainedModel,
     drafters: Sequence[Drafter],
-    law: Law,
+    sampler: Sampler,
     temperature: float,
     encoded: Sequence[list[int]],
     texts: Sequence[list[int]],
@@ -284,11 +284,11 @@ def _replay(
     """Replay every drafter that replay applies to, and both verifiers of draft models under sampling."""
     proposers: dict[tuple[str, str], Proposer] = {}
     for drafter in drafters:
-        if isinstance(drafter.proposer, MedusaProposer) and law.do_sample and not drafter.proposer.tree.is_chain:
+        if isinstance(drafter.proposer, MedusaProposer) and sampler.do_sample and not drafter.proposer.tree.is_chain:
             proposers[drafter.name, ""] = MedusaProposer(drafter.proposer.heads, Tree.chain(1))
             continue
         proposers[drafter.name, PROBABILISTIC] = drafter.proposer
-        if drafter.greedy is not None and law.do_sample:
+        if drafter.greedy is not None and sampler.do_sample:
             proposers[drafter.name, GREEDY] = drafter.greedy
     found = replay_drafters(
         target,
@@ -296,7 +296,7 @@ def _replay(
         [_ids(prompt + text) for prompt, text in zip(encoded, texts, strict=True)],
         [len(prompt) for prompt in encoded],
         range(1, max(REPLAYED_LENGTHS, *config.draft_lengths) + 1),
-        law,
+        sampler,
         config.max_new_tokens,
     )
     for name, verifier in proposers:
@@ -311,7 +311,7 @@ def _costs(
     config: MeasureConfig,
     target: PreTrainedModel,
     drafters: Sequence[Drafter],
-    laws: Mapping[float, Law],
+    samplers: Mapping[float, Sampler],
     encoded: Sequence[list[int]],
     texts: Mapping[float, Sequence[list[int]]],
     output: Path,
@@ -328,7 +328,7 @@ def _costs(
         drafters,
         max(config.draft_lengths),
         samples,
-        laws,
+        samplers,
         config.batch_sizes,
         config.contexts or [mean],
         prompt,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.drafters import Drafter
 from draftsmith.train.provenance import environment, write_json
 
@@ -28,7 +28,7 @@ def measured_costs(
     drafters: Sequence[Drafter],
     longest: int,
     texts: Sequence[Tensor],
-    laws: Mapping[float, Law],
+    samplers: Mapping[float, Sampler],
     batch_sizes: Sequence[int],
     contexts: Sequence[int],
     prompt: int,
@@ -43,7 +43,7 @@ def measured_costs(
         drafters: what drafts.
         longest: γ of the longest draft that is measured, of draft models and prompt lookup.
         texts: prompts and texts, (T,) each, which the drafting is measured behind.
-        laws: by temperature.
+        samplers: by temperature.
         batch_sizes: B; 2 and 4 are measured with a greater one, for rows that end leave smaller batches.
         contexts: tokens in the cache.
         prompt: tokens of a prompt.
@@ -58,7 +58,7 @@ def measured_costs(
             {drafter.name: drafter.proposer for drafter in drafters},
             {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters},
             torch.cat(list(texts)),
-            laws,
+            samplers,
             sizes,
             context,
             prompt,

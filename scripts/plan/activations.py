@@ -28,7 +28,7 @@ from draftsmith.scripts.plan.model_states import Precision
 from draftsmith.train.losses import chunked as lean
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of, last_hidden
-from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw, TeacherLaw
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 
 
 class LiveBytes(TorchDispatchMode):
@@ -271,26 +271,26 @@ def trace_loss(
     with mode:
         q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
         labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
-        law: TeacherLaw | None = None
+        teacher: TeacherDistributions | None = None
         if not objective.needs_target:
             given = []
         elif target is None:
-            law = CachedLaw(
+            teacher = CachedDistributions(
                 torch.zeros(positions, k, dtype=torch.int32),
                 torch.zeros(positions, k).half(),
                 *torch.zeros(2, positions),
             )
-            given = [law.ids, law.log_p, law.log_tail]
+            given = [teacher.ids, teacher.log_p, teacher.log_tail]
         else:
             hidden = _hidden(target, positions)
-            law = LiveLaw(hidden, head_of(target).cut(vocabulary))
+            teacher = LiveDistributions(hidden, head_of(target).cut(vocabulary))
             given = [*_tensors(target), hidden]
         for parameter in draft.parameters():
             parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
         with LiveBytes([*_tensors(draft), *given, q_hidden, labels, weights]) as live:
             with _precision(precision):
                 head = head_of(draft).cut(vocabulary)
-                total = lean.lean_sum(objective.features, weights, labels, q_hidden, head, law)[0]
+                total = lean.chunked_sum(objective.features, weights, labels, q_hidden, head, teacher)[0]
             forward = live.peak
             live.restart()
             total.backward()

@@ -58,7 +58,7 @@ class Footprint:
         """Return the positions that the loss is taken over, all of them completion tokens in the worst case."""
         return rows * (self.batch.length - 1)
 
-    def law_bytes(self, rows: int) -> float:
+    def teacher_bytes(self, rows: int) -> float:
         """Return the bytes of what p is made from: the target's hidden states, or its cached laws."""
         if not self.objective.needs_target:
             return 0.0
@@ -115,7 +115,7 @@ class Footprint:
                 {
                     "draft: copies of weights for autocast": copies,
                     "draft: activations": parts.in_loss(rows) - copies,
-                    "p's hidden states or laws": self.law_bytes(rows),
+                    "p's hidden states or laws": self.teacher_bytes(rows),
                     "loss: logits of a chunk, gradients of head and hidden states": loss[0],
                 },
             ),
@@ -132,8 +132,8 @@ class Footprint:
                 Moment("sampling", {"draft: keys and values": self.cache(rows), "sampling: logits": float(logits)})
             )
         if eval_rows:
-            law, evaluated = self.law_bytes(eval_rows), self.loss_bytes(eval_rows)[0]
-            most = max(self.target_forward(eval_rows), law + max(self.draft_forward(eval_rows), evaluated))
+            sampler, evaluated = self.teacher_bytes(eval_rows), self.loss_bytes(eval_rows)[0]
+            most = max(self.target_forward(eval_rows), sampler + max(self.draft_forward(eval_rows), evaluated))
             found.append(Moment("evaluation", {"both models: activations": most}))
         return found
 

@@ -20,8 +20,13 @@ from draftsmith.decode import (
     Tree,
     speculative_generate,
 )
-from draftsmith.decode.measurement.distribution_test import law_test, plain_texts, prepared_law, sample_texts
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.measurement.distribution_test import (
+    distribution_test,
+    plain_texts,
+    prepared_sampler,
+    sample_texts,
+)
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.certificate import FALSE_ALARM, certify_greedy, certify_sampled, unchecked
 
@@ -207,8 +212,8 @@ class ArgmaxHeads(MedusaProposer):
 class Unwarped(Exact):
     """Verifies against the target's law without top-k."""
 
-    def verify(self, law, *draft):
-        return super().verify(Law.of(1.0), *draft)
+    def verify(self, sampler, *draft):
+        return super().verify(Sampler.of(1.0), *draft)
 
 
 PLANTS = {
@@ -229,18 +234,20 @@ def test_a_lossy_decoder_is_caught(target, drafters, plant):
 
 def test_rounding_that_moves_tokens_past_top_k_is_no_departure(twins):
     """Of five tokens that top-k keeps, one has a twin that is not kept: rounding decides which."""
-    law = {"temperature": 1.0, "top_k": 5, "top_p": 1.0}
+    sampler = {"temperature": 1.0, "top_k": 5, "top_p": 1.0}
     drafter = DraftModelProposer(twins)
     prompts = random_prompts(100, 17)
-    texts, _ = sample_texts(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **law)
-    raw = law_test(twins, texts, prepared_law(twins, do_sample=True, **law), batch_size=100)
+    texts, _ = sample_texts(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **sampler)
+    raw = distribution_test(twins, texts, prepared_sampler(twins, do_sample=True, **sampler), batch_size=100)
     if not raw.num_impossible:
         pytest.skip("this machine's kernels round blocks as single tokens")
     assert raw.p_value == 0
-    entry = certify_sampled(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **law)
+    entry = certify_sampled(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **sampler)
     assert entry["passed"] is True and entry["p_value"] > FALSE_ALARM, entry
     # Where the decoder forgets top-k, rounding is no excuse.
-    entry = certify_sampled(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, rule=Unwarped(), **law)
+    entry = certify_sampled(
+        twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, rule=Unwarped(), **sampler
+    )
     assert entry["passed"] is False and entry["p_value"] == 0
 
 

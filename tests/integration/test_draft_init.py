@@ -23,7 +23,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.draft_init import (
     DraftInit,
     finish_draft,
@@ -459,7 +459,7 @@ def alpha(draft: PreTrainedModel) -> float:
     target, _ = embedded()
     ids = sources()
     p, q = (logits(model, ids)[:, :-1].flatten(0, 1) for model in (target, draft))
-    return float(replay_features(p, q, ids[:, 1:].flatten(), Law.of(1.0))[:, 1].mean())
+    return float(replay_features(p, q, ids[:, 1:].flatten(), Sampler.of(1.0))[:, 1].mean())
 
 
 def test_a_carved_draft_begins_better_than_a_random_one():

@@ -71,7 +71,7 @@ def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path, format, monk
     heads = import_heads(heads_dir)
     export_heads(heads, tmp_path / "out", format)
     ((interpreter, isolated, script, *_),) = started
-    assert interpreter == sys.executable and isolated == "-P" and Path(script).name == "prove.py"
+    assert interpreter == sys.executable and isolated == "-P" and Path(script).name == "readers.py"
     assert torch.equal(logits(import_heads(tmp_path / "out")), logits(heads))
 
 

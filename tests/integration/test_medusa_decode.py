@@ -24,7 +24,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.proposers.base import Task
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.train.losses.output_head import last_hidden
 
@@ -160,12 +160,12 @@ class Watched(MedusaProposer):
         return drafts
 
     def _check_laws(self, context, hidden, draft):
-        tree, law = draft.tree, self._task.law
+        tree, sampler = draft.tree, self._task.sampler
         for node, parent in enumerate(tree.parents):
             index = tree.depths[node] - 1
             text = torch.cat([context, draft.tokens[tree.path(parent)]])
             embeddings = self.target.get_input_embeddings()(text[-(index + 1) :])
-            q = law.scores(self.heads.logits(index, hidden, embeddings)[None], [text]).softmax(-1)[0]
+            q = sampler.scores(self.heads.logits(index, hidden, embeddings)[None], [text]).softmax(-1)[0]
             siblings = tree.children[parent + 1]
             if draft.probabilities is None:
                 # Up to what sums in another order differ by: the most likely tokens, in their order.
@@ -423,5 +423,5 @@ def test_what_does_not_fit_is_refused_in_one_line():
         speculative_generate(target_of("llama"), proposer, text, max_new_tokens=4)
     assert str(error.value) == "tree: expected at most 2 siblings, as many as the heads have tokens, found 3"
     with pytest.raises(InputError) as error:
-        MedusaProposer(heads).start(Task(Law.of(1.0), VOCAB, [None], 32, 3, True, False))
+        MedusaProposer(heads).start(Task(Sampler.of(1.0), VOCAB, [None], 32, 3, True, False))
     assert str(error.value) == "medusa: expected the target that the heads were trained on, found none"

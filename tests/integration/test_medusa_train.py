@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as command
 from draftsmith.medusa import trainer as module
@@ -376,8 +376,8 @@ def by_hand(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, float]:
             with torch.no_grad():
                 seen = target.model.embed_tokens(ids[column - 1 : column + i])
                 q = heads.logits(i, hidden[column - 2], seen).double().div(T).softmax(-1)
-            x, law = ids[column + i], p[column + i - 1]
-            return min(1.0, float(q[x] / law[x])), float(torch.minimum(law, q).sum()), bool(q.argmax() == x)
+            x, sampler = ids[column + i], p[column + i - 1]
+            return min(1.0, float(q[x] / sampler[x])), float(torch.minimum(sampler, q).sum()), bool(q.argmax() == x)
 
         @functools.cache
         def rounds_from(n: int, columns=columns, accepted=accepted) -> float:
@@ -433,7 +433,7 @@ def test_turns_apart_are_not_drafted_across(sharp, measured):
 
 def test_replay_agrees(sharp, measured):
     """The same figures from `medusa.replay`, with no draft left out at the end: ranks at T = 0, a under the law."""
-    heads, target, law = heads_of(measured).eval(), measured.target, Law.of(T)
+    heads, target, sampler = heads_of(measured).eval(), measured.target, Sampler.of(T)
     hits, drafted, rounds, tokens = *torch.zeros(2, 3, dtype=torch.float64), 0.0, 0
     for sample in training_examples([sharp[1]]):
         ids = torch.tensor(sample["input_ids"])
@@ -441,7 +441,7 @@ def test_replay_agrees(sharp, measured):
         ranks = replay_ranks(target, heads, ids, start, limit=len(ids) - start + 1)
         hits += torch.from_numpy((ranks.ranks == 0).sum(0))
         drafted += torch.from_numpy(ranks.drafted.sum(0))
-        rounds += replay_heads(target, heads, ids, start, law, limit=len(ids) - start + 1).rounds()
+        rounds += replay_heads(target, heads, ids, start, sampler, limit=len(ids) - start + 1).rounds()
         tokens += len(ids) - start
     heads.train()
     found = measured.evaluate()
@@ -548,14 +548,14 @@ def watched(monkeypatch, *callbacks: TrainerCallback) -> None:
 def test_joint_training_warms_up_and_leaves_two_models(road, tmp_path, monkeypatch, backbone):
     watching, kls = Watching(), []
     watched(monkeypatch, watching)
-    real = module.lean_sum
+    real = module.chunked_sum
 
     def spy(*args, **kwargs):
         total, kept = real(*args, **kwargs)
         kls.append(kept)
         return total, kept
 
-    monkeypatch.setattr(module, "lean_sum", spy)
+    monkeypatch.setattr(module, "chunked_sum", spy)
     training = {"max_steps": 6, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
     options = JOINT[backbone] | {"warmup_heads": 0.5, "head_learning_rate_multiplier": 5.0, "training": training}
     trainer = command.train_heads(heads_configured(road, tmp_path / "out", **options))
@@ -746,7 +746,7 @@ def test_heads_may_be_trained_further(road, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_samples(road, tmp_path, monkeypatch):
-    real = module.lean_sum
+    real = module.chunked_sum
     calls: list[int] = []
 
     def spoiled(*args, **kwargs):
@@ -754,7 +754,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_samples(road, tmp_path, monkey
         calls.append(1)
         return (total * float("nan"), kept) if len(calls) == 5 else (total, kept)  # in the second step
 
-    monkeypatch.setattr(module, "lean_sum", spoiled)
+    monkeypatch.setattr(module, "chunked_sum", spoiled)
     config = heads_configured(road, tmp_path / "out", training={"max_steps": 4})
     with pytest.raises(InputError, match="loss: expected a finite number, found nan in step 2 on the samples") as error:
         command.train_heads(config)

@@ -10,7 +10,7 @@ from processes import enter, forked
 
 from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, autoregressive_generate
 from draftsmith.decode.measurement.replay import replay_drafters
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 
 PROMPT, NEW = 5, 24
 LENGTHS = (1, 2, 5)
@@ -26,9 +26,9 @@ def replayed(strategy: str, cases: dict[str, dict]) -> dict:
     found = {}
     for name, case in cases.items():
         texts = [torch.tensor(text) for text in case["texts"]]
-        law = Law.of(case["temperature"])
+        sampler = Sampler.of(case["temperature"])
         try:
-            replays = replay_drafters(target, drafters, texts, case["prompts"], LENGTHS, law, NEW)
+            replays = replay_drafters(target, drafters, texts, case["prompts"], LENGTHS, sampler, NEW)
         except InputError as error:
             found[name] = str(error)
             continue

@@ -167,8 +167,8 @@ class Markov(PreTrainedModel, GenerationMixin):
 def chains():
     """A target and a draft that mostly agree: about a third of the rounds take over what ran ahead."""
     # Each row is the row before, moved by a place, so that the texts hold all tokens equally often.
-    laws = torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.5, 0.2, 0.2, 0.1]])
-    return tuple(Markov(torch.stack([law.roll(row + 1) for row in range(VOCAB)])) for law in laws)
+    distributions = torch.tensor([[0.6, 0.2, 0.1, 0.1], [0.5, 0.2, 0.2, 0.1]])
+    return tuple(Markov(torch.stack([sampler.roll(row + 1) for row in range(VOCAB)])) for sampler in distributions)
 
 
 def law_p_value(proposer, target: Markov, draft_length: int) -> tuple[float, float]:
@@ -239,8 +239,8 @@ class LawsOfAnotherContext(RunAheadProposer):
         draft = super()._take_over(text, length)
         if draft is None or draft.probabilities is None:
             return draft
-        laws = [part.probabilities for part in ahead._parts[: len(draft.tokens)]]
-        return replace(draft, probabilities=torch.cat(laws))
+        distributions = [part.probabilities for part in ahead._parts[: len(draft.tokens)]]
+        return replace(draft, probabilities=torch.cat(distributions))
 
 
 class Stale(RunAheadProposer):
@@ -253,8 +253,8 @@ class Stale(RunAheadProposer):
         draft = super()._take_over(text, length)
         if draft is None and ahead is not None and self._stands == len(ahead.text) and length:
             tokens = torch.cat([part.tokens for part in ahead._parts[1 : 1 + length]])
-            law = self._task.law.probabilities(self.draft_model.logits[torch.cat([text[-1:], tokens[:-1]])], [])
-            draft = Proposal(tokens, law, Tree.chain(len(tokens)))
+            sampler = self._task.sampler.probabilities(self.draft_model.logits[torch.cat([text[-1:], tokens[:-1]])], [])
+            draft = Proposal(tokens, sampler, Tree.chain(len(tokens)))
         return draft
 
 

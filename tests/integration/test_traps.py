@@ -44,7 +44,7 @@ from draftsmith.decode.measurement import exactness as audit
 from draftsmith.decode.measurement import repetition as text
 from draftsmith.decode.proposers import draft_model
 from draftsmith.decode.proposers.base import Task
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure import build as report
 from draftsmith.scripts.measure.side_by_side import Group, Row
 from draftsmith.train import models
@@ -53,7 +53,7 @@ from draftsmith.train.tokenizer import train_bpe
 VOCAB, EOS = 97, 5
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 PROMPT = torch.tensor([[3, 1, 4, 1, 5, 9]])
-SAMPLING = Law.of(1.0)
+SAMPLING = Sampler.of(1.0)
 
 
 def target_of(**options) -> torch.nn.Module:
@@ -72,23 +72,23 @@ def same_text(target, proposer, prompt=PROMPT, new=24, **options) -> None:
     assert torch.equal(decoded(target, proposer, prompt, new, **options).sequences, plain)
 
 
-def drafts_of(proposer, law: Law, context: torch.Tensor, count: int = 1, depth: int = 3) -> list[Proposal]:
+def drafts_of(proposer, sampler: Sampler, context: torch.Tensor, count: int = 1, depth: int = 3) -> list[Proposal]:
     """Drafts of rows that all have the same text, each with its own seed."""
     generators = [torch.Generator().manual_seed(i) for i in range(count)]
-    proposer.start(Task(law, VOCAB, generators, 64, depth, True, False))
+    proposer.start(Task(sampler, VOCAB, generators, 64, depth, True, False))
     with torch.inference_mode():
         return proposer.propose([context] * count, [depth] * count)
 
 
-def check_q_is_what_was_drawn_from(law: Law = SAMPLING) -> None:
+def check_q_is_what_was_drawn_from(sampler: Sampler = SAMPLING) -> None:
     draft = perturbed(tiny_llama(0), 0.05)
     context = PROMPT[0]
-    drafts = drafts_of(DraftModelProposer(draft), law, context, count=600, depth=2)
+    drafts = drafts_of(DraftModelProposer(draft), sampler, context, count=600, depth=2)
     with torch.no_grad():
         for d in drafts[:5]:
             logits = draft(torch.cat([context, d.tokens])[None]).logits[0, len(context) - 1 : -1]
             contexts = [torch.cat([context, d.tokens[:i]]) for i in range(len(d.tokens))]
-            assert torch.allclose(d.probabilities, law.probabilities(logits, contexts), atol=1e-5)
+            assert torch.allclose(d.probabilities, sampler.probabilities(logits, contexts), atol=1e-5)
     # The first tokens are draws from it: the false alarm of this chi-square is 1e-4.
     q, seen = drafts[0].probabilities[0], Counter(int(d.tokens[0]) for d in drafts)
     assert all(q[token] > 0 for token in seen)
@@ -108,7 +108,7 @@ def check_p_and_q_are_warped_alike() -> None:
     target = target_of(scale=2.0)
     out = decoded(target, DraftModelProposer(target), do_sample=True, temperature=0.7, top_k=20, top_p=0.8)
     assert out.counts.num_accepted_tokens == out.counts.num_draft_tokens > 0
-    check_q_is_what_was_drawn_from(Law.of(0.7, 20, 0.8))
+    check_q_is_what_was_drawn_from(Sampler.of(0.7, 20, 0.8))
 
 
 def check_the_residual() -> None:
@@ -135,10 +135,10 @@ def check_t_0_is_the_argmax() -> None:
     """Two logits that differ in the last bits: sampling from their softmax would take either half of the time."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 50.0, 50.0 - 1e-5
-    law = Law.of(0.0)
-    assert all(int(law.choose(logits, [])) == 7 for _ in range(40))
-    assert torch.equal(law.probabilities(logits, []).argmax(-1), torch.tensor([7]))
-    assert float(law.probabilities(logits, []).max()) == 1.0
+    sampler = Sampler.of(0.0)
+    assert all(int(sampler.choose(logits, [])) == 7 for _ in range(40))
+    assert torch.equal(sampler.probabilities(logits, []).argmax(-1), torch.tensor([7]))
+    assert float(sampler.probabilities(logits, []).max()) == 1.0
     same_text(target_of(scale=0.3), DraftModelProposer(target_of(scale=0.3)))
 
 
@@ -236,7 +236,7 @@ def check_padded_vocabularies() -> None:
         wide.lm_head.weight[VOCAB:] = 10 * wide.lm_head.weight[:31]
     narrow = tiny_llama(0, VOCAB - 10)
     for draft in (wide, narrow):
-        for d in drafts_of(DraftModelProposer(draft), Law.of(1.0), PROMPT[0], count=20):
+        for d in drafts_of(DraftModelProposer(draft), Sampler.of(1.0), PROMPT[0], count=20):
             assert d.probabilities.shape[1] == VOCAB
             assert torch.allclose(d.probabilities.sum(-1), torch.ones(3))
             assert not d.probabilities[:, VOCAB - 10 :].any() or draft is wide
@@ -323,13 +323,13 @@ def check_float_ties() -> None:
         prompt = torch.randint(96, (1, 6), generator=torch.Generator().manual_seed(seed))
         plain = autoregressive_generate(target, prompt, max_new_tokens=32, do_sample=False).sequences[0]
         found = decoded(target, DraftModelProposer(target), prompt, new=32, draft_length=4).sequences[0]
-        divergence = audit.first_divergence(target, plain, found, 6)
+        divergence = audit.first_mismatch(target, plain, found, 6)
         assert divergence is None or divergence.is_tie, divergence
         # One that is wrong: the twin is a tie, the least likely token is not.
         twin, wrong = plain.clone(), plain.clone()
         twin[9], wrong[9] = (plain[9] + 48) % 96, target(plain[None, :9]).logits[0, -1].argmin()
-        assert audit.first_divergence(target, plain, twin, 6).is_tie
-        assert not audit.first_divergence(target, plain, wrong, 6).is_tie
+        assert audit.first_mismatch(target, plain, twin, 6).is_tie
+        assert not audit.first_mismatch(target, plain, wrong, 6).is_tie
     for dtype in (torch.float32, torch.float64):
         exact = target_of().to(dtype)
         same_text(exact, DraftModelProposer(exact, tree=TREE), draft_length=4)
@@ -350,13 +350,13 @@ def check_siblings_are_tried_against_the_residual() -> None:
     p, q = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0.4, 0.3, 0.2, 0.1])
     generator, seen = torch.Generator().manual_seed(0), Counter()
     shape = Tree.from_choices([(0,), (1,)])
-    laws = p.expand(3, 4).contiguous()
+    distributions = p.expand(3, 4).contiguous()
     for _ in range(3000):
         first = sampling.draw(q, generator)
         rest = q.scatter(0, first, 0.0)
         rest = rest / rest.sum()
         drafted = torch.cat([first, sampling.draw(rest, generator)])
-        path, token = acceptance.accept_exact(laws, torch.stack([q, rest]), drafted, shape, generator)
+        path, token = acceptance.accept_exact(distributions, torch.stack([q, rest]), drafted, shape, generator)
         seen[int(drafted[path[0]]) if path else int(token)] += 1
     assert chisquare([seen[v] for v in range(4)], (p.double() / p.double().sum() * 3000).numpy()).pvalue > 1e-6
 
@@ -398,17 +398,17 @@ CHECKS = {
 
 # trap, function whose source is changed, what is replaced, by what
 PLANTS = [
-    (1, draft_model.DraftModelProposer._chains, "laws[row].append(q[row])", "laws[row].append(logits[row].div(1.5).softmax(-1))"),
+    (1, draft_model.DraftModelProposer._chains, "distributions[row].append(q[row])", "distributions[row].append(logits[row].div(1.5).softmax(-1))"),
     (1, draft_model.DraftModelProposer._chains, "token = draw(q[row], self._generators[row])", "token = q[row].argmax(-1, keepdim=True)"),
     (1, draft_model.DraftModelProposer._chains, "scores.softmax(-1)", "scores.bfloat16().softmax(-1).float()"),
-    (2, draft_model.DraftModelProposer._chains, "scores = law.scores(logits, texts)", "scores = logits"),
-    (2, rules.Exact.verify, "p = law.probabilities(logits, contexts)", "p = logits.softmax(-1)"),
+    (2, draft_model.DraftModelProposer._chains, "scores = sampler.scores(logits, texts)", "scores = logits"),
+    (2, rules.Exact.verify, "p = sampler.probabilities(logits, contexts)", "p = logits.softmax(-1)"),
     (3, acceptance.residual, "(p - q).clamp(min=0.0)", "(p - q).softmax(-1)"),
     (3, acceptance.residual, "(p - q).clamp(min=0.0)", "p.sub_(q).clamp_(min=0.0)"),
     (3, acceptance.residual, "rest if bool(rest.any()) else p", "rest / rest.sum()"),
     (4, acceptance.accept_exact, "q_x[child] < weight", "q_x[child] <= weight"),
-    (5, sampling.Law.choose, "self.scores(logits_KV, contexts).argmax(-1)", "self.scores(logits_KV, contexts).softmax(-1).multinomial(1)[:, 0]"),
-    (5, sampling.Law.probabilities, "if self.do_sample:", "if True:"),
+    (5, sampling.Sampler.choose, "self.scores(logits_KV, contexts).argmax(-1)", "self.scores(logits_KV, contexts).softmax(-1).multinomial(1)[:, 0]"),
+    (5, sampling.Sampler.probabilities, "if self.do_sample:", "if True:"),
     (6, draft_model.DraftModelProposer.commit, "slots = slots[: slots.index(-1)] if -1 in slots else slots", "pass"),
     (6, draft_model.DraftModelProposer._feed_texts, "context[-lacking:]", "context[-1:]"),
     (7, draft_model.DraftModelProposer.commit, "+ len(slots)", "+ len(slots) + 1"),
@@ -435,16 +435,16 @@ PLANTS = [
     (14, acceptance.accept_exact, "rest = residual(rest,", "rest = residual(p[node + 1],"),
     (14, acceptance.accept_exact, "p_x[child] if i == 0 else float(rest[token])", "p_x[child]"),
     (15, speculative._contexts, "torch.cat([row.context, draft.tokens[path]]) if path else row.context", "row.context"),
-    (15, speculative._decode, "[] if law.context_free else _contexts(row, draft)", "[row.context] * len(p_logits)"),
+    (15, speculative._decode, "[] if sampler.context_free else _contexts(row, draft)", "[row.context] * len(p_logits)"),
     (16, text.count_repeated_ngrams, "len(ngrams) - len(set(ngrams))", "0"),
-    (2, draft_model.DraftModelProposer._chains, "law.scores(logits, texts)", "type(law)(type(law.processors)(list(law.processors)[::-1]), law.do_sample).scores(logits, texts)"),
+    (2, draft_model.DraftModelProposer._chains, "sampler.scores(logits, texts)", "type(sampler)(type(sampler.processors)(list(sampler.processors)[::-1]), sampler.do_sample).scores(logits, texts)"),
     (8, acceptance.accept_exact, "path: list[int] = []\n    node = ROOT", "path: list[int] = [0] if len(drafted) else []\n    node = path[-1] if path else ROOT"),
     (11, draft_model.DraftModelProposer._feed_texts, "length - lacking for length in lengths], keep", "max(lengths) - lacking for length in lengths], keep"),
     (11, draft_model.DraftModelProposer.select, "self._generators = [self._generators[row] for row in rows]", "pass"),
     (12, cache.CachedModel._mask, "- self._positions[:, None, :width]", "- slots"),
-    (13, audit.first_divergence, "TIE_ULPS * torch", "1e9 * torch"),
+    (13, audit.first_mismatch, "TIE_ULPS * torch", "1e9 * torch"),
     (14, sampling.draw_without_replacement, "q_V = q_V.scatter(0, token, 0.0)", "q_V = q_V + 0"),
-    (14, sampling.draw_without_replacement, "laws[sibling] = token[0], q_V", "laws[sibling] = token[0], laws[0] if sibling else q_V"),
+    (14, sampling.draw_without_replacement, "distributions[sibling] = token[0], q_V", "distributions[sibling] = token[0], distributions[0] if sibling else q_V"),
     (14, draft_model.DraftModelProposer._feed_nodes, "depth - 1 - behind", "0"),
     (14, draft_model.DraftModelProposer._static_trees, "tree.visible[node + 1] for node", "torch.ones(size + 1, dtype=torch.bool) for node"),
     (14, draft_model.DraftModelProposer._dynamic_trees, "visible[row, f, [slots[row][n] for n in _path(parents[row], node)]] = True", "visible[row, f] = True"),

@@ -21,8 +21,13 @@ from transformers import (
 )
 
 from draftsmith.decode import DraftModelProposer, DynamicTree, PromptLookupProposer, Tree, acceptance, speculative
-from draftsmith.decode.measurement.distribution_test import law_test, model_laws, proposer_laws, sample_texts
-from draftsmith.decode.sampling import Law, draw
+from draftsmith.decode.measurement.distribution_test import (
+    distribution_test,
+    model_distributions,
+    proposer_distributions,
+    sample_texts,
+)
+from draftsmith.decode.sampling import Sampler, draw
 
 FALSE_ALARM = 1e-4
 VOCAB = 13
@@ -83,10 +88,10 @@ def sampled(models, proposer, law_name, tokens):
     texts, counts = sample_texts(
         target, proposer, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
     )
-    law = Law(LogitsProcessorList(processors), do_sample=True)
+    sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
     lookup = isinstance(proposer, PromptLookupProposer)
-    drafter = proposer_laws(proposer, VOCAB) if lookup else model_laws(draft, law)
-    return law_test(target, texts, law, drafter, batch_size=128), counts
+    drafter = proposer_distributions(proposer, VOCAB) if lookup else model_distributions(draft, sampler)
+    return distribution_test(target, texts, sampler, drafter, batch_size=128), counts
 
 
 @pytest.mark.parametrize("law_name", LAWS)

@@ -14,7 +14,7 @@ from scipy.stats import chisquare
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.decode import DraftModelProposer, speculative_generate
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 
 FALSE_ALARM = 1e-4
 VOCAB = 11
@@ -27,26 +27,26 @@ def small():
     return tiny_llama(2, VOCAB, layers=1, scale=8.0)
 
 
-def law_of(temperature: float, top_k: int, top_p: float) -> Law:
+def law_of(temperature: float, top_k: int, top_p: float) -> Sampler:
     warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
     if top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
-    return Law(warpers, do_sample=True)
+    return Sampler(warpers, do_sample=True)
 
 
-def exact_law(model, law: Law, length: int) -> dict[tuple[int, ...], float]:
+def exact_law(model, sampler: Sampler, length: int) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of PROMPT of that length, by enumeration."""
-    laws: dict[tuple[int, ...], float] = {(): 1.0}
+    distributions: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
         longer = {}
-        for text, mass in laws.items():
+        for text, mass in distributions.items():
             ids = torch.cat([PROMPT, torch.tensor([text], dtype=torch.long)], dim=1)
-            p = law.probabilities(model(ids).logits[0, -1:].double(), [ids[0]])[0]
+            p = sampler.probabilities(model(ids).logits[0, -1:].double(), [ids[0]])[0]
             longer |= {(*text, v): mass * float(p[v]) for v in range(VOCAB) if p[v] > 0}
-        laws = longer
-    return laws
+        distributions = longer
+    return distributions
 
 
 def p_value(model, proposer, law_args, length: int = 3, samples: int = SAMPLES, draft_length: int = 2) -> float:
@@ -103,7 +103,7 @@ class UnwarpedDraft(DraftModelProposer):
     """Not a mistake: any q is lossless as long as it is what was drawn from."""
 
     def start(self, task):
-        return super().start(replace(task, law=Law(LogitsProcessorList(), do_sample=True)))
+        return super().start(replace(task, sampler=Sampler(LogitsProcessorList(), do_sample=True)))
 
 
 def test_another_warping_of_the_draft_costs_acceptance_but_not_the_law(small):

@@ -18,8 +18,8 @@ from trained_heads import own_texts, train_heads
 from transformers import LogitsProcessorList
 
 from draftsmith.decode import Tree, acceptance
-from draftsmith.decode.measurement.distribution_test import Laws, law_test, sample_texts
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.measurement.distribution_test import Distributions, distribution_test, sample_texts
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer, proposer
 from draftsmith.train.losses.output_head import last_hidden
 
@@ -47,10 +47,10 @@ def trained(target):
     }
 
 
-def head_laws(target, heads: MedusaHeads, law: Law) -> Laws:
+def head_distributions(target, heads: MedusaHeads, sampler: Sampler) -> Distributions:
     """What the first head says of each token behind the second: what leans towards it shows as q − p."""
 
-    def laws(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         hidden = last_hidden(target, input_ids=ids_BT)
         embeddings = target.get_input_embeddings()(ids_BT)
         for start in range(1, ids_BT.shape[1], columns):
@@ -60,10 +60,10 @@ def head_laws(target, heads: MedusaHeads, law: Law) -> Laws:
                 if not bool(wanted.any()):
                     continue
                 logits = heads.logits(0, hidden[wanted, column - 2], embeddings[wanted, column - 1 : column])
-                rows.append(law.probabilities(logits, list(ids_BT[wanted, :column])))
+                rows.append(sampler.probabilities(logits, list(ids_BT[wanted, :column])))
             yield torch.cat(rows)
 
-    return laws
+    return distributions
 
 
 def sampled(target, drafter: MedusaProposer, law_name: str, tokens: int):
@@ -73,11 +73,19 @@ def sampled(target, drafter: MedusaProposer, law_name: str, tokens: int):
     texts, counts = sample_texts(
         target, drafter, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
     )
-    law = Law(LogitsProcessorList(processors), do_sample=True)
-    return law_test(target, texts, law, head_laws(target, drafter.heads, law), batch_size=128), counts
+    sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
+    return distribution_test(
+        target, texts, sampler, head_distributions(target, drafter.heads, sampler), batch_size=128
+    ), counts
 
 
-SETTINGS = [(kind, shape, law) for kind in KINDS for shape in ("chain", "tree") for law in LAWS if law != "penalties"]
+SETTINGS = [
+    (kind, shape, sampler)
+    for kind in KINDS
+    for shape in ("chain", "tree")
+    for sampler in LAWS
+    if sampler != "penalties"
+]
 # Laws that look at the text take ten times the time.
 SETTINGS += [("medusa", "chain", "penalties"), ("hydra", "tree", "penalties")]
 
@@ -123,11 +131,11 @@ def argmax_scored_with_q(drafter, row, draft):
 
 def best_draws(q, count, generator):
     """Siblings are the most likely tokens, and are scored as if they had been drawn one behind the other."""
-    tokens, laws = q.topk(count).indices, q.repeat(count, 1)
+    tokens, distributions = q.topk(count).indices, q.repeat(count, 1)
     for i in range(1, count):
-        laws[i] = laws[i - 1].index_fill(0, tokens[i - 1], 0.0)
-        laws[i] = laws[i] / laws[i].sum().clamp(min=1e-9)
-    return tokens, laws
+        distributions[i] = distributions[i - 1].index_fill(0, tokens[i - 1], 0.0)
+        distributions[i] = distributions[i] / distributions[i].sum().clamp(min=1e-9)
+    return tokens, distributions
 
 
 PLANTS = {

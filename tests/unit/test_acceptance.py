@@ -170,8 +170,8 @@ def test_siblings_that_the_target_rules_out_are_rejected_even_when_r_is_zero(mon
     with_random_numbers(monkeypatch, 0.0, 0.0)
     p = torch.tensor([[0.0, 0.0, 0.4, 0.6]] * 3)
     q = torch.tensor([[0.5, 0.25, 0.25, 0.0], [0.0, 0.5, 0.5, 0.0]])
-    for laws in (q, None):
-        path, token = accept_exact(p, laws, torch.tensor([0, 1]), SIBLINGS)
+    for distributions in (q, None):
+        path, token = accept_exact(p, distributions, torch.tensor([0, 1]), SIBLINGS)
         assert path == [] and int(token) in (2, 3)
 
 

@@ -9,8 +9,8 @@ from conftest import tiny_llama
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from draftsmith.decode import DraftModelProposer, InputError, autoregressive_generate, speculative_generate
-from draftsmith.decode.measurement.exactness import first_divergence
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.measurement.exactness import first_mismatch
+from draftsmith.decode.sampling import Sampler
 
 VOCAB = 97
 PROMPT = torch.tensor([3, 1, 4, 1, 5, 9])
@@ -45,8 +45,8 @@ def twins(dtype: torch.dtype):
 
 def test_equal_texts_do_not_part(target):
     text = plain_text(target)
-    assert first_divergence(target, text, text.clone(), 6) is None
-    assert first_divergence(target, PROMPT, PROMPT.clone(), 6) is None  # nothing was written
+    assert first_mismatch(target, text, text.clone(), 6) is None
+    assert first_mismatch(target, PROMPT, PROMPT.clone(), 6) is None  # nothing was written
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,12 +58,12 @@ def test_a_wrong_token_is_no_tie(dtype, position):
     wrong = int(logits.argmin())
     # What follows the first difference is not looked at.
     other = torch.cat([replaced(text, position, wrong)[: position + 1], text[position + 1 :].flip(0)])
-    found = first_divergence(model, text, other, 6)
+    found = first_mismatch(model, text, other, 6)
     assert (found.position, found.expected, found.found) == (position, int(text[position]), wrong)
     assert found.margin == pytest.approx(float(logits[text[position]] - logits[wrong]), abs=found.tolerance)
     assert found.margin > 1 and not found.is_tie
     # The other way round the margin has the other sign, and it is no tie either.
-    turned = first_divergence(model, other, text, 6)
+    turned = first_mismatch(model, other, text, 6)
     assert turned.margin == pytest.approx(-found.margin) and not turned.is_tie
 
 
@@ -74,11 +74,11 @@ def test_twins_tie_and_the_runner_up_does_not(dtype):
     for position in range(6, len(text)):
         token = int(text[position])
         twin = (token + 48) % 96
-        found = first_divergence(model, text, replaced(text, position, twin), 6)
+        found = first_mismatch(model, text, replaced(text, position, twin), 6)
         assert found.is_tie, found
         runner_up = logits_after(model, text[:position])
         runner_up[[token, twin]] = -math.inf
-        found = first_divergence(model, text, replaced(text, position, int(runner_up.argmax())), 6)
+        found = first_mismatch(model, text, replaced(text, position, int(runner_up.argmax())), 6)
         if found.margin > 0.5:  # larger than the tolerance in bfloat16 for logits below 8
             assert not found.is_tie, found
 
@@ -88,7 +88,7 @@ def test_the_tolerance_is_the_dtypes_resolution_at_the_largest_logit(dtype):
     model = tiny_llama(0).to(dtype)
     text = plain_text(model)
     logits = logits_after(model, text[:8])
-    found = first_divergence(model, text, replaced(text, 8, int(logits.argmin())), 6)
+    found = first_mismatch(model, text, replaced(text, 8, int(logits.argmin())), 6)
     assert found.tolerance == pytest.approx(8 * torch.finfo(dtype).eps * float(logits.abs().max()), rel=0.02)
 
 
@@ -101,7 +101,7 @@ def test_blocks_and_single_tokens_part_at_ties_in_bfloat16():
         prompt = torch.randint(96, (6,), generator=torch.Generator().manual_seed(seed))
         plain = plain_text(model, prompt, new=32)
         out = speculative_generate(model, proposer, prompt[None], draft_length=4, max_new_tokens=32, do_sample=False)
-        found = first_divergence(model, plain, out.sequences[0], 6)
+        found = first_mismatch(model, plain, out.sequences[0], 6)
         if found is not None:
             parted.append(found)
     if not parted:
@@ -113,22 +113,22 @@ def test_blocks_and_single_tokens_part_at_ties_in_bfloat16():
 def test_a_text_that_ends_early_is_no_tie(target):
     text = plain_text(target)
     shorter = text[:10]
-    found = first_divergence(target, text, shorter, 6)
+    found = first_mismatch(target, text, shorter, 6)
     assert (found.position, found.expected, found.found) == (10, int(text[10]), None)
     assert math.isinf(found.margin) and not found.is_tie
-    found = first_divergence(target, shorter, text, 6)
+    found = first_mismatch(target, shorter, text, 6)
     assert (found.position, found.expected, found.found) == (10, None, int(text[10]))
     assert not found.is_tie
     # An earlier difference comes first.
     other = replaced(shorter, 7, (int(text[7]) + 1) % VOCAB)
-    found = first_divergence(target, text, other, 6)
+    found = first_mismatch(target, text, other, 6)
     assert found.position == 7 and found.found == int(other[7]) and math.isfinite(found.margin)
     # Texts that end with the prompt.
-    assert first_divergence(target, text, PROMPT, 6).position == 6
+    assert first_mismatch(target, text, PROMPT, 6).position == 6
 
 
 def test_the_margin_is_that_of_the_processed_logits(target):
-    law = Law(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)]), do_sample=False)
+    sampler = Sampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.5)]), do_sample=False)
     text = plain_text(target)
     logits = logits_after(target, text[:8])
     token = next(v for v in text[:8].tolist() if v != int(text[8]))
@@ -138,7 +138,7 @@ def test_the_margin_is_that_of_the_processed_logits(target):
         x = float(logits[v])
         return x if v not in text[:8].tolist() else x / 1.5 if x > 0 else x * 1.5
 
-    plain, found = first_divergence(target, text, other, 6), first_divergence(target, text, other, 6, law)
+    plain, found = first_mismatch(target, text, other, 6), first_mismatch(target, text, other, 6, sampler)
     assert found.margin == pytest.approx(penalised(int(text[8])) - penalised(token), abs=1e-4)
     assert found.margin != pytest.approx(plain.margin, abs=1e-3)
 
@@ -146,15 +146,15 @@ def test_the_margin_is_that_of_the_processed_logits(target):
 def test_bad_texts_are_named(target):
     text = plain_text(target)
     with pytest.raises(InputError, match="texts: expected the same prompt of 6 ≥ 1 tokens, found different ones"):
-        first_divergence(target, text, replaced(text, 2, 90), 6)
+        first_mismatch(target, text, replaced(text, 2, 90), 6)
     with pytest.raises(InputError, match="texts: expected the same prompt of 0 ≥ 1 tokens"):
-        first_divergence(target, text, text, 0)
+        first_mismatch(target, text, text, 0)
     with pytest.raises(InputError, match="texts: expected the same prompt"):
-        first_divergence(target, text, text[:4], 6)
+        first_mismatch(target, text, text[:4], 6)
     with pytest.raises(InputError, match="texts: expected the same prompt"):
-        first_divergence(target, text[:4], text[:4], 6)
+        first_mismatch(target, text[:4], text[:4], 6)
     with pytest.raises(InputError, match=r"texts: expected vectors \(T,\), found shapes \(1, 18\) and \(18,\)"):
-        first_divergence(target, text[None], text, 6)
+        first_mismatch(target, text[None], text, 6)
 
 
 def test_a_reference_says_how_near_the_tokens_are():
@@ -163,7 +163,7 @@ def test_a_reference_says_how_near_the_tokens_are():
     text = plain_text(model)
     other = replaced(text, 9, (int(text[9]) + 48) % 96)
     exact = logits_after(reference, text[:9])
-    found = first_divergence(model, text, other, 6, reference=reference)
+    found = first_mismatch(model, text, other, 6, reference=reference)
     assert found.reference_margin == pytest.approx(float(exact[text[9]] - exact[other[9]]), abs=1e-5)
     assert abs(found.reference_margin) < found.tolerance and found.is_tie
-    assert first_divergence(model, text, other, 6).reference_margin is None
+    assert first_mismatch(model, text, other, 6).reference_margin is None

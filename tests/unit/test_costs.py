@@ -15,7 +15,7 @@ from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts, measure_costs
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 
 TABLE = CostTable(
@@ -114,9 +114,9 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
     }  # fmt: skip
     text = torch.arange(40) % 7
     monkeypatch.setattr(costs, "WRITTEN", 6)
-    laws = {0.0: Law.of(0.0), 0.8: Law.of(0.8, top_k=20)}
+    distributions = {0.0: Sampler.of(0.0), 0.8: Sampler.of(0.8, top_k=20)}
     lengths, nodes = {"draft": 3, "medusa": 2, "lookup": 3}, {"draft": 3, "medusa": 3, "lookup": None}
-    tables = measure_costs(target, proposers, lengths, text, laws, [2, 1], 30, 12, blocks=(2, 4), repeats=1)
+    tables = measure_costs(target, proposers, lengths, text, distributions, [2, 1], 30, 12, blocks=(2, 4), repeats=1)
     assert target.generation_config.to_dict() == before
     assert [table.temperature for table in tables] == [0.0, 0.8]
     for table in tables:
@@ -208,10 +208,10 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
     target = tiny_llama(0)
     target.lm_head.weight.zero_()  # it always writes token 0, which would end the text
     target.generation_config.eos_token_id = 0
-    law = Law(LogitsProcessorList([Warper(clock)]), do_sample=False)
+    sampler = Sampler(LogitsProcessorList([Warper(clock)]), do_sample=False)
     proposers, text = {"timed": Timed(clock, 0 if accepted else 1)}, torch.arange(60)
     lengths = {"timed": draft_length}
-    (table,) = measure_costs(target, proposers, lengths, text, {0.0: law}, [1, 3], 30, 12, repeats=1)
+    (table,) = measure_costs(target, proposers, lengths, text, {0.0: sampler}, [1, 3], 30, 12, repeats=1)
     assert target.generation_config.eos_token_id == 0
     for rows in (1, 3):
         assert table.target[rows] == pytest.approx({k: forward(rows, k) for k in costs.BLOCKS})

@@ -20,7 +20,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence, lean_divergence
 from draftsmith.train.losses import chunked as lean
 from draftsmith.train.losses.divergences import NAMES
-from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split, splits
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split, splits
 
 N, V, H = 40, 53, 12
 
@@ -49,8 +49,8 @@ HEADS = {
 }
 
 
-def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> Head:
-    return Head(t["q_weight"], t["q_bias"] if bias else None, **options)
+def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> OutputHead:
+    return OutputHead(t["q_weight"], t["q_bias"] if bias else None, **options)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
@@ -75,7 +75,7 @@ def test_a_head_that_is_cut_gets_its_gradient_in_place():
     t = tensors()
     weight = t["q_weight"].requires_grad_(True)
     args = (t["p_hidden"], t["p_weight"][:50])
-    found = lean_divergence(t["q_hidden"], Head(weight).cut(50), *args)
+    found = lean_divergence(t["q_hidden"], OutputHead(weight).cut(50), *args)
     eager = divergence(args[0] @ args[1].T, t["q_hidden"] @ weight[:50].T)
     (a,), (b,) = torch.autograd.grad(eager, weight), torch.autograd.grad(found, weight)
     assert a.shape == b.shape == (V, H) and torch.allclose(a, b, atol=1e-6)

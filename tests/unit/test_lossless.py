@@ -21,18 +21,18 @@ from draftsmith.decode.measurement import distribution_test as lossless
 from draftsmith.decode.measurement.distribution_test import (
     _transform,
     compare_greedy,
-    law_test,
-    model_laws,
+    distribution_test,
+    model_distributions,
     plain_texts,
-    prepared_law,
-    proposer_laws,
+    prepared_sampler,
+    proposer_distributions,
     sample_texts,
 )
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 
 VOCAB = 13
-LAW = Law.of(1.0)
-PENALTIES = Law(
+SAMPLER = Sampler.of(1.0)
+PENALTIES = Sampler(
     LogitsProcessorList(
         [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(2), TemperatureLogitsWarper(0.8)]
     ),
@@ -74,20 +74,20 @@ def test_the_transform_of_every_token_covers_the_unit_interval_once():
         assert [s[0] for s in steps[1:]] == pytest.approx([s[1] for s in steps[:-1]])
 
 
-@pytest.mark.parametrize("law", [LAW, Law.of(0.7, top_p=0.9), PENALTIES])
+@pytest.mark.parametrize("sampler", [SAMPLER, Sampler.of(0.7, top_p=0.9), PENALTIES])
 @pytest.mark.parametrize("columns", [1, 4, 100])
-def test_laws_of_padded_texts_in_blocks_are_those_of_each_text_alone(models, law, columns):
+def test_laws_of_padded_texts_in_blocks_are_those_of_each_text_alone(models, sampler, columns):
     texts = ragged()
     ids, wanted = lossless._aligned(texts)
     assert wanted.sum(1).tolist() == [7, 0, 11, 3]
     with torch.inference_mode():
-        found = torch.cat(list(model_laws(models[0], law, VOCAB + 2)(ids, wanted, columns)))
+        found = torch.cat(list(model_distributions(models[0], sampler, VOCAB + 2)(ids, wanted, columns)))
     place = 0
     for position in range(1, ids.shape[1]):  # column after column
         for text, prompt_length in texts:
             if prompt_length <= position < len(text):
                 context = text[:position]
-                p = law.probabilities(models[0](context[None]).logits[0, -1:], [context])[0]
+                p = sampler.probabilities(models[0](context[None]).logits[0, -1:], [context])[0]
                 torch.testing.assert_close(found[place, :VOCAB], p, atol=1e-5, rtol=0)
                 assert not found[place, VOCAB:].any()
                 place += 1
@@ -97,14 +97,14 @@ def test_laws_of_padded_texts_in_blocks_are_those_of_each_text_alone(models, law
 def test_what_lookup_would_draft_is_one_hot():
     text = torch.tensor([1, 2, 3, 1, 2, 3])
     ids, wanted = lossless._aligned([(text, 2), (text[:5], 4)])
-    (q,) = proposer_laws(PromptLookupProposer(), 5)(ids, wanted, 100)
+    (q,) = proposer_distributions(PromptLookupProposer(), 5)(ids, wanted, 100)
     # Columns 2 to 5: nothing to look up in 1 2 or 1 2 3, then what followed.
     assert [row.nonzero().flatten().tolist() for row in q] == [[], [], [2], [2], [3]]
 
 
 def test_memory_is_bounded_and_blocks_change_nothing(models, monkeypatch):
     texts = texts_of(models[0])
-    whole = law_test(models[0], texts, LAW, model_laws(models[1], LAW), batch_size=40)
+    whole = distribution_test(models[0], texts, SAMPLER, model_distributions(models[1], SAMPLER), batch_size=40)
     forwards = []
     model_forward = type(models[0]).forward
 
@@ -115,7 +115,7 @@ def test_memory_is_bounded_and_blocks_change_nothing(models, monkeypatch):
 
     monkeypatch.setattr(lossless, "ENTRIES", 40 * VOCAB * 10)
     monkeypatch.setattr(type(models[0]), "forward", watched)
-    blocks = law_test(models[0], texts, LAW, model_laws(models[1], LAW), batch_size=40)
+    blocks = distribution_test(models[0], texts, SAMPLER, model_distributions(models[1], SAMPLER), batch_size=40)
     assert max(forwards) <= 40 * VOCAB * 10 and len(forwards) == 2 * 7
     assert blocks.num_tokens == whole.num_tokens == 2400
     for name, test in whole.tests.items():  # the random points are other ones, and no more than they
@@ -127,7 +127,7 @@ def test_p_values_are_uniform_over_right_samples(models):
     """Of 24 uniform numbers the least is below 1e-3 with probability 2 %, and their mean off by 0.2 with 0.1 %."""
     found = []
     for seed in range(6):
-        tests = law_test(models[0], texts_of(models[0], seed=1000 * seed), LAW, seed=seed).tests
+        tests = distribution_test(models[0], texts_of(models[0], seed=1000 * seed), SAMPLER, seed=seed).tests
         found += [test.p_value for test in tests.values()]
     assert len(found) == 24 and min(found) > 1e-3
     assert abs(sum(found) / len(found) - 0.5) < 0.2
@@ -136,9 +136,11 @@ def test_p_values_are_uniform_over_right_samples(models):
 def test_another_law_and_another_model_are_seen(models):
     target, other = models
     texts = texts_of(target, rows=80)
-    assert law_test(target, texts, LAW).p_value > 1e-3
-    assert law_test(target, texts, Law.of(0.8)).p_value < 1e-6
-    with_drafter = law_test(target, texts_of(other, rows=80), LAW, model_laws(other, LAW, VOCAB))
+    assert distribution_test(target, texts, SAMPLER).p_value > 1e-3
+    assert distribution_test(target, texts, Sampler.of(0.8)).p_value < 1e-6
+    with_drafter = distribution_test(
+        target, texts_of(other, rows=80), SAMPLER, model_distributions(other, SAMPLER, VOCAB)
+    )
     assert with_drafter.p_value < 1e-10
     assert with_drafter.tests["uniform by q − p"].p_value < 1e-10
 
@@ -146,17 +148,19 @@ def test_another_law_and_another_model_are_seen(models):
 def test_processors_that_look_back_are_part_of_the_law(models):
     options = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "temperature": 0.8}
     texts = texts_of(models[0], **options)
-    assert law_test(models[0], texts, PENALTIES).p_value > 1e-3
-    assert law_test(models[0], texts, Law.of(0.8)).p_value < 1e-6
-    prepared = prepared_law(models[0], do_sample=True, top_k=0, **options)
+    assert distribution_test(models[0], texts, PENALTIES).p_value > 1e-3
+    assert distribution_test(models[0], texts, Sampler.of(0.8)).p_value < 1e-6
+    prepared = prepared_sampler(models[0], do_sample=True, top_k=0, **options)
     assert prepared.do_sample
     assert [type(p) for p in prepared.processors] == [type(p) for p in PENALTIES.processors]
-    assert law_test(models[0], texts, prepared).p_value == law_test(models[0], texts, PENALTIES).p_value
+    assert (
+        distribution_test(models[0], texts, prepared).p_value == distribution_test(models[0], texts, PENALTIES).p_value
+    )
 
 
 def test_a_token_that_the_law_rules_out_decides_and_its_place_is_told(models):
     texts = texts_of(models[0])
-    result = law_test(models[0], texts, Law.of(1.0, top_k=2))
+    result = distribution_test(models[0], texts, Sampler.of(1.0, top_k=2))
     assert result.num_impossible > 16 == len(result.impossible) and result.p_value == 0
     for text, position in result.impossible:
         tokens = texts[text][0]
@@ -181,7 +185,7 @@ def test_tokens_that_hang_together_are_seen(models):
             order = p.argsort(-1, descending=True)
             place = torch.searchsorted(p.gather(1, order).cumsum(-1), u).clamp(max=VOCAB - 1)
             rows = torch.cat([rows, order.gather(1, place)], dim=1)
-    result = law_test(target, [(row, 3) for row in rows], LAW)
+    result = distribution_test(target, [(row, 3) for row in rows], SAMPLER)
     assert result.tests["uniform by p"].p_value > 1e-4
     assert result.tests["independent by p"].p_value < 1e-10
 
@@ -190,7 +194,7 @@ def test_texts_far_from_the_law_leave_bins_empty_and_fail(models):
     """The most likely token again and again: most of the numbers' range is never reached."""
     prompts = torch.randint(VOCAB, (40, 3), generator=torch.Generator().manual_seed(1))
     out = autoregressive_generate(models[0], prompts, max_new_tokens=60, do_sample=False)
-    result = law_test(models[0], [(text, 3) for text in out.sequences], Law.of(0.3))
+    result = distribution_test(models[0], [(text, 3) for text in out.sequences], Sampler.of(0.3))
     assert result.p_value < 1e-10
 
 
@@ -251,10 +255,10 @@ def test_sampled_texts_hold_emitted_tokens_alone(models):
 def test_bad_input_is_named(models):
     target, _ = models
     with pytest.raises(InputError, match="law: expected sampling, found T=0"):
-        law_test(target, [], Law.of(0.0))
+        distribution_test(target, [], Sampler.of(0.0))
     with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 60"):
-        law_test(target, texts_of(target, rows=1), LAW)
+        distribution_test(target, texts_of(target, rows=1), SAMPLER)
     with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 0"):
-        law_test(target, [], LAW)
+        distribution_test(target, [], SAMPLER)
     with pytest.raises(InputError, match="prompt_length: expected at least 1, found 0"):
-        law_test(target, [(torch.tensor([1, 2]), 0)], LAW)
+        distribution_test(target, [(torch.tensor([1, 2]), 0)], SAMPLER)

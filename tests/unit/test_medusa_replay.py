@@ -14,7 +14,7 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.ranks import NONE, TextRanks, ranks_of
 from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.replay import replay_heads, replay_ranks, text_states
@@ -176,8 +176,8 @@ def test_processors_that_look_at_the_text_are_heard(repeating):
     ids = prompt(0)
     options = {"max_new_tokens": NEW, "do_sample": False, "repetition_penalty": 1.7}
     out = speculative_generate(repeating, MedusaProposer(heads, tree), ids, draft_length=3, **options)
-    law = Law(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)]), do_sample=False)
-    ranks = replay_ranks(repeating, heads, out.sequences[0], PROMPT, law)
+    sampler = Sampler(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)]), do_sample=False)
+    ranks = replay_ranks(repeating, heads, out.sequences[0], PROMPT, sampler)
     assert ranks.counts(tree) == out.counts
     assert (replay_ranks(repeating, heads, out.sequences[0], PROMPT).ranks != ranks.ranks).any()
 
@@ -185,10 +185,10 @@ def test_processors_that_look_at_the_text_are_heard(repeating):
 @pytest.mark.parametrize("hydra", [False, True])
 def test_ranks_and_laws_are_those_of_a_loop_over_starts(repeating, hydra):
     """The slow reference: one head, one start at a time, from the definition."""
-    heads, law = agreeing_heads(repeating, hydra=hydra), Law.of(0.7)
+    heads, sampler = agreeing_heads(repeating, hydra=hydra), Sampler.of(0.7)
     text = autoregressive_generate(repeating, prompt(1), max_new_tokens=9, do_sample=False).sequences[0]
     ranks = replay_ranks(repeating, heads, text, PROMPT, most=13, limit=30, chunk=4).ranks
-    replayed = replay_heads(repeating, heads, text, PROMPT, law, limit=30, chunk=4)
+    replayed = replay_heads(repeating, heads, text, PROMPT, sampler, limit=30, chunk=4)
     with torch.no_grad():
         output = repeating(text[None], output_hidden_states=True)
         hidden, embeddings = output.hidden_states[-1][0], repeating.get_input_embeddings()(text)
@@ -202,7 +202,7 @@ def test_ranks_and_laws_are_those_of_a_loop_over_starts(repeating, hydra):
                 seen = embeddings[PROMPT + start - 1 : PROMPT + start + i]
                 logits = heads.logits(i, hidden[PROMPT + start - 2], seen if hydra else None)
                 assert ranks[start, i] == (logits > logits[text[at]]).sum()
-                p, q = law.probabilities(output.logits[0, at - 1][None], [])[0], (logits / 0.7).softmax(-1)
+                p, q = sampler.probabilities(output.logits[0, at - 1][None], [])[0], (logits / 0.7).softmax(-1)
                 expected = float((q[text[at]] / p[text[at]]).clamp(max=1))
                 # Float32 forwards of other shapes round their sums in another order.
                 assert float(replayed.acceptance[start, i]) == pytest.approx(expected, rel=1e-4)
@@ -213,7 +213,7 @@ def test_at_temperature_zero_a_chain_is_replayed_alike_both_ways(repeating):
     heads = agreeing_heads(repeating)
     text = autoregressive_generate(repeating, prompt(2), max_new_tokens=NEW, do_sample=False).sequences[0]
     ranks = replay_ranks(repeating, heads, text, PROMPT)
-    replayed = replay_heads(repeating, heads, text, PROMPT, Law.of(0))
+    replayed = replay_heads(repeating, heads, text, PROMPT, Sampler.of(0))
     assert torch.equal(replayed.acceptance, torch.from_numpy((ranks.ranks == 0).astype(np.float32)))
     for depth in (1, 2, 3):
         counts = ranks.counts(Tree.chain(depth))
@@ -232,7 +232,7 @@ def test_sampled_replay_agrees_with_the_decoder(repeating, kwargs):
     heads = agreeing_heads(repeating)
     ends = kwargs.get("eos_token_id", [])
     options = {"max_new_tokens": 10, "do_sample": True, "top_k": 0} | kwargs
-    law = Law.of(kwargs.get("temperature", 1.0), kwargs.get("top_k", 0))
+    sampler = Sampler.of(kwargs.get("temperature", 1.0), kwargs.get("top_k", 0))
     ids = torch.cat([prompt(i % 15) for i in range(samples)])
     plain = autoregressive_generate(repeating, ids, **options).sequences
     out = speculative_generate(
@@ -241,7 +241,7 @@ def test_sampled_replay_agrees_with_the_decoder(repeating, kwargs):
     replayed, decoded, shorter = [], [], []
     for row, counts in zip(plain, out.row_counts, strict=True):
         end = next((n for n, token in enumerate(row[PROMPT:].tolist(), start=PROMPT + 1) if token in ends), len(row))
-        text = replay_heads(repeating, heads, row[:end], PROMPT, law, limit=10)
+        text = replay_heads(repeating, heads, row[:end], PROMPT, sampler, limit=10)
         replayed.append([text.rounds(), *text.accepted_per_position()])
         shorter.append(text.rounds(1))
         per_position = counts.num_accepted_tokens_per_pos

@@ -7,7 +7,7 @@ import torch
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.train.losses.divergences import divergence, per_token
 from draftsmith.train.losses.objective import NAMES, Objective, expected_accepted
 
@@ -51,8 +51,8 @@ def test_blocks_of_one_are_the_total_variation(name):
 @pytest.mark.parametrize("gamma", [1, 2, 3, 4, 20])
 def test_expected_accepted_is_the_sum_over_blocks(gamma):
     p, q, labels = drawn()
-    law = Law.of(1.0)
-    p, q = law.probabilities(p, []), law.probabilities(q, [])
+    sampler = Sampler.of(1.0)
+    p, q = sampler.probabilities(p, []), sampler.probabilities(q, [])
     a, o = acceptance_probabilities(p, q, labels).double(), overlap(p, q).double()
     accepted, most = expected_accepted(a.log(), o, FOLLOWS, gamma)
     for t in range(N):
@@ -127,9 +127,9 @@ def test_a_step_down_the_gradient_shortens_what_decoding_takes():
     p, q, labels = drawn()
     q.requires_grad_(True)
     (gradient,) = torch.autograd.grad(total(Objective({"expected_length": 1.0}, draft_length=3), p, q, labels), q)
-    law, rounds = Law.of(1.0), []
+    sampler, rounds = Sampler.of(1.0), []
     for logits in (q.detach(), q.detach() - 0.5 * gradient):
-        a = acceptance_probabilities(law.probabilities(p, []), law.probabilities(logits, []), labels)
+        a = acceptance_probabilities(sampler.probabilities(p, []), sampler.probabilities(logits, []), labels)
         rounds.append(float(expected_rounds(a[None, :5], torch.tensor([5]), 3)))
         rounds[-1] += float(expected_rounds(a[None, 5:], torch.tensor([9]), 3))
     assert rounds[1] < rounds[0]
@@ -138,8 +138,8 @@ def test_a_step_down_the_gradient_shortens_what_decoding_takes():
 @pytest.mark.parametrize("name", ["forward_kl", "jsd", "tvd", "expected_length", "skew_reverse_kl"])
 def test_the_deployments_law_is_what_is_compared(name):
     p, q, _ = drawn()
-    law = Law.of(0.7, top_k=6, top_p=0.9)
-    warped_p, warped_q = law.probabilities(p, []), law.probabilities(q, [])
+    sampler = Sampler.of(0.7, top_k=6, top_p=0.9)
+    warped_p, warped_q = sampler.probabilities(p, []), sampler.probabilities(q, [])
     labels = warped_p.argmax(-1)
     objective = Objective({name: 1.0}, 0.7, top_k=6, top_p=0.9, draft_length=1)
     found = total(objective, p, q.clone().requires_grad_(True), labels)

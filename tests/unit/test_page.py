@@ -138,7 +138,7 @@ def rich():
                     }
                     if name == "medusa":
                         greedy |= {"identical": False, "prompts_identical": 78, "near_ties": 2}
-                    law = {
+                    sampler = {
                         "checked": True,
                         "identical": None,
                         "prompts_identical": None,
@@ -147,7 +147,7 @@ def rich():
                         "tokens": 40_000,
                     }
                     if name == "lookup":
-                        law = {
+                        sampler = {
                             "checked": False,
                             "identical": None,
                             "prompts_identical": None,
@@ -184,7 +184,7 @@ def rich():
                             if name == "draft"
                             else None,
                             "replay": {"mean_acceptance_length": est(tau(name, temperature, k), 0.05), "agrees": True},
-                            "lossless": law if temperature else greedy,
+                            "lossless": sampler if temperature else greedy,
                             "by_category": {
                                 c: {
                                     "prompts": n // 4,

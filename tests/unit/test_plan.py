@@ -263,7 +263,7 @@ def test_the_loss_is_what_it_allocates(monkeypatch, name, cached):
     found = trace_loss(nullcontext(), objective, real, theirs, positions, "float32", 8)
     assert planned == pytest.approx(found, rel=0.01)
     if objective.needs_target and not cached:
-        assert footprint.law_bytes(20) == positions * 32 * 4
+        assert footprint.teacher_bytes(20) == positions * 32 * 4
 
 
 @pytest.fixture(scope="module")

@@ -38,7 +38,7 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer, NgramPool
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 from draftsmith.decode.proposers.unigram import BlindProposer
-from draftsmith.decode.sampling import Law, draw
+from draftsmith.decode.sampling import Sampler, draw
 
 VOCAB = 20
 FALSE_ALARM = 1e-4
@@ -46,8 +46,8 @@ FALSE_ALARM = 1e-4
 
 def started(proposer, draft_length: int, do_sample: bool = False, rows: int = 1, seed: int = 0):
     generators = [torch.Generator().manual_seed(seed + row) for row in range(rows)]
-    law = Law(LogitsProcessorList(), do_sample)
-    proposer.start(Task(law, VOCAB, generators, 100, draft_length, draw_siblings=True, compiled=False))
+    sampler = Sampler(LogitsProcessorList(), do_sample)
+    proposer.start(Task(sampler, VOCAB, generators, 100, draft_length, draw_siblings=True, compiled=False))
     return proposer
 
 
@@ -136,8 +136,8 @@ def test_blind_drafts_the_most_frequent_token_at_t0():
 @pytest.mark.parametrize("frequencies", [None, torch.tensor([0.0, 3, 1, 0, 6])])
 def test_blind_says_what_it_drew_from(frequencies):
     text = [4, 4, 4, 4, 1, 1, 2, 4, 4, 1]
-    law = torch.zeros(VOCAB)
-    law[[1, 2, 4]] = torch.tensor([0.3, 0.1, 0.6])
+    sampler = torch.zeros(VOCAB)
+    sampler[[1, 2, 4]] = torch.tensor([0.3, 0.1, 0.6])
     blind, twin = started(BlindProposer(frequencies), 3, do_sample=True), torch.Generator().manual_seed(0)
     drawn = torch.zeros(VOCAB)
     for _ in range(1000):
@@ -145,9 +145,9 @@ def test_blind_says_what_it_drew_from(frequencies):
         assert torch.equal(proposal.tokens, torch.cat([draw(q, twin) for q in proposal.probabilities]))
         drawn += torch.bincount(proposal.tokens, minlength=VOCAB)
     assert proposal.probabilities.shape == (3, VOCAB)
-    assert torch.allclose(proposal.probabilities, law.expand(3, -1), atol=1e-7)
-    assert drawn[law == 0].sum() == 0
-    p = chisquare(drawn[law > 0].double(), law[law > 0].double() / law.double().sum() * 3000).pvalue
+    assert torch.allclose(proposal.probabilities, sampler.expand(3, -1), atol=1e-7)
+    assert drawn[sampler == 0].sum() == 0
+    p = chisquare(drawn[sampler > 0].double(), sampler[sampler > 0].double() / sampler.double().sum() * 3000).pvalue
     assert p > FALSE_ALARM, f"p = {p:.2g} (a right drafter falls below {FALSE_ALARM} once in 10000 seeds)"
 
 
@@ -225,7 +225,7 @@ def test_lookahead_window_and_pool_by_hand():
 def test_lookahead_keeps_to_its_limits(ngram, draft_length):
     lookahead = LookaheadProposer(ngram, guesses=3)
     generator = torch.Generator().manual_seed(0)
-    largest = lookahead.start(Task(Law(LogitsProcessorList(), False), 4, [None], 100, draft_length, True, False))
+    largest = lookahead.start(Task(Sampler(LogitsProcessorList(), False), 4, [None], 100, draft_length, True, False))
     text, sizes = [1], set()
     for _ in range(40):
         proposal = draft(lookahead, text, draft_length)

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 from draftsmith.decode import DynamicTree, InputError
 from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer, matching_ids, renumbered
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.train.tokenizer import END_OF_TEXT, PADDING, train_bpe
 
 CJK = ["你好，世界！你好吗？", "naïve café — naïve café", "😀😀👩‍👩‍👧 x = '😀'", "  four   spaces\n\n\ttab"]
@@ -89,9 +89,9 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 
 
 def task(vocab_size: int, draft_length: int = 3, do_sample: bool = False, rows: int = 1, max_length: int = 600) -> Task:
-    law = Law(LogitsProcessorList(), do_sample)
+    sampler = Sampler(LogitsProcessorList(), do_sample)
     generators = [torch.Generator().manual_seed(row) for row in range(rows)]
-    return Task(law, vocab_size, generators, max_length, draft_length, draw_siblings=True, compiled=False)
+    return Task(sampler, vocab_size, generators, max_length, draft_length, draw_siblings=True, compiled=False)
 
 
 class Scribe:

@@ -21,7 +21,7 @@ from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, T
 from draftsmith.decode.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
 from draftsmith.decode.rules import RULES, as_rule
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
 
 Text = tuple[int, ...]
@@ -29,7 +29,7 @@ Tables = dict[Text, Tensor]
 Drafts = list[tuple[float, Proposal]]
 Emitted = dict[tuple[Text, tuple[float, ...]], float]  # the tokens of a round and their departures: its probability
 
-SAMPLING, GREEDY = Law.of(1.0), Law.of(0.0)
+SAMPLING, GREEDY = Sampler.of(1.0), Sampler.of(0.0)
 ROUNDING = 1e-12
 
 TREES = {
@@ -75,7 +75,7 @@ def followed(monkeypatch, verify: Callable[[], rules.Verdict]) -> Iterator[tuple
     scripts: list[list[bool]] = [[]]
     while scripts:
         script, mass = scripts.pop(), 1.0
-        going, taken, laws = iter(script), [], []
+        going, taken, distributions = iter(script), [], []
 
         def decide(share, going=going, taken=taken, script=script):
             nonlocal mass
@@ -86,16 +86,16 @@ def followed(monkeypatch, verify: Callable[[], rules.Verdict]) -> Iterator[tuple
             mass *= share if outcome else 1 - share
             return outcome
 
-        def draw(law, generator, laws=laws):
-            laws.append(law / law.sum())
+        def draw(sampler, generator, distributions=distributions):
+            distributions.append(sampler / sampler.sum())
             return torch.tensor([0])
 
         monkeypatch.setattr(torch, "rand", lambda size, decide=decide, **_: Uniforms(decide, size))
         monkeypatch.setattr(acceptance, "draw", draw)
         monkeypatch.setattr(rules, "draw", draw)
         verdict = verify()
-        (law,) = laws
-        yield mass, verdict, law
+        (sampler,) = distributions
+        yield mass, verdict, sampler
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def law_of(monkeypatch) -> Callable[[rules.Rule, Tables, Drafts], Emitted]:
     """The law of what one round emits under a rule, from these drafts and their probabilities."""
 
     def law_of(rule, p, drafts):
-        law: Emitted = defaultdict(float)
+        sampler: Emitted = defaultdict(float)
         for chance, proposal in drafts:
             drafted = proposal.tokens.tolist()
             logits = torch.stack([p[text] for text in texts_of(drafted, proposal.tree)]).log()
@@ -116,9 +116,9 @@ def law_of(monkeypatch) -> Callable[[rules.Rule, Tables, Drafts], Emitted]:
                 for token, share in enumerate(last.tolist()):
                     if share > 0:
                         tokens = (*(drafted[node] for node in path), token)
-                        law[tokens, tuple(distance for distance, _ in departures)] += chance * mass * share
-        assert sum(law.values()) == pytest.approx(1, abs=ROUNDING)
-        return dict(law)
+                        sampler[tokens, tuple(distance for distance, _ in departures)] += chance * mass * share
+        assert sum(sampler.values()) == pytest.approx(1, abs=ROUNDING)
+        return dict(sampler)
 
     return law_of
 
@@ -135,14 +135,14 @@ def planted(function, old: str, new: str):
 def tables(seed: int, vocab: int = 3, depth: int = 3, support: int | None = None, spread: float = 1.5) -> Tables:
     """A law for every text of at most `depth` tokens; with `support`, on so many of the tokens alone."""
     generator = torch.Generator().manual_seed(seed)
-    laws = {}
+    distributions = {}
     for length in range(depth + 1):
         for text in itertools.product(range(vocab), repeat=length):
             scores = torch.randn(vocab, generator=generator, dtype=torch.float64) * spread
             if support is not None:
                 scores[torch.randperm(vocab, generator=generator)[support:]] = -math.inf
-            laws[text] = scores.softmax(-1)
-    return laws
+            distributions[text] = scores.softmax(-1)
+    return distributions
 
 
 def one_hot(token: int, vocab: int = 3) -> Tensor:
@@ -162,7 +162,7 @@ def drawn(q: Tables, tree: Tree, replace: bool = False, scored_without: bool = T
     found: list[tuple[float, list[int], list[Tensor]]] = [(1.0, [], [])]
     for node, parent in enumerate(tree.parents):
         longer = []
-        for mass, tokens, laws in found:
+        for mass, tokens, distributions in found:
             whole = q[tuple(tokens[n] for n in tree.path(parent))]
             earlier = [tokens[n] for n in tree.children[parent + 1] if n < node]
             rest = whole.scatter(0, torch.tensor(earlier, dtype=torch.long), 0.0)
@@ -170,16 +170,21 @@ def drawn(q: Tables, tree: Tree, replace: bool = False, scored_without: bool = T
             source = whole if replace else rest
             chances = source.tolist() if source.any() else [1.0]  # nothing to draw: a token that does not count
             told = rest if scored_without else whole
-            longer += [(mass * chance, [*tokens, x], [*laws, told]) for x, chance in enumerate(chances) if chance > 0]
+            longer += [
+                (mass * chance, [*tokens, x], [*distributions, told]) for x, chance in enumerate(chances) if chance > 0
+            ]
         found = longer
     return [
         (
             mass,
             Proposal(
-                torch.tensor(x, dtype=torch.long), torch.stack(laws) if laws else None, tree, confidence(q, x, tree)
+                torch.tensor(x, dtype=torch.long),
+                torch.stack(distributions) if distributions else None,
+                tree,
+                confidence(q, x, tree),
             ),
         )
-        for mass, x, laws in found
+        for mass, x, distributions in found
     ]
 
 
@@ -197,10 +202,10 @@ def confidence(q: Tables, tokens: Sequence[int], tree: Tree) -> Tensor:
     return torch.tensor([float(q[texts[parent + 1]].max()) for parent in tree.parents])
 
 
-def distance_to_the_target(law: Emitted, p: Tables, depth: int) -> float:
+def distance_to_the_target(sampler: Emitted, p: Tables, depth: int) -> float:
     """TV between p's law of the next `depth` + 1 tokens and that of what one round emits and p goes on from."""
     written: dict[Text, float] = defaultdict(float)
-    for (tokens, _), mass in law.items():
+    for (tokens, _), mass in sampler.items():
         for text, more in _continuations(p, tokens, depth + 1):
             written[text] += mass * more
     expected = dict(_continuations(p, (), depth + 1))
@@ -238,29 +243,29 @@ FLAT, PEAKED = LAWS["flat and peaked"]
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
 def test_texts_of_drawn_drafts_have_the_targets_law(law_of, p, q, tree):
-    law = law_of(Exact(), p, drawn(q, tree))
-    assert distance_to_the_target(law, p, tree.depth) < ROUNDING
+    sampler = law_of(Exact(), p, drawn(q, tree))
+    assert distance_to_the_target(sampler, p, tree.depth) < ROUNDING
 
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 @pytest.mark.parametrize(("p", "q"), LAWS.values(), ids=LAWS)
 def test_texts_of_deterministic_drafts_have_the_targets_law(law_of, p, q, tree):
-    law = law_of(Exact(), p, most_likely(q, tree))
-    assert distance_to_the_target(law, p, tree.depth) < ROUNDING
+    sampler = law_of(Exact(), p, most_likely(q, tree))
+    assert distance_to_the_target(sampler, p, tree.depth) < ROUNDING
 
 
 def test_more_siblings_than_tokens(law_of):
     tree = Tree((-1,) * 5)
     for p, q in LAWS.values():
-        law = law_of(Exact(), p, drawn(q, tree))
-        assert distance_to_the_target(law, p, 1) < ROUNDING
+        sampler = law_of(Exact(), p, drawn(q, tree))
+        assert distance_to_the_target(sampler, p, 1) < ROUNDING
 
 
 def test_siblings_with_replacement_are_lossless_too_where_q_says_so(law_of):
     """SpecInfer's siblings: each drawn from all of q, and tried with all of q."""
     for name in ("chain of 2", "two siblings", "three siblings", "two under the second"):
-        law = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=True, scored_without=False))
-        assert distance_to_the_target(law, FLAT, TREES[name].depth) < ROUNDING
+        sampler = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=True, scored_without=False))
+        assert distance_to_the_target(sampler, FLAT, TREES[name].depth) < ROUNDING
 
 
 def test_the_first_children_are_accepted_where_p_is_q(monkeypatch):
@@ -268,8 +273,8 @@ def test_the_first_children_are_accepted_where_p_is_q(monkeypatch):
     tree = TREES["two and three"]
     accepted = 0.0
     for chance, proposal in drawn(q, tree):
-        laws = torch.stack([p[text] for text in texts_of(proposal.tokens.tolist(), tree)])
-        verify = functools.partial(Exact().verify, SAMPLING, laws.log(), [], proposal, None)
+        distributions = torch.stack([p[text] for text in texts_of(proposal.tokens.tolist(), tree)])
+        verify = functools.partial(Exact().verify, SAMPLING, distributions.log(), [], proposal, None)
         accepted += sum(chance * mass for mass, verdict, _ in followed(monkeypatch, verify) if verdict.path == [0, 2])
     assert accepted == pytest.approx(1, abs=ROUNDING)
 
@@ -281,8 +286,8 @@ def test_acceptance_of_a_chain_is_the_overlap(law_of):
             (drawn(q, Tree.chain(1)), torch.minimum(p[()], q[()]).sum()),
             (most_likely(q, Tree.chain(1)), p[()][q[()].argmax()]),
         ]:
-            law = law_of(Exact(), p, drafts)
-            accepted = sum(mass for (tokens, _), mass in law.items() if len(tokens) == 2)
+            sampler = law_of(Exact(), p, drafts)
+            accepted = sum(mass for (tokens, _), mass in sampler.items() if len(tokens) == 2)
             assert accepted == pytest.approx(float(expected), abs=ROUNDING)
 
 
@@ -300,15 +305,15 @@ PLANTS = {
 @pytest.mark.parametrize("plant", PLANTS)
 def test_the_law_shows_a_mistake_in_the_rule(law_of, monkeypatch, plant):
     monkeypatch.setattr(rules, "accept_exact", planted(accept_exact, *PLANTS[plant]))
-    law = law_of(Exact(), FLAT, drawn(PEAKED, TREES["three siblings"]))
-    assert distance_to_the_target(law, FLAT, 1) > 1e-3
+    sampler = law_of(Exact(), FLAT, drawn(PEAKED, TREES["three siblings"]))
+    assert distance_to_the_target(sampler, FLAT, 1) > 1e-3
 
 
 def test_the_law_shows_a_token_that_was_never_drawn(law_of, monkeypatch):
     monkeypatch.setattr(rules, "accept_exact", planted(accept_exact, "q_x[child] > 0 and ", ""))
     q = {(): one_hot(2, 4)}  # nothing is left for the second sibling
-    law = law_of(Exact(), FLAT, drawn(q, TREES["two siblings"]))
-    assert distance_to_the_target(law, FLAT, 1) > 1e-3
+    sampler = law_of(Exact(), FLAT, drawn(q, TREES["two siblings"]))
+    assert distance_to_the_target(sampler, FLAT, 1) > 1e-3
 
 
 def test_one_random_number_for_all_siblings_is_noticed(law_of, monkeypatch):
@@ -321,8 +326,8 @@ def test_one_random_number_for_all_siblings_is_noticed(law_of, monkeypatch):
 @pytest.mark.parametrize("name", ["two siblings", "three siblings"])
 def test_the_law_shows_siblings_that_were_drawn_otherwise_than_they_are_scored(law_of, name, replace):
     """With replacement and scored as if without, and the other way round."""
-    law = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=replace, scored_without=replace))
-    assert distance_to_the_target(law, FLAT, 1) > 1e-3
+    sampler = law_of(Exact(), FLAT, drawn(PEAKED, TREES[name], replace=replace, scored_without=replace))
+    assert distance_to_the_target(sampler, FLAT, 1) > 1e-3
 
 
 def test_random_numbers_give_the_law_that_was_computed(monkeypatch):
@@ -331,16 +336,16 @@ def test_random_numbers_give_the_law_that_was_computed(monkeypatch):
     q = torch.tensor([8, 2, 4, 2], dtype=torch.float64) / 16  # p/q is 1/2, 2, 5/4 and 3/2, the residual (0, 2, 1, 1)/4
     tree, grid = TREES["two siblings"], [1 / 8, 3 / 8, 5 / 8, 7 / 8]
     monkeypatch.setattr(acceptance, "draw", lambda rest, generator: rest / rest.sum())
-    law = torch.zeros(4, dtype=torch.float64)
+    sampler = torch.zeros(4, dtype=torch.float64)
     outcomes = set()
     for chance, proposal in drawn({(): q}, tree):
         for r in itertools.product(grid, repeat=2):
             monkeypatch.setattr(torch, "rand", lambda size, r=r, **options: torch.tensor(r, dtype=options["dtype"]))
             path, following = accept_exact(p.expand(3, -1), proposal.probabilities, proposal.tokens, tree)
             first = one_hot(int(proposal.tokens[path[0]]), 4) if path else following
-            law += chance / len(grid) ** 2 * first
+            sampler += chance / len(grid) ** 2 * first
             outcomes.add(tuple(path))
-    assert torch.allclose(law, p, rtol=0, atol=ROUNDING)
+    assert torch.allclose(sampler, p, rtol=0, atol=ROUNDING)
     assert outcomes == {(), (0,), (1,)}
 
 
@@ -383,16 +388,16 @@ def test_exact_at_temperature_0_follows_the_argmax_down_the_tree():
 # The lossy rules: which tokens stand
 
 
-def laws_of(*rows: Sequence[float]) -> Tensor:
+def distributions_of(*rows: Sequence[float]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64).log()
 
 
-def verdict_of(rule, logits, tokens, tree, confidence=None, law=GREEDY):
+def verdict_of(rule, logits, tokens, tree, confidence=None, sampler=GREEDY):
     confidence = None if confidence is None else torch.tensor(confidence)
-    return rule.verify(law, logits, [], Proposal(torch.tensor(tokens), None, tree, confidence), None)
+    return rule.verify(sampler, logits, [], Proposal(torch.tensor(tokens), None, tree, confidence), None)
 
 
-P_CHAIN = laws_of([0.2, 0.5, 0.3], [0.3, 0.6, 0.1], [0.1, 0.1, 0.8], [0.0, 0.4, 0.6])
+P_CHAIN = distributions_of([0.2, 0.5, 0.3], [0.3, 0.6, 0.1], [0.1, 0.1, 0.8], [0.0, 0.4, 0.6])
 
 
 @pytest.mark.parametrize(
@@ -420,10 +425,10 @@ def test_nothing_stands_behind_a_token_that_fell():
 
 def test_threshold_0_accepts_all_that_the_target_does_not_rule_out():
     assert verdict_of(Threshold(0.0), P_CHAIN, [0, 2, 1], Tree.chain(3)).path == [0, 1, 2]
-    p = laws_of([0.0, 0.5, 0.5], [0.5, 0.5, 0.0])
-    for law in (GREEDY, SAMPLING):
-        assert verdict_of(Threshold(0.0), p, [0], Tree.chain(1), law=law).path == []
-        assert verdict_of(Threshold(0.0), p, [1], Tree.chain(1), law=law).path == [0]
+    p = distributions_of([0.0, 0.5, 0.5], [0.5, 0.5, 0.0])
+    for sampler in (GREEDY, SAMPLING):
+        assert verdict_of(Threshold(0.0), p, [0], Tree.chain(1), sampler=sampler).path == []
+        assert verdict_of(Threshold(0.0), p, [1], Tree.chain(1), sampler=sampler).path == [0]
 
 
 @pytest.mark.parametrize("rule", [Threshold(0.2), Typical(0.2, 9.0)])
@@ -437,14 +442,16 @@ def test_the_longest_path_wins_and_of_equals_the_first(rule):
         (([0.8, 0.1, 0.1], flat, flat, flat, flat), [0]),  # what stands below 1 fell with it
         (([0.1, 0.1, 0.8], flat, flat, flat, flat), []),
     ]:
-        verdict = verdict_of(rule, laws_of(*rows), [0, 1, 0, 1], tree)
+        verdict = verdict_of(rule, distributions_of(*rows), [0, 1, 0, 1], tree)
         assert verdict.path == path
         assert len(verdict.departures) == len(path) + 1
 
 
 def test_a_longer_path_beats_a_likelier_one():
     tree = Tree.from_choices([(0,), (1,), (1, 0)])
-    verdict = verdict_of(Threshold(0.2), laws_of([0.7, 0.3, 0.0], [1, 0, 0], [0, 0, 1], [0, 1, 0]), [0, 1, 2], tree)
+    verdict = verdict_of(
+        Threshold(0.2), distributions_of([0.7, 0.3, 0.0], [1, 0, 0], [0, 0, 1], [0, 1, 0]), [0, 1, 2], tree
+    )
     assert (verdict.path, verdict.token) == ([1, 2], 1)
     assert verdict.departures == [(1.0, True), (0.0, False), (0.0, False)]
 
@@ -465,16 +472,16 @@ def test_typical_levels_fall_with_the_entropy():
 def test_typical_lets_unlikely_tokens_pass_where_the_target_is_unsure():
     unsure, sure = [0.25, 0.25, 0.25, 0.25], [0.8, 0.2, 0.0, 0.0]  # levels 0.1 · 3/4 = 0.075, and 0.2
     rule = Typical(level=0.24, delta=0.3)
-    assert verdict_of(rule, laws_of(unsure, sure), [3], Tree.chain(1)).path == [0]
-    assert verdict_of(rule, laws_of(sure, unsure), [0], Tree.chain(1)).path == [0]
+    assert verdict_of(rule, distributions_of(unsure, sure), [3], Tree.chain(1)).path == [0]
+    assert verdict_of(rule, distributions_of(sure, unsure), [0], Tree.chain(1)).path == [0]
     # H(0.8, 0.2) = 0.5: the level is 0.3 · 0.606 = 0.18, below 0.2; with δ = 0.4 it is 0.24.
-    assert verdict_of(rule, laws_of(sure, unsure), [1], Tree.chain(1)).path == [0]
-    assert verdict_of(Typical(0.24, 0.4), laws_of(sure, unsure), [1], Tree.chain(1)).path == []
-    assert verdict_of(Threshold(0.24), laws_of(sure, unsure), [1], Tree.chain(1)).path == []
+    assert verdict_of(rule, distributions_of(sure, unsure), [1], Tree.chain(1)).path == [0]
+    assert verdict_of(Typical(0.24, 0.4), distributions_of(sure, unsure), [1], Tree.chain(1)).path == []
+    assert verdict_of(Threshold(0.24), distributions_of(sure, unsure), [1], Tree.chain(1)).path == []
 
 
 def test_cascade_accepts_while_the_drafter_is_confident():
-    p = laws_of(*[[1.0, 0.0, 0.0]] * 4)  # what the target thinks of them is not asked
+    p = distributions_of(*[[1.0, 0.0, 0.0]] * 4)  # what the target thinks of them is not asked
     for confidence, accepted in [
         ([0.9, 0.9, 0.9], 3),
         ([0.9, 0.8, 0.7], 2),  # 0.8 is confident enough
@@ -491,13 +498,13 @@ def test_cascade_accepts_while_the_drafter_is_confident():
 
 def test_cascade_follows_the_first_child():
     tree = TREES["two and three"]
-    p = laws_of(*[[1.0, 0.0, 0.0]] * 6)
+    p = distributions_of(*[[1.0, 0.0, 0.0]] * 6)
     assert verdict_of(Cascade(), p, [0, 1, 2, 1, 0], tree, [0.9] * 5).path == [0, 2]
     assert verdict_of(Cascade(), p, [0, 1, 2, 1, 0], tree, [0.9, 0.9, 0.1, 0.1, 0.9]).path == [0]
 
 
 def test_a_cascade_needs_confidence():
-    p = laws_of([0.5, 0.5], [0.5, 0.5])
+    p = distributions_of([0.5, 0.5], [0.5, 0.5])
     with pytest.raises(InputError, match=r"^rule: cascade needs a proposer that knows its confidence, such as .*$"):
         verdict_of(Cascade(), p, [0], Tree.chain(1))
     empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
@@ -505,10 +512,10 @@ def test_a_cascade_needs_confidence():
 
 
 @pytest.mark.parametrize("rule", [Exact(), Threshold(), Typical(), Cascade()])
-@pytest.mark.parametrize("law", [GREEDY, SAMPLING])
-def test_without_a_draft_the_target_speaks(rule, law):
+@pytest.mark.parametrize("sampler", [GREEDY, SAMPLING])
+def test_without_a_draft_the_target_speaks(rule, sampler):
     empty = Proposal(torch.zeros(0, dtype=torch.long), None, Tree.chain(0))
-    verdict = rule.verify(law, laws_of([0.0, 0.0, 1.0]), [], empty, torch.Generator().manual_seed(0))
+    verdict = rule.verify(sampler, distributions_of([0.0, 0.0, 1.0]), [], empty, torch.Generator().manual_seed(0))
     assert (verdict.path, verdict.token) == ([], 2)
     assert verdict.departures == ([(0.0, False)] if rule.lossy else None)
 
@@ -529,14 +536,14 @@ LOSSY = [
 ]
 
 
-def check_departures(law: Emitted, p: Tables) -> float:
+def check_departures(sampler: Emitted, p: Tables) -> float:
     """Every departure is TV(the token's law given those before it in the round, p). Returns the greatest."""
     counted: dict[Text, Tensor] = defaultdict(lambda: torch.zeros(len(p[()]), dtype=torch.float64))
-    for (tokens, _), mass in law.items():
+    for (tokens, _), mass in sampler.items():
         for i, token in enumerate(tokens):
             counted[tokens[:i]][token] += mass
     greatest = 0.0
-    for tokens, departures in law:
+    for tokens, departures in sampler:
         for i, told in enumerate(departures):
             emitted = counted[tokens[:i]] / counted[tokens[:i]].sum()
             assert told == pytest.approx(float((emitted - p[tokens[:i]]).abs().sum()) / 2, abs=1e-9)
@@ -549,8 +556,8 @@ def check_departures(law: Emitted, p: Tables) -> float:
 def test_departures_of_drawn_chains(law_of, rule, name):
     p, q = LAWS[name]
     for length in range(4):
-        law = law_of(rule, p, drawn(q, Tree.chain(length)))
-        greatest = check_departures(law, p)
+        sampler = law_of(rule, p, drawn(q, Tree.chain(length)))
+        greatest = check_departures(sampler, p)
         if length == 0 or (name == "p = q" and not isinstance(rule, Threshold)):
             assert greatest < ROUNDING
 
@@ -560,8 +567,8 @@ def test_departures_of_drawn_chains(law_of, rule, name):
 def test_departures_of_deterministic_drafts(law_of, rule, name):
     p, q = LAWS[name]
     for tree in TREES.values():
-        law = law_of(rule, p, most_likely(q, tree))
-        check_departures(law, p)
+        sampler = law_of(rule, p, most_likely(q, tree))
+        check_departures(sampler, p)
 
 
 def test_the_lossy_rules_do_depart(law_of):
@@ -623,14 +630,14 @@ def test_at_temperature_0_near_ties_are_the_exact_rules(rule):
 
 
 def test_at_temperature_0_levels_are_held_against_temperature_1():
-    p = laws_of([0.55, 0.45], [0.5, 0.5])
+    p = distributions_of([0.55, 0.45], [0.5, 0.5])
     assert verdict_of(Threshold(0.4), p, [1], Tree.chain(1)).path == [0]
     assert verdict_of(Threshold(0.5), p, [1], Tree.chain(1)).path == []
 
 
 def test_levels_are_held_against_the_processed_law():
-    p = laws_of([0.6, 0.3, 0.1], [0.6, 0.3, 0.1])
-    cut = Law.of(1.0, top_k=2)  # 0.3 becomes 1/3, 0.1 becomes 0
+    p = distributions_of([0.6, 0.3, 0.1], [0.6, 0.3, 0.1])
+    cut = Sampler.of(1.0, top_k=2)  # 0.3 becomes 1/3, 0.1 becomes 0
     generator = torch.Generator().manual_seed(0)
     for token, level, path in [(1, 0.32, [0]), (1, 0.34, []), (2, 0.0, [])]:
         proposal = Proposal(torch.tensor([token]), None, Tree.chain(1))
@@ -698,9 +705,9 @@ def test_delta_is_not_negative(delta):
     [([1.0, 0.0, 0.0, 0.0], 1.0, 0.0), ([0.25] * 4, 0.25, math.log(4)), ([0.5, 0.5, 0.0, 0.0], 0.5, math.log(2))],
 )
 def test_drafts_end_where_the_drafter_is_unsure(q, confidence, nats):
-    law = torch.tensor(q, dtype=torch.float64)
-    assert not stop_below_confidence(confidence - 1e-6)(law) and stop_below_confidence(confidence + 1e-6)(law)
-    assert not stop_below_confidence(confidence)(law)  # as confident as asked for
-    assert not stop_above_entropy(nats + 1e-6)(law) and stop_above_entropy(nats - 1e-6)(law)
-    assert not stop_above_entropy(float(torch.special.entr(law).sum()))(law)
-    assert type(stop_below_confidence(0.5)(law)) is bool and type(stop_above_entropy(0.5)(law)) is bool
+    sampler = torch.tensor(q, dtype=torch.float64)
+    assert not stop_below_confidence(confidence - 1e-6)(sampler) and stop_below_confidence(confidence + 1e-6)(sampler)
+    assert not stop_below_confidence(confidence)(sampler)  # as confident as asked for
+    assert not stop_above_entropy(nats + 1e-6)(sampler) and stop_above_entropy(nats - 1e-6)(sampler)
+    assert not stop_above_entropy(float(torch.special.entr(sampler).sum()))(sampler)
+    assert type(stop_below_confidence(0.5)(sampler)) is bool and type(stop_above_entropy(0.5)(sampler)) is bool

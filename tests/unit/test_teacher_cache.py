@@ -13,27 +13,27 @@ from conftest import tiny_llama
 from transformers import AutoModelForCausalLM
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cache as command
 from draftsmith.train.acceptance import replay_features
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
-from draftsmith.train.losses.chunked import lean_features, lean_sum
+from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.losses.objective import NAMES, Objective
-from draftsmith.train.losses.output_head import Head
+from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import cache_writer as teacher_cache
-from draftsmith.train.teacher.cache_reader import CachedCollator, cached_law, find_laws
+from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
-from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 
 N, V = 40, 23
 FOLLOWS = torch.tensor([i % 7 != 0 for i in range(N)])
 LAWS = {"full": {}, "warm": {"temperature": 0.7}, "cut": {"temperature": 0.8, "top_k": 9, "top_p": 0.9}}
 # The reverse KL is infinite where p is cut, and refused.
-PAIRS = [(name, law) for name in NAMES for law in LAWS if (name, law) != ("reverse_kl", "cut")]
+PAIRS = [(name, sampler) for name in NAMES for sampler in LAWS if (name, sampler) != ("reverse_kl", "cut")]
 
 
 def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,24 +42,24 @@ def drawn(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return p, q, torch.randint(V, (N,), generator=generator)
 
 
-def warped(temperature: float = 1.0, **law: float) -> Law:
-    return Law.of(temperature, **law)
+def warped(temperature: float = 1.0, **sampler: float) -> Sampler:
+    return Sampler.of(temperature, **sampler)
 
 
-def cached(p: torch.Tensor, labels: torch.Tensor, k: int, **law: float) -> CachedLaw:
-    return CachedLaw.of(p, labels, warped(**law), k)
+def cached(p: torch.Tensor, labels: torch.Tensor, k: int, **sampler: float) -> CachedDistributions:
+    return CachedDistributions.of(p, labels, warped(**sampler), k)
 
 
-def objectives(name: str, **law: float) -> Objective:
-    return Objective({name: 1.0}, draft_length=3, **law)
+def objectives(name: str, **sampler: float) -> Objective:
+    return Objective({name: 1.0}, draft_length=3, **sampler)
 
 
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_with_all_tokens_everything_is_that_of_the_full_law(name, law):
+@pytest.mark.parametrize(("name", "sampler"), PAIRS)
+def test_with_all_tokens_everything_is_that_of_the_full_law(name, sampler):
     p, q, labels = drawn()
-    objective = objectives(name, **LAWS[law])
+    objective = objectives(name, **LAWS[sampler])
     values, gradients = [], []
-    for source in (p, cached(p, labels, V, **LAWS[law])):
+    for source in (p, cached(p, labels, V, **LAWS[sampler])):
         own = q.clone().requires_grad_(True)
         value = objective.shortfall(objective.features(source, own, labels), FOLLOWS)
         values.append(value.item())
@@ -69,38 +69,38 @@ def test_with_all_tokens_everything_is_that_of_the_full_law(name, law):
     assert gradients[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_with_all_tokens_replay_is_that_of_the_full_law(law):
+@pytest.mark.parametrize("sampler", LAWS)
+def test_with_all_tokens_replay_is_that_of_the_full_law(sampler):
     p, q, labels = drawn()
-    warping = warped(**LAWS[law])
+    warping = warped(**LAWS[sampler])
     full = replay_features(p, q, labels, warping)
-    assert torch.allclose(full, replay_features(cached(p, labels, V, **LAWS[law]), q, labels, warping), atol=1e-6)
+    assert torch.allclose(full, replay_features(cached(p, labels, V, **LAWS[sampler]), q, labels, warping), atol=1e-6)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 22])
-@pytest.mark.parametrize(("name", "law"), [pair for pair in PAIRS if pair[0] in DIVERGENCES])
-def test_a_bucket_bounds_every_divergence_from_below(name, law, k):
+@pytest.mark.parametrize(("name", "sampler"), [pair for pair in PAIRS if pair[0] in DIVERGENCES])
+def test_a_bucket_bounds_every_divergence_from_below(name, sampler, k):
     """Data processing: merging outcomes makes no f-divergence larger; and k + 1 outcomes are a merging of k + 2."""
     p, q, labels = drawn(k)
-    objective = objectives(name, **LAWS[law])
+    objective = objectives(name, **LAWS[sampler])
     full, bucket, finer = (
         objective.features(source, q, labels)[:, 0]
-        for source in (p, cached(p, labels, k, **LAWS[law]), cached(p, labels, k + 1, **LAWS[law]))
+        for source in (p, cached(p, labels, k, **LAWS[sampler]), cached(p, labels, k + 1, **LAWS[sampler]))
     )
     rounding = 1e-5 * full.max()
     assert (bucket <= finer + rounding).all() and (finer <= full + rounding).all()
     assert (bucket >= -rounding).all() and bucket.sum() > 0
-    if k == 1 and law != "cut":
+    if k == 1 and sampler != "cut":
         assert (bucket < full - 1e-4).any()
 
 
 @pytest.mark.parametrize("k", [1, 2, 5, 22])
-@pytest.mark.parametrize("law", LAWS)
-def test_replay_bounds_acceptance_and_knows_the_rest(law, k):
+@pytest.mark.parametrize("sampler", LAWS)
+def test_replay_bounds_acceptance_and_knows_the_rest(sampler, k):
     """0 ≤ α_bucket − α ≤ min(p_tail, q_tail), and the same of the block terms' overlap; a and agreement are exact."""
     p, q, labels = drawn(k)
-    warping = warped(**LAWS[law])
-    bucket = cached(p, labels, k, **LAWS[law])
+    warping = warped(**LAWS[sampler])
+    bucket = cached(p, labels, k, **LAWS[sampler])
     full, found = replay_features(p, q, labels, warping), replay_features(bucket, q, labels, warping)
     assert torch.allclose(full[:, 0], found[:, 0], atol=1e-6)
     assert torch.equal(full[:, 3], found[:, 3])
@@ -112,17 +112,19 @@ def test_replay_bounds_acceptance_and_knows_the_rest(law, k):
     assert torch.allclose(full[known, 2], found[known, 2], atol=1e-6)
     assert (found[~known, 2] == 0).all()
     assert (full[~known, 2] <= bucket.log_p.exp()[~known, -1] + 1e-6).all()  # less probable than the k-th
-    features = Objective({"expected_length": 1.0}, **LAWS[law]).features(bucket, q, labels)
+    features = Objective({"expected_length": 1.0}, **LAWS[sampler]).features(bucket, q, labels)
     assert torch.allclose(features[:, 2], found[:, 1], atol=1e-6)
-    of_full = Objective({"expected_length": 1.0}, **LAWS[law]).features(p, q, labels)
+    of_full = Objective({"expected_length": 1.0}, **LAWS[sampler]).features(p, q, labels)
     assert torch.allclose(features[:, 1], of_full[:, 1], rtol=1e-5, atol=1e-5)
 
 
 def test_a_tail_is_summed_over_its_own_tokens():
     """In float32, 1 − Σ q of the others would be 0 here, and so would its gradient."""
     scores = torch.tensor([[30.0, 29.0, 1.0, -2.0, 0.5]], requires_grad=True)
-    law = CachedLaw(torch.tensor([[0, 1]], dtype=torch.int32), *(torch.zeros(1, 2), torch.zeros(1), torch.zeros(1)))
-    found = law.bucket(scores.log_softmax(-1))
+    sampler = CachedDistributions(
+        torch.tensor([[0, 1]], dtype=torch.int32), *(torch.zeros(1, 2), torch.zeros(1), torch.zeros(1))
+    )
+    found = sampler.bucket(scores.log_softmax(-1))
     exact = scores.detach().double().log_softmax(-1)
     assert found[0, 2].item() == pytest.approx(exact[0, 2:].logsumexp(-1).item(), rel=1e-6)
     (gradient,) = torch.autograd.grad(found[0, 2], scores)
@@ -130,19 +132,19 @@ def test_a_tail_is_summed_over_its_own_tokens():
 
 
 @pytest.mark.parametrize("k", [1, 3, V])
-@pytest.mark.parametrize(("name", "law"), PAIRS)
-def test_extreme_laws_give_finite_gradients(name, law, k):
+@pytest.mark.parametrize(("name", "sampler"), PAIRS)
+def test_extreme_laws_give_finite_gradients(name, sampler, k):
     p, q = torch.full((4, V), -1e4), torch.full((4, V), -1e4)
     p[0, 3], q[0, 7], p[1, 3], q[1, 3], p[2, 3], q[3, 3] = (1e4,) * 6
     labels = torch.tensor([3, 3, 7, 7])
-    bucket = cached(p, labels, k, **LAWS[law])
+    bucket = cached(p, labels, k, **LAWS[sampler])
     own = q.requires_grad_(True)
-    objective = objectives(name, **LAWS[law])
+    objective = objectives(name, **LAWS[sampler])
     features = objective.features(bucket, own, labels)
     loss = objective.shortfall(features, torch.tensor([False, True, True, True]))
     (gradient,) = torch.autograd.grad(loss, own)
     assert loss.isfinite() and gradient.isfinite().all()
-    assert replay_features(bucket, own.detach(), labels, Law.of(0.8)).isfinite().all()
+    assert replay_features(bucket, own.detach(), labels, Sampler.of(0.8)).isfinite().all()
 
 
 def test_among_equals_the_argmax_comes_first():
@@ -150,9 +152,9 @@ def test_among_equals_the_argmax_comes_first():
     p[1, 5:9] = 2.0
     p[2, 11] = 1.0
     for k in (1, 4, V):
-        law = cached(p, torch.zeros(3, dtype=torch.long), k)
-        assert torch.equal(law.ids[:, 0], p.argmax(-1))
-        assert all(len(set(row)) == k for row in law.ids.tolist())
+        sampler = cached(p, torch.zeros(3, dtype=torch.long), k)
+        assert torch.equal(sampler.ids[:, 0], p.argmax(-1))
+        assert all(len(set(row)) == k for row in sampler.ids.tolist())
 
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 1000])
@@ -161,15 +163,17 @@ def test_the_lean_loss_slices_a_cached_law(chunk_size):
     generator = torch.Generator().manual_seed(0)
     p, _, labels = drawn()
     hidden, weight = torch.randn(N, 8, generator=generator), torch.randn(V, 8, generator=generator)
-    law = cached(p, labels, 4)
-    law = CachedLaw(law.ids.int(), law.log_p.half(), law.log_tail, law.log_p_of_text)
+    sampler = cached(p, labels, 4)
+    sampler = CachedDistributions(sampler.ids.int(), sampler.log_p.half(), sampler.log_tail, sampler.log_p_of_text)
     objective = Objective({"forward_kl": 0.5, "expected_length": 1.0})
     weights = torch.rand(N, 3, generator=generator)
     leaves = [hidden.requires_grad_(True), weight.requires_grad_(True)]
-    values = objective.features(law, hidden @ weight.T, labels)
-    found, features = lean_sum(objective.features, weights, labels, hidden, Head(weight), law, chunk_size)
+    values = objective.features(sampler, hidden @ weight.T, labels)
+    found, features = chunked_sum(objective.features, weights, labels, hidden, OutputHead(weight), sampler, chunk_size)
     assert torch.allclose(features, values, atol=1e-5)
-    assert torch.allclose(lean_features(objective.features, labels, hidden, Head(weight), law, chunk_size), features)
+    assert torch.allclose(
+        chunked_features(objective.features, labels, hidden, OutputHead(weight), sampler, chunk_size), features
+    )
     eager = torch.autograd.grad((values * weights).sum(), leaves)
     for a, b in zip(eager, torch.autograd.grad(found, leaves), strict=True):
         assert torch.allclose(a, b, atol=1e-4)
@@ -179,11 +183,11 @@ def test_a_live_law_and_a_cached_one_are_interchangeable():
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(N, 6, generator=generator), torch.randn(V, 6, generator=generator)
     _, q, labels = drawn()
-    head = Head(torch.eye(V))
-    live = LiveLaw(hidden, Head(weight, softcap=3.0))
+    head = OutputHead(torch.eye(V))
+    live = LiveDistributions(hidden, OutputHead(weight, softcap=3.0))
     stored = cached(live.chunk(slice(None))(slice(None)), labels, V)
     objective = Objective({"jsd": 1.0, "reached_tvd": 1.0})
-    one, other = (lean_features(objective.features, labels, q, head, law, 9) for law in (live, stored))
+    one, other = (chunked_features(objective.features, labels, q, head, sampler, 9) for sampler in (live, stored))
     assert torch.allclose(one, other, atol=1e-5)
 
 
@@ -212,7 +216,7 @@ def configured(road: Path, output: Path, **options) -> CacheConfig:
 def found_in(road: Path, *caches: Path, **options):
     options = {"completions": [str(road / "short"), str(road / "long")], "temperature": 1.0} | options
     options = {"top_k": 0, "top_p": 1.0, "target": str(road / "target"), "vocab_size": 300} | options
-    return find_laws([str(cache) for cache in caches], **options)
+    return find_distributions([str(cache) for cache in caches], **options)
 
 
 @pytest.fixture(scope="module")
@@ -222,29 +226,29 @@ def whole(road, tmp_path_factory):
     return make_cache(configured(road, output), said.append), output, said
 
 
-def by_hand(road: Path, sample: dict, law: Law, k: int) -> CachedLaw:
+def by_hand(road: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
     """A sample's laws, from the library's own forward of the sample alone."""
     model = AutoModelForCausalLM.from_pretrained(road / "target", dtype=torch.float32)
     ids = torch.tensor([sample["input_ids"]])
     with torch.no_grad():
         logits = model(ids).logits[0, :-1, :300]
     inside = torch.tensor([label != -100 for label in sample["labels"][1:]])
-    return CachedLaw.of(logits[inside].contiguous(), ids[0, 1:][inside], law, k)
+    return CachedDistributions.of(logits[inside].contiguous(), ids[0, 1:][inside], sampler, k)
 
 
 @pytest.mark.parametrize("k", [8, 300])
 def test_what_is_written_is_read(road, tmp_path, tokenizer, k):
-    law = {"temperature": 0.8, "top_p": 0.95}
-    make_cache(configured(road, tmp_path / "cache", k=k, **law))
-    laws = found_in(road, tmp_path / "cache", **law)
+    sampler = {"temperature": 0.8, "top_p": 0.95}
+    make_cache(configured(road, tmp_path / "cache", k=k, **sampler))
+    distributions = found_in(road, tmp_path / "cache", **sampler)
     examples = training_examples([str(road / "short"), str(road / "long")])
-    collate = CachedCollator(CompletionCollator(tokenizer), laws)
+    collate = CachedCollator(CompletionCollator(tokenizer), distributions)
     samples = [examples[i] for i in (3, 11, 0, 7)]
     batch = collate(samples)
     assert next(iter(batch)) == "input_ids" and next(reversed(batch)) == "teacher"
     assert not any(column.is_floating_point() for column in batch["teacher"].values())
-    found = cached_law(batch["teacher"])
-    expected = CachedLaw.concatenated([by_hand(road, sample, Law.of(**law), k) for sample in samples])
+    found = cached_distributions(batch["teacher"])
+    expected = CachedDistributions.concatenated([by_hand(road, sample, Sampler.of(**sampler), k) for sample in samples])
     assert len(found) == len(expected) == int((batch["labels"][:, 1:] != -100).sum())
     assert torch.equal(found.ids.long()[:, 0], expected.ids[:, 0])
     assert (found.log_p.dtype, found.log_tail.dtype) == (torch.float16, torch.float32)
@@ -267,8 +271,8 @@ def test_cut_samples_have_the_first_of_their_laws(road, whole, tokenizer):
     whole_laws, cut_laws = found_in(road, output), found_in(road, output, max_length=most)
     at = max(range(len(long)), key=lambda i: len(long[i]["input_ids"]))
     a, b = (
-        cached_law(CachedCollator(CompletionCollator(tokenizer), laws)([examples[at]])["teacher"])
-        for laws, examples in ((whole_laws, long), (cut_laws, cut))
+        cached_distributions(CachedCollator(CompletionCollator(tokenizer), distributions)([examples[at]])["teacher"])
+        for distributions, examples in ((whole_laws, long), (cut_laws, cut))
     )
     assert len(b) == len(a) - 4 > 0
     assert torch.equal(a.ids[:-4], b.ids) and torch.equal(a.log_p_of_text[:-4], b.log_p_of_text)
@@ -469,8 +473,8 @@ def test_caches_of_one_k_cover_completions_together(road, tmp_path):
     for name, k in (("short", 8), ("long", 8), ("fine", 9)):
         completions = [str(road / ("long" if name == "fine" else name))]
         make_cache(configured(road, tmp_path / name, completions=completions, k=k))
-    laws = found_in(road, tmp_path / "short", tmp_path / "long")
-    assert (laws.k, len(laws.places)) == (8, 12)
+    distributions = found_in(road, tmp_path / "short", tmp_path / "long")
+    assert (distributions.k, len(distributions.places)) == (8, 12)
     with pytest.raises(InputError, match=r"expected caches of one k, found 8 in .*short and 9 in .*fine"):
         found_in(road, tmp_path / "short", tmp_path / "fine")
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.train.losses.divergences import check_divergence, per_token
-from draftsmith.train.losses.output_head import Head
-from draftsmith.train.teacher.distributions import LiveLaw, TeacherLaw
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.teacher.distributions import LiveDistributions, TeacherDistributions
 
 Features = Callable[[Any, Tensor, Tensor], Tensor]
-"""(p, q_logits (N, V), labels (N,)) → (N, K), position by position: p is logits (N, V) or a `CachedLaw`, as its source
-is a `LiveLaw` or a `CachedLaw`."""
+"""(p, q_logits (N, V), labels (N,)) → (N, K), position by position: p is logits (N, V) of `LiveDistributions`, or
+`CachedDistributions`."""
 
 # Logits of a chunk, which matrix products are taken over: fewer of them would wait for the head's weight to be read.
 CHUNK_ENTRIES = 2**24
@@ -27,9 +27,9 @@ PART_ENTRIES = 2**21
 
 def lean_divergence(
     q_hidden: Tensor,
-    q_head: Tensor | Head,
+    q_head: Tensor | OutputHead,
     p_hidden: Tensor,
-    p_head: Tensor | Head,
+    p_head: Tensor | OutputHead,
     name: str = "forward_kl",
     temperature: float = 1.0,
     mask: Tensor | None = None,
@@ -42,7 +42,7 @@ def lean_divergence(
 
     Args:
         q_hidden: the draft's last hidden states, (N, H); gradients flow to them.
-        q_head: the draft's head, (V, H) or a `Head`; gradients flow to its weight and bias.
+        q_head: the draft's head, (V, H) or a `OutputHead`; gradients flow to its weight and bias.
         p_hidden: the target's, (N, H').
         p_head: the target's, (V, H').
         name: as in `divergence`, like the other arguments.
@@ -57,7 +57,7 @@ def lean_divergence(
         InputError: as `divergence`.
     """
     check_divergence(name, temperature, beta, alpha)
-    q_head, p_head = (head if isinstance(head, Head) else Head(head) for head in (q_head, p_head))
+    q_head, p_head = (head if isinstance(head, OutputHead) else OutputHead(head) for head in (q_head, p_head))
     weights = q_hidden.new_ones(len(q_hidden), dtype=torch.float32) if mask is None else mask.float()
     weights = weights / weights.sum()
 
@@ -66,17 +66,17 @@ def lean_divergence(
         return per_token(p_logits, q_logits, name, temperature, beta, alpha, own)[:, None]
 
     some_labels = weights.new_zeros(len(weights), dtype=torch.long) if labels is None else labels
-    law = LiveLaw(p_hidden, p_head)
-    return lean_sum(features, weights[:, None], some_labels, q_hidden, q_head, law, chunk_size)[0]
+    teacher = LiveDistributions(p_hidden, p_head)
+    return chunked_sum(features, weights[:, None], some_labels, q_hidden, q_head, teacher, chunk_size)[0]
 
 
-def lean_sum(
+def chunked_sum(
     features: Features,
     weights: Tensor,
     labels: Tensor,
     q_hidden: Tensor,
-    q_head: Head,
-    law: TeacherLaw | None,
+    q_head: OutputHead,
+    teacher: TeacherDistributions | None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Σ weights · features over positions, and the features themselves, chunk by chunk.
@@ -87,30 +87,31 @@ def lean_sum(
         labels: (N,).
         q_hidden: (N, H).
         q_head: gradients flow to `q_hidden` and to this head.
-        law: p of the N positions; no gradients. None where the features do not look at it; they are given q's logits.
+        teacher: p of the N positions; no gradients. None where the features do not look at it; they are given q's
+            logits.
         chunk_size: positions a chunk.
 
     Returns:
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
     """
     size = chunk_size or max(1, CHUNK_ENTRIES // len(q_head.weight))
-    return _LeanSum.apply(features, weights, labels, q_hidden, q_head.weight, q_head.bias, q_head, law, size)
+    return _ChunkedSum.apply(features, weights, labels, q_hidden, q_head.weight, q_head.bias, q_head, teacher, size)
 
 
 @torch.no_grad()
-def lean_features(
+def chunked_features(
     features: Features,
     labels: Tensor,
     q_hidden: Tensor,
-    q_head: Head,
-    law: TeacherLaw | None,
+    q_head: OutputHead,
+    teacher: TeacherDistributions | None,
     chunk_size: int | None = None,
 ) -> Tensor:
     """Return the features of all positions, (N, K), without gradients."""
     size = chunk_size or max(1, CHUNK_ENTRIES // len(q_head.weight))
     kept = []
     for at in chunks(len(q_hidden), size):
-        p_of = None if law is None else law.chunk(at)
+        p_of = None if teacher is None else teacher.chunk(at)
         q_raw, own = q_head.project(q_hidden[at]), labels[at]
         for part in parts(q_raw):
             p = p_of(part) if p_of else q_raw[part]
@@ -128,7 +129,7 @@ def parts(logits: Tensor) -> list[slice]:
     return chunks(len(logits), max(1, PART_ENTRIES // logits.shape[1]))
 
 
-class _LeanSum(torch.autograd.Function):
+class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -138,8 +139,8 @@ class _LeanSum(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        head: Head,
-        law: TeacherLaw | None,
+        head: OutputHead,
+        teacher: TeacherDistributions | None,
         size: int,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
@@ -153,7 +154,7 @@ class _LeanSum(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
         total, kept = weights.new_zeros(()), []
         for at in chunks(len(hidden), size):
-            p_of = None if law is None else law.chunk(at)
+            p_of = None if teacher is None else teacher.chunk(at)
             with torch.autocast(device, enabled=False):
                 h = h_all[at]
                 g = torch.nn.functional.linear(h, w, b)  # the logits, until the loss has been through them

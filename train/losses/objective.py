@@ -15,7 +15,7 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from draftsmith.decode.errors import InputError
 from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, mixture_weight
 from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
-from draftsmith.train.teacher.distributions import LOWEST, CachedLaw
+from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
@@ -94,7 +94,7 @@ class Objective:
         terms["forward_kl"] = terms.get("forward_kl", 0.0) + 1 - progress
         return replace(self, terms=terms)
 
-    def features(self, p: Tensor | CachedLaw, q_logits: Tensor, labels: Tensor) -> Tensor:
+    def features(self, p: Tensor | CachedDistributions, q_logits: Tensor, labels: Tensor) -> Tensor:
         """Return what `shortfall` sums: the weighted divergences, and for block terms log a and the overlap.
 
         A cached law bounds them: divergences from below, the overlap from above; log a is exact.
@@ -115,7 +115,7 @@ class Objective:
         if not self.needs_target:
             return total[:, None]
         # (N, V), or (N, k + 1) for both p and q: the divergences do not care. q is warped before it is bucketed.
-        if isinstance(p, CachedLaw):
+        if isinstance(p, CachedDistributions):
             log_p, bucket = p.bucketed(), p.bucket
         else:
             log_p, bucket = self._warped(p.float() / self.temperature).log_softmax(-1), _unchanged
@@ -137,7 +137,7 @@ class Objective:
         if not self.couples:
             return total[:, None]
         log_q_x = _at(whole, labels)
-        log_p_x = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedLaw) else _at(log_p, labels)
+        log_p_x = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p, labels)
         overlap = torch.minimum(log_p, log_q).exp().sum(-1)
         return torch.stack([total, (log_q_x - log_p_x).clamp(max=0.0), overlap], dim=1)
 

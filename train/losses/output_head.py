@@ -15,7 +15,7 @@ from draftsmith.decode.errors import InputError
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """A linear map to logits, and what some families do to its output."""
 
     weight: Tensor
@@ -43,28 +43,30 @@ class Head:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
-    def to(self, device: torch.device) -> "Head":
+    def to(self, device: torch.device) -> "OutputHead":
         """Return the head on a device: itself where it is there."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
-    def of(self, tokens: Tensor) -> "Head":
+    def of(self, tokens: Tensor) -> "OutputHead":
         """Return the head of some tokens, (D,) int64, in that order: a copy."""
         return replace(self, weight=self.weight[tokens], bias=None if self.bias is None else self.bias[tokens])
 
-    def cut(self, vocab_size: int) -> "Head":
+    def cut(self, vocab_size: int) -> "OutputHead":
         """Return the head of the first entries: a view, whose gradients are those of the whole."""
         return replace(
             self, weight=self.weight[:vocab_size], bias=None if self.bias is None else self.bias[:vocab_size]
         )
 
 
-def head_of(model: PreTrainedModel) -> Head:
+def head_of(model: PreTrainedModel) -> OutputHead:
     """Return a causal LM's head, tied or not. `splits` says whether the family does anything else to logits."""
     module: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     scale /= getattr(config, "logits_scaling", None) or 1.0
-    return Head(module.weight, getattr(module, "bias", None), scale, getattr(config, "final_logit_softcapping", None))
+    return OutputHead(
+        module.weight, getattr(module, "bias", None), scale, getattr(config, "final_logit_softcapping", None)
+    )
 
 
 def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:

@@ -21,25 +21,25 @@ from draftsmith.train.teacher.cache_writer import (
     checksum,
     digest,
     identity,
-    read_laws,
+    read_distributions,
     samples_of,
     texts_of,
 )
-from draftsmith.train.teacher.distributions import CachedLaw
+from draftsmith.train.teacher.distributions import CachedDistributions
 
 Places = dict[tuple[str, int], tuple[Path, int]]
 """(a sample's id, the checksum of its tokens) → (shard, row)."""
 
 
 @dataclass(frozen=True)
-class FoundLaws:
+class DistributionIndex:
     """Where the laws of samples are."""
 
     k: int
     places: Places
 
 
-def find_laws(
+def find_distributions(
     caches: Sequence[str],
     completions: Sequence[str],
     target: str,
@@ -50,7 +50,7 @@ def find_laws(
     top_p: float,
     max_length: int | None = None,
     trust_remote_code: bool = False,
-) -> FoundLaws:
+) -> DistributionIndex:
     """Find the laws of every sample of some completions.
 
     Args:
@@ -68,7 +68,7 @@ def find_laws(
         InputError: a cache is missing, malformed, damaged, of another law, target or k than the rest; or completions or
             samples of them without laws: names them.
     """
-    law = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampler = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     known = identity(target, trust_remote_code)
     owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
     widths: dict[str, int] = {}
@@ -77,7 +77,7 @@ def find_laws(
         if manifest is None:
             raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
         settings = manifest["settings"]
-        for name, value in law.items():
+        for name, value in sampler.items():
             if settings[name] != value:
                 raise InputError(
                     f"{name}: expected {settings[name]}, which the laws in {path} are of, found {value}; train with "
@@ -108,13 +108,13 @@ def find_laws(
                 f"{', '.join(caches)}; run draftsmith cache"
             )
         places.update(_places(path, *owner, max_length))
-    return FoundLaws(widths[caches[0]], places)
+    return DistributionIndex(widths[caches[0]], places)
 
 
 def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
     rows: dict[tuple[str, int], tuple[Path, int]] = {}
     for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
-        shard = read_laws(file, columns=["id", "text"])
+        shard = read_distributions(file, columns=["id", "text"])
         if shard is None:
             raise _damaged(file)
         rows.update((sample, (file, row)) for row, sample in enumerate(samples_of(shard)))
@@ -141,7 +141,7 @@ def _damaged(file: Path) -> InputError:
 
 @lru_cache(maxsize=32)
 def _row_group(file: Path, number: int) -> pa.Table:
-    table = read_laws(file, number)
+    table = read_distributions(file, number)
     if table is None:
         raise _damaged(file)
     return table
@@ -151,18 +151,18 @@ class CachedCollator:
     """Adds to a batch, under `teacher`, the laws of its loss positions, in the order of `hidden[:, :-1][chosen]`.
 
     Positions are one behind the other over rows, and over the samples of packed rows: `ids` (N, k) int32, `log_p`
-    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_law` makes floats of their bits; a Trainer under
-    DeepSpeed would round floats to the draft's dtype on the way.
+    (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_distributions` makes floats of their bits; a
+    Trainer under DeepSpeed would round floats to the draft's dtype on the way.
     """
 
-    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], laws: FoundLaws):
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], distributions: DistributionIndex):
         self.collator = collator
-        self.laws = laws
+        self.distributions = distributions
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate samples of `id`, `input_ids` and `labels`, or packed rows, of `ids` and `position_ids` as well."""
         batch = self.collator(samples)
-        found = [self._laws(*text) for sample in samples for text in _unpacked(sample)]
+        found = [self._distributions(*text) for sample in samples for text in _unpacked(sample)]
         columns = {name: np.concatenate([part[name] for part in found]) for name in NUMBERS}
         # Last, since the Trainer takes the first tensor's length for the number of rows.
         batch["teacher"] = {
@@ -170,12 +170,12 @@ class CachedCollator:
         }
         return batch
 
-    def _laws(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
-        file, row = self.laws.places[name, checksum(input_ids)]
+    def _distributions(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
+        file, row = self.distributions.places[name, checksum(input_ids)]
         table = _row_group(file, row // ROW_GROUP)
         values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
         for column in ("ids", "log_p"):
-            values[column] = values[column].reshape(-1, self.laws.k)
+            values[column] = values[column].reshape(-1, self.distributions.k)
         return {column: value[:count] for column, value in values.items()}
 
 
@@ -193,6 +193,6 @@ def _unpacked(sample: dict[str, Any]) -> list[tuple[str, list[int], int]]:
     ]
 
 
-def cached_law(columns: dict[str, Tensor]) -> CachedLaw:
+def cached_distributions(columns: dict[str, Tensor]) -> CachedDistributions:
     """Return the laws that a `CachedCollator` added to a batch."""
-    return CachedLaw(**{name: columns[name].view(dtype) for name, dtype in NUMBERS.items()})
+    return CachedDistributions(**{name: columns[name].view(dtype) for name, dtype in NUMBERS.items()})

@@ -1,9 +1,9 @@
 """A teacher on disk: the laws of a target on its completions, from which a draft trains with no target in memory.
 
 A directory holds `manifest.json` (`"draftsmith.teacher/1"`: what determines every number) and one Parquet shard for
-each shard of completions. Of each loss position it has what a `CachedLaw` has, at the temperature, top-k and top-p of
-the deployment: the k tokens say nothing of the tail's mass at another temperature. A shard is written aside and
-renamed, so that a run that was killed goes on where it stopped.
+each shard of completions. Of each loss position it has what `CachedDistributions` has, at the temperature, top-k and
+top-p of the deployment: the k tokens say nothing of the tail's mass at another temperature. A shard is written aside
+and renamed, so that a run that was killed goes on where it stopped.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.sampling import Law
+from draftsmith.decode.sampling import Sampler
 from draftsmith.train import models
 from draftsmith.train.data.shards import MANIFEST, output_directory, read_manifest, read_shard, write_aside
 from draftsmith.train.losses import chunked as lean
-from draftsmith.train.losses.output_head import Head, head_of, last_hidden, require_split
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
-from draftsmith.train.teacher.distributions import CachedLaw, LiveLaw
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 
 SCHEMA = "draftsmith.teacher/1"
 COLUMNS = pa.schema(
@@ -49,7 +49,7 @@ COLUMNS = pa.schema(
 NUMBERS = {"ids": torch.int32, "log_p": torch.float16, "log_tail": torch.float32, "log_p_of_text": torch.float32}
 # Samples that are read together: a sample alone takes 8 % more bytes, a shard as a whole 5 times as long to read.
 ROW_GROUP = 8
-LAW = ("temperature", "top_k", "top_p")
+SAMPLER = ("temperature", "top_k", "top_p")
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
         _settle(output, _manifest(config, vocab_size))
         missing = []
         for source in sources:
-            shard = read_laws(output / source.name)
+            shard = read_distributions(output / source.name)
             if shard is not None and samples_of(shard) == source.samples:
                 summary.kept += len(source.samples)
                 _count(summary, source)
@@ -240,26 +240,26 @@ def _megabytes(size: int) -> str:
 def _write(
     config: CacheConfig, model: PreTrainedModel, vocab_size: int, missing: list[_Source], summary: CacheSummary
 ) -> None:
-    law, head = Law.of(config.temperature, config.top_k, config.top_p), head_of(model).cut(vocab_size)
+    sampler, head = Sampler.of(config.temperature, config.top_k, config.top_p), head_of(model).cut(vocab_size)
     start = time.perf_counter()
     with tqdm(total=summary.samples, initial=summary.kept, unit="sample", desc="cache") as bar:
         for source in missing:
             texts = texts_of(source.completions)
             lengths = [len(ids) for _, ids, _ in texts]
             order = sorted(range(len(texts)), key=lengths.__getitem__, reverse=True)
-            laws: dict[int, CachedLaw] = {}
+            distributions: dict[int, CachedDistributions] = {}
             for at in range(0, len(order), config.batch_size):
                 rows = order[at : at + config.batch_size]
-                found = laws_of(model, head, [texts[i][1:] for i in rows], law, config.k)
-                laws.update(zip(rows, found, strict=True))
+                found = distributions_of(model, head, [texts[i][1:] for i in rows], sampler, config.k)
+                distributions.update(zip(rows, found, strict=True))
                 for i in rows:
-                    if laws[i].log_p_of_text.isnan().any():
+                    if distributions[i].log_p_of_text.isnan().any():
                         raise InputError(
                             f"target: expected finite logits, found none in sample {texts[i][0]!r} of "
                             f"{source.completions}; try another --dtype than {config.dtype}"
                         )
                 bar.update(len(rows))
-            _write_shard(summary.output / source.name, source, [laws[i] for i in range(len(texts))])
+            _write_shard(summary.output / source.name, source, [distributions[i] for i in range(len(texts))])
             summary.written += len(texts)
             summary.positions_written += source.positions
             summary.seconds = time.perf_counter() - start
@@ -267,9 +267,9 @@ def _write(
 
 
 @torch.inference_mode()
-def laws_of(
-    model: PreTrainedModel, head: Head, texts: Sequence[tuple[list[int], list[int]]], law: Law, k: int
-) -> list[CachedLaw]:
+def distributions_of(
+    model: PreTrainedModel, head: OutputHead, texts: Sequence[tuple[list[int], list[int]]], sampler: Sampler, k: int
+) -> list[CachedDistributions]:
     """Return the laws of a target on some texts, computed together.
 
     Logits are never held for more positions than `lean.CHUNK_ENTRIES` allows.
@@ -278,8 +278,8 @@ def laws_of(
         model: the target.
         head: its head, cut to its tokens.
         texts: B of (token ids, loss mask). The law before each token with mask 1 is taken; a first token has none.
-        law: the deployment's warping.
-        k: as in `CachedLaw`.
+        sampler: the deployment's warping.
+        k: as in `CachedDistributions`.
 
     Returns:
         B laws on the CPU.
@@ -291,22 +291,22 @@ def laws_of(
     lengths = torch.tensor([len(text[0]) for text in texts], device=model.device)
     attention_mask = (torch.arange(ids.shape[1], device=model.device) < lengths[:, None]).long()
     chosen = masks[:, 1:].bool()
-    source = LiveLaw(last_hidden(model, input_ids=ids, attention_mask=attention_mask)[:, :-1][chosen], head)
+    source = LiveDistributions(last_hidden(model, input_ids=ids, attention_mask=attention_mask)[:, :-1][chosen], head)
     labels, vocab_size = ids[:, 1:][chosen], len(head.weight)
     found = []
     for at in lean.chunks(len(labels), max(1, lean.CHUNK_ENTRIES // vocab_size)):
         logits_of, own = source.chunk(at), labels[at]
         for part in lean.chunks(len(own), max(1, lean.PART_ENTRIES // vocab_size)):
-            found.append(CachedLaw.of(logits_of(part), own[part], law, k).to("cpu"))
-    whole = CachedLaw.concatenated(found)
+            found.append(CachedDistributions.of(logits_of(part), own[part], sampler, k).to("cpu"))
+    whole = CachedDistributions.concatenated(found)
     return [whole[start:end] for start, end in pairwise([0, *chosen.sum(1).cumsum(0).tolist()])]
 
 
-def _write_shard(path: Path, source: _Source, laws: list[CachedLaw]) -> None:
+def _write_shard(path: Path, source: _Source, distributions: list[CachedDistributions]) -> None:
     names, checksums = zip(*source.samples, strict=True)
     columns: list[Any] = [names, checksums]
     for name, dtype in NUMBERS.items():
-        columns.append([getattr(law, name).to(dtype).flatten().numpy() for law in laws])
+        columns.append([getattr(sampler, name).to(dtype).flatten().numpy() for sampler in distributions])
     shard = pa.table([pa.array(c, field.type) for c, field in zip(columns, COLUMNS, strict=True)], schema=COLUMNS)
     buffer = pa.BufferOutputStream()
     pq.write_table(
@@ -323,7 +323,7 @@ def _write_shard(path: Path, source: _Source, laws: list[CachedLaw]) -> None:
     write_aside(path, buffer.getvalue().to_pybytes())
 
 
-def read_laws(path: Path, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table | None:
+def read_distributions(path: Path, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table | None:
     """Read a shard of a cache, checksums and all; None where there is none, or one that is cut, damaged or foreign."""
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
@@ -337,7 +337,7 @@ def read_laws(path: Path, row_group: int | None = None, columns: list[str] | Non
 def _manifest(config: CacheConfig, vocab_size: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "settings": {name: getattr(config, name) for name in ("k", *LAW, "dtype")},
+        "settings": {name: getattr(config, name) for name in ("k", *SAMPLER, "dtype")},
         "vocab_size": vocab_size,
         "target": {"path": config.target} | identity(config.target, config.trust_remote_code),
         "completions": [{"path": path, "sha256": digest(path)} for path in config.completions],

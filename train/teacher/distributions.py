@@ -9,20 +9,20 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from draftsmith.decode.sampling import Law
-from draftsmith.train.losses.output_head import Head
+from draftsmith.decode.sampling import Sampler
+from draftsmith.train.losses.output_head import OutputHead
 
 # Finite, so that a probability of zero times its logarithm is zero, and no gradient is a NaN.
 LOWEST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True)
-class LiveLaw:
+class LiveDistributions:
     """The laws of a target in memory: its last hidden states, and the head that makes logits of them."""
 
     hidden: Tensor
     """(N, H); no gradients flow to it."""
-    head: Head
+    head: OutputHead
     """(V, H)."""
 
     def chunk(self, at: slice) -> Callable[[slice], Tensor]:
@@ -34,7 +34,7 @@ class LiveLaw:
 
 
 @dataclass(frozen=True)
-class CachedLaw:
+class CachedDistributions:
     """The k most probable tokens of each law, and the rest of the vocabulary as one further outcome, the tail.
 
     Merging outcomes is a channel, through which no f-divergence grows (data processing inequality; Csiszár 1967): a
@@ -53,16 +53,16 @@ class CachedLaw:
     """The log-probability of the text's own token, (N,), which may be any."""
 
     @classmethod
-    def of(cls, logits: Tensor, labels: Tensor, law: Law, k: int) -> "CachedLaw":
+    def of(cls, logits: Tensor, labels: Tensor, sampler: Sampler, k: int) -> "CachedDistributions":
         """Take the laws of logits.
 
         Args:
             logits: the target's, (N, V).
             labels: the text's tokens, (N,).
-            law: the deployment's warping, a context-free one, at a temperature above 0.
+            sampler: the deployment's warping, a context-free one, at a temperature above 0.
             k: tokens to keep, at most V.
         """
-        log_p = law.scores(logits, []).log_softmax(-1)
+        log_p = sampler.scores(logits, []).log_softmax(-1)
         # Among equals topk may put any first.
         best = logits.argmax(-1, keepdim=True)
         ids = log_p.scatter(1, best, torch.inf).topk(k).indices
@@ -70,22 +70,22 @@ class CachedLaw:
         return cls(ids, log_p.gather(1, ids), tail, log_p.gather(1, labels[:, None])[:, 0])
 
     @classmethod
-    def concatenated(cls, laws: Sequence["CachedLaw"]) -> "CachedLaw":
+    def concatenated(cls, distributions: Sequence["CachedDistributions"]) -> "CachedDistributions":
         """Return the laws of several texts, one behind the other."""
-        return cls(*(torch.cat([getattr(law, field.name) for law in laws]) for field in fields(cls)))
+        return cls(*(torch.cat([getattr(sampler, field.name) for sampler in distributions]) for field in fields(cls)))
 
     def __len__(self) -> int:
         return len(self.log_tail)
 
-    def __getitem__(self, at: slice) -> "CachedLaw":
-        return CachedLaw(*(getattr(self, field.name)[at] for field in fields(self)))
+    def __getitem__(self, at: slice) -> "CachedDistributions":
+        return CachedDistributions(*(getattr(self, field.name)[at] for field in fields(self)))
 
-    def to(self, device: torch.device | str) -> "CachedLaw":
+    def to(self, device: torch.device | str) -> "CachedDistributions":
         """Return the laws on a device."""
-        return CachedLaw(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return CachedDistributions(*(getattr(self, field.name).to(device) for field in fields(self)))
 
-    def chunk(self, at: slice) -> Callable[[slice], "CachedLaw"]:
-        """Take some positions, and return the way to some of those: as a `LiveLaw` does."""
+    def chunk(self, at: slice) -> Callable[[slice], "CachedDistributions"]:
+        """Take some positions, and return the way to some of those: as a `LiveDistributions` does."""
         return self[at].__getitem__
 
     def bucketed(self) -> Tensor:
@@ -103,4 +103,4 @@ class CachedLaw:
         return torch.cat([log_q.gather(1, ids), tail], dim=1)
 
 
-TeacherLaw = LiveLaw | CachedLaw
+TeacherDistributions = LiveDistributions | CachedDistributions
