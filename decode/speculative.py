@@ -150,9 +150,7 @@ def _decode(
     longest = draft_length if isinstance(draft_length, int) else draft_length.longest
     task = Task(sampler, vocab_size, generators, max_length, longest, not rule.lossy, compiled, target=model)
     largest = proposer.start(task)
-    target = CachedModel(
-        model, len(rows), max_length, 1 + largest, compiled, wants_hidden=getattr(proposer, "wants_hidden", False)
-    )
+    target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, wants_hidden=proposer.wants_hidden)
     if plan is not None:
         plan.start(model, len(rows), max(row.length for row in rows), compiled)
     fed = False

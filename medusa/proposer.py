@@ -1,21 +1,24 @@
 """Medusa heads as a drafter: no model of its own, one matrix product a head, and the target's hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
-from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_start
-from draftsmith.decode.sampling import draw_without_replacement
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_start
+from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.sampling import Sampler, draw_without_replacement
 from draftsmith.decode.tree import ROOT, Tree
 from draftsmith.medusa.heads import MedusaHeads, check_depth
 from draftsmith.medusa.replay import replay_heads, replay_ranks
+from draftsmith.train.losses.output_head import last_hidden
 
 
-class MedusaProposer:
+class MedusaProposer(Proposer):
     """Drafts a chain or a tree from the hidden state that the last round left (Cai et al. 2024, section 2.1).
 
     At T=0 siblings are a head's most likely tokens; under sampling they are drawn from the head's distribution without
@@ -89,6 +92,12 @@ class MedusaProposer:
         self._hidden = [self._hidden[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse trees under sampling, whose siblings' draws are not known."""
+        if do_sample and not self.tree.is_chain:
+            return "replay: expected a chain under sampling, found a tree: decode with it"
+        return None
+
     def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay trees at T=0, and chains at any temperature: see `draftsmith.medusa.replay`."""
         target, heads = task.target, self.heads
@@ -109,12 +118,32 @@ class MedusaProposer:
                 [(ranks == 0).float()[own] for ranks, own in zip(firsts, drafted, strict=True)],
                 lambda k: [ranks.counts(self.tree.pruned(k)[0]) for ranks in found],
             )
-        if not self.tree.is_chain:
-            raise InputError("replay: expected a chain under sampling, found a tree: decode with it")
         chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth
         return replayed_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return the first head's distribution of each token: what it drafts in a round that begins with that token.
+
+        It sees the hidden state that the target predicted the token before from. The second token of a text, which no
+        head drafts, is given the first one's: the test asks only that q is known from the tokens before.
+        """
+        heads = self.heads
+
+        def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+            hidden_BTH = last_hidden(target, input_ids=ids_BT).to(heads.device, heads.dtype)
+            embed: Any = target.get_input_embeddings()
+            for start in range(1, ids_BT.shape[1], columns):
+                places, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
+                places = places + start
+                before = embed(ids_BT[rows, places - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
+                logits = heads.logits(0, hidden_BTH[rows, (places - 2).clamp(min=0)], before)
+                pairs = [] if sampler.context_free else zip(rows, places, strict=True)
+                contexts = [ids_BT[row, :place] for row, place in pairs]
+                yield sampler.probabilities(logits, contexts) if len(rows) else logits
+
+        return distributions
 
     def _drafted(
         self, contexts: list[Tensor], hidden: Tensor, rows: list[int], draft_lengths: list[int], tree: Tree

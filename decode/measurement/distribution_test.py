@@ -8,7 +8,7 @@ laws of all contexts at once, at any vocabulary, where counting would need every
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice, repeat
 from typing import Any, TypeVar
@@ -22,16 +22,13 @@ from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded, run_generate
-from draftsmith.decode.proposers.base import Proposer, StatelessProposer
-from draftsmith.decode.sampling import Sampler, align_vocabulary
+from draftsmith.decode.proposers.base import Proposer
+from draftsmith.decode.replay.texts import Distributions, model_distributions
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import speculative_generate
 
 Text = tuple[Tensor, int]
 """A text's tokens (T,) int64, and how many of them are its prompt, at least one."""
-Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
-"""(texts (B, T), which of their tokens are wanted (B, T) bool, C) → for each C columns from column 1 on, the laws of
-the wanted tokens, (N, V), column after column."""
-
 BINS = 50
 PAIR_BINS = 10
 ENTRIES = 2**25  # of logits held at a time; what is computed from them takes a few times their memory
@@ -228,7 +225,7 @@ def distribution_test(
         target: the model.
         texts: each with nothing behind its end-of-sequence token.
         sampler: the warping that they were sampled under.
-        drafter: tells q, for power alone; see `model_distributions` and `proposer_distributions`.
+        drafter: tells q, for power alone; see `Proposer.distributions_after`.
         seed: of the random points.
         batch_size: texts in one forward; processors are handed as many, as `generate` does.
 
@@ -281,54 +278,6 @@ def distribution_test(
     least = min(test.p_value for test in tests.values())
     p_value = 0.0 if num_impossible else min(1.0, len(tests) * least)
     return DistributionTest(count, p_value, tests, num_impossible, tuple(impossible))
-
-
-def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: int | None = None) -> Distributions:
-    """Return what a model says under a law, in ordinary forwards of the library; as wide as `vocab_size`."""
-
-    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-        length, past = ids_BT.shape[1], None
-        for start in range(1, length, columns):
-            stop = min(start + columns, length)
-            # Texts are padded on the right, and attention is causal: no mask is needed.
-            output = model(
-                input_ids=ids_BT[:, start - 1 : stop - 1], past_key_values=past, use_cache=columns < length - 1
-            )
-            past = output.past_key_values
-            logits_CBV = output.logits.transpose(0, 1)
-            if vocab_size is not None:
-                logits_CBV = align_vocabulary(logits_CBV, vocab_size)
-            block_CB = wanted_BT[:, start:stop].T
-            if sampler.context_free:
-                yield sampler.probabilities(logits_CBV[block_CB], [])
-                continue
-            # All rows of a column have contexts of one length: one call of the processors for all of them.
-            parts = [logits_CBV.new_zeros(0, logits_CBV.shape[-1])]
-            for column, rows in enumerate(block_CB):
-                if bool(rows.any()):
-                    scores = logits_CBV[column, rows]
-                    scores = scores if scores.dtype == torch.float64 else scores.float()
-                    process: Any = sampler.processors
-                    parts.append(process(ids_BT[rows, : start + column], scores).softmax(-1))
-            yield torch.cat(parts)
-
-    return distributions
-
-
-def proposer_distributions(proposer: StatelessProposer, vocab_size: int) -> Distributions:
-    """Return what a deterministic proposer that looks at the text alone would draft next: one-hot, or all zero."""
-
-    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-        for start in range(1, ids_BT.shape[1], columns):
-            places = wanted_BT[:, start : start + columns].T.nonzero().tolist()
-            q = torch.zeros(len(places), vocab_size, device=ids_BT.device)
-            drafts: Any = proposer  # `propose` is what its subclasses add
-            for i, (column, row) in enumerate(places):
-                (draft,) = drafts.propose([ids_BT[row, : start + column]], [1])
-                q[i, draft.tokens[:1]] = 1.0
-            yield q
-
-    return distributions
 
 
 Item = TypeVar("Item")

@@ -266,14 +266,12 @@ class Profile:
         self._seen = span.end
 
 
-class _TimedProposer:
-    """A proposer whose calls are timed; all else of it is its own."""
+class _TimedProposer(Proposer):
+    """A proposer whose calls are timed."""
 
     def __init__(self, proposer: Proposer, profile: Profile):
         self._proposer, self._profile = proposer, profile
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._proposer, name)
+        self.wants_hidden = proposer.wants_hidden
 
     def start(self, task: Task) -> int:
         self._profile._begin_rows(task)

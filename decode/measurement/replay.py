@@ -10,7 +10,6 @@ Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabul
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from accelerate import PartialState
@@ -23,7 +22,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.exactness import TIE_ULPS
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.proposers.base import Proposer, Task
-from draftsmith.decode.replay.texts import Replayed, WrittenText, teacher_forced
+from draftsmith.decode.replay.replayed import Replayed
+from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
 LOGITS_AT_A_TIME = 2**27
@@ -36,23 +36,6 @@ at a time, 0.5 GiB at T=0, 1.1 at T=1, 1.6 with top-p, which sorts; V = 128k, tw
 FOREIGN = 6.0
 """Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
 probability of 2e-9, were the sum normal; its tails are a little heavier."""
-
-
-@runtime_checkable
-class Replayable(Protocol):
-    """A proposer that replay applies to: what it drafts depends on nothing but the text and where the round began."""
-
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
-        """Replay some texts.
-
-        Args:
-            task: for one row: sampler, vocabulary, the greatest draft length, the target.
-            texts: what the target wrote.
-            distributions: the target's, of each text's tokens, (N, V); None at T=0, where the text says what it chose.
-
-        Raises:
-            InputError: drafts of a kind that replay does not apply to.
-        """
 
 
 @dataclass(frozen=True)
@@ -183,12 +166,9 @@ def replay_drafters(
         raise InputError(
             f"replay: expected texts and draft lengths of at least 1, found {len(texts)} and {list(draft_lengths)}"
         )
-    for name, proposer in proposers.items():
-        if not isinstance(proposer, Replayable):
-            raise InputError(
-                f"proposer: expected one whose drafts depend on the text alone, found {name} "
-                f"{type(proposer).__name__}: decode with it"
-            )
+    for proposer in proposers.values():
+        if refusal := proposer.replay_refusal(sampler.do_sample):
+            raise InputError(refusal)
     state = PartialState()
     own = list(range(len(texts)))[state.process_index :: state.num_processes]
     shares = [_share(target, proposers, texts, own, draft_lengths, sampler, allow_biased)]
@@ -249,9 +229,7 @@ def _share(
                         text, logits_NV, scores_NV, None if distributions is None else distributions[-1]
                     )
             del logits, logits_NV, scores_NV  # before the drafters' logits
-            replayed = {
-                n: p.replay(task, members, distributions) for n, p in proposers.items() if isinstance(p, Replayable)
-            }
+            replayed = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
             by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
             for place, i in enumerate(batch):
                 share.found.append((i, {name: _of_text(r, by_length[name], place) for name, r in replayed.items()}))

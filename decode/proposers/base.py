@@ -1,15 +1,16 @@
 """What the round loop asks of a proposer."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_walk
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_walk
+from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
@@ -64,19 +65,24 @@ class Outcome:
     """The hidden states behind those logits, (K + 1, H), for a proposer that `wants_hidden`."""
 
 
-class Proposer(Protocol):
+class Proposer(ABC):
     """Drafts tokens for the rows of a batch.
 
-    The loop calls `start` once, then alternates `propose` and `commit`, and `select` where rows end. To add a
-    proposer, implement these four methods (`StatelessProposer` has all but `propose`); nothing is registered. What
-    `probabilities` says must be what was drawn from: the decoder is lossless only then. Whether a node is drafted may
-    depend on what was drafted before it, never on its own token. A proposer whose attribute `wants_hidden` is true gets
-    the target's hidden states with the outcomes.
+    The loop calls `start` once, then alternates `propose` and `commit`, and calls `select` where rows end. To add a
+    proposer, implement `propose` and what else it needs; nothing is registered. Three rules keep the decoder lossless:
+    `probabilities` must be what the tokens were drawn from; whether a node is drafted may depend on what was drafted
+    before it, but never on its own token; and the random numbers come from the task's generators.
     """
 
-    def start(self, task: Task) -> int:
-        """Begin with new rows. Return how many tokens a draft holds at most, chain or tree."""
+    wants_hidden: bool = False
+    """Whether the outcomes shall hold the target's hidden states."""
 
+    def start(self, task: Task) -> int:
+        """Begin with new rows. Return the greatest number of tokens of a draft, chain or tree."""
+        self.task = task
+        return task.draft_length
+
+    @abstractmethod
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft what may follow each row's text.
 
@@ -85,31 +91,51 @@ class Proposer(Protocol):
             draft_lengths: how deep each row's draft may be, possibly 0.
         """
 
-    def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Learn, for each row, what was accepted."""
+    def commit(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
+        """Take note, for each row, of what was accepted."""
 
-    def select(self, rows: Sequence[int]) -> None:
-        """Go on with some of the rows alone."""
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
+        """Go on with these rows alone."""
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Return why replay does not apply to these drafts; None where it does.
+
+        It applies where a draft depends on nothing but the text and where the round began.
+        """
+        return (
+            f"proposer: expected one whose drafts depend on the text alone, found {type(self).__name__}: decode with it"
+        )
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+        """Replay texts that the target wrote: see `draftsmith.decode.measurement.replay`.
+
+        Args:
+            task: for one row: sampler, vocabulary, the greatest draft length, the target.
+            texts: what the target wrote.
+            distributions: the target's, of each text's tokens, (N, V); None at T=0, where the text says what it chose.
+
+        Raises:
+            InputError: drafts that replay does not apply to.
+        """
+        raise InputError(str(self.replay_refusal(task.sampler.do_sample)))
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return what q is after every context of given texts; None where that is not known.
+
+        The test of losslessness has more power with it. A wrong answer costs power alone.
+        """
+        return None
 
 
-class StatelessProposer:
-    """What a proposer that looks at the text alone has beside its `propose`."""
+class StatelessProposer(Proposer):
+    """A proposer whose draft is a function of the text alone, for certain unless it overrides `replay`."""
 
-    def start(self, task: Task) -> int:
-        """Keep the task; a chain of the draft length is the most it drafts."""
-        self.task = task
-        return task.draft_length
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Return None: replay asks it for a draft at every position of a text."""
+        return None
 
-    def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn."""
-
-    def select(self, rows: Sequence[int]) -> None:
-        """Nothing is kept by row."""
-
-    def replay(
-        self: Proposer, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
-    ) -> Replayed:
-        """Replay certain drafts: see `draftsmith.decode.measurement.replay`."""
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+        """Replay certain drafts: a round accepts what they share with the text."""
         self.start(task)
 
         def draft(context: Tensor, draft_length: int) -> tuple[Tensor, Tree]:

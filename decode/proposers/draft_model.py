@@ -10,17 +10,12 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import padded
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.replay.ranks import ranks_of
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
-from draftsmith.decode.replay.texts import (
-    Replayed,
-    WrittenText,
-    replayed_by_position,
-    replayed_by_ranks,
-    teacher_forced,
-)
-from draftsmith.decode.sampling import align_vocabulary, draw, draw_without_replacement, prefixes
+from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
+from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, draw_without_replacement, prefixes
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -55,7 +50,7 @@ def stop_above_entropy(nats: float) -> Stop:
     return lambda q: bool(torch.special.entr(q).sum() > nats)
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Drafts with any causal LM that shares the target's tokenizer (Leviathan et al. 2023; Chen et al. 2023).
 
     Its logits may be wider or narrower than the target's, where one of them is padded: they are cut to the target's
@@ -133,13 +128,21 @@ class DraftModelProposer:
         self._cached = [self._cached[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
 
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse drafts that grow or stop, and under sampling trees."""
+        if isinstance(self.tree, DynamicTree) or self.stop is not None:
+            return "replay: expected drafts of one shape, found some that grow or stop: decode them"
+        if self.tree is not None and do_sample:
+            return "replay: expected chains under sampling, found a tree: decode with it"
+        return None
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return the draft model's distributions."""
+        return model_distributions(self.draft_model, sampler, target.config.get_text_config().vocab_size)
+
     def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
-        if isinstance(self.tree, DynamicTree) or self.stop is not None:
-            raise InputError("replay: expected drafts of one shape, found some that grow or stop: decode them")
-        if self.tree is not None and distributions is not None:
-            raise InputError("replay: expected chains under sampling, found a tree: decode with it")
-        sampler, widest = task.sampler, 1 if self.tree is None else max(map(len, self.tree.children))
+        sampler, widest = task.sampler, max(map(len, self.tree.children)) if isinstance(self.tree, Tree) else 1
         ranks, acceptance, overlaps = [], [], []
         for place, (text, logits) in enumerate(zip(texts, teacher_forced(self.draft_model, texts), strict=True)):
             contexts = prefixes(text.sequence[:-1], len(text))
@@ -157,7 +160,7 @@ class DraftModelProposer:
                 p, q = distributions[place], scores.softmax(-1)
                 acceptance.append(acceptance_probabilities(p, q, text.tokens))
                 overlaps.append(overlap(p, q))
-        if self.tree is None:
+        if not isinstance(self.tree, Tree):
             return replayed_by_position(texts, acceptance, overlaps)
         return replayed_by_ranks(texts, ranks, self.tree, overlaps)
 

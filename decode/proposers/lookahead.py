@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -52,7 +52,7 @@ class _Row:
     """Tokens of the text whose N-grams are in the pool."""
 
 
-class LookaheadProposer:
+class LookaheadProposer(Proposer):
     """Drafts N-grams that the target made up in earlier rounds, or that stand in the text.
 
     Column j of the window is a branch of the tree: the first j + 1 tokens of level 0, then its tokens of levels 1 to

@@ -1,12 +1,15 @@
 """Drafts copied from the text itself: no model, no memory, free wherever the text repeats itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
+from draftsmith.decode.replay.texts import Distributions
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
 
@@ -34,6 +37,20 @@ class PromptLookupProposer(StatelessProposer):
         """Draft a chain for each row, possibly an empty one."""
         drafted = [self._continuation(context, k) for context, k in zip(contexts, draft_lengths, strict=True)]
         return [Proposal(tokens, None, Tree.chain(len(tokens))) for tokens in drafted]
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return the first drafted token's distribution: one-hot, or all zero where nothing is drafted."""
+        vocab_size = target.config.get_text_config().vocab_size
+
+        def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+            for start in range(1, ids_BT.shape[1], columns):
+                places = wanted_BT[:, start : start + columns].T.nonzero().tolist()
+                q = torch.zeros(len(places), vocab_size, device=ids_BT.device)
+                for i, (column, row) in enumerate(places):
+                    q[i, self._continuation(ids_BT[row, : start + column], 1)] = 1.0
+                yield q
+
+        return distributions
 
     def _continuation(self, text: Tensor, draft_length: int) -> Tensor:
         """Return what followed, (≤ draft_length,)."""

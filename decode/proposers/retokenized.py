@@ -31,7 +31,7 @@ STEPS_PER_TOKEN = 8
 TRIES = 16
 
 
-class RetokenizedProposer:
+class RetokenizedProposer(Proposer):
     """Drafts with a causal LM whose tokenizer is not the target's.
 
     Where the tokenizers are the same but for the numbers of their tokens (see `matching_ids`), ids are renumbered: the
@@ -171,7 +171,7 @@ class _Row:
     """The draft's last ids."""
 
 
-class _Reencoder:
+class _Reencoder(Proposer):
     """Drafts text greedily, and proposes what the target's tokenizer makes of it.
 
     The cache holds what the draft read, and is taken back to where a new encoding of the text departs from it. Forwards
@@ -250,9 +250,6 @@ class _Reencoder:
             known = list(takewhile(lambda token: token < self._task.vocab_size, tokens[:k]))
             drafts.append(Proposal(context.new_tensor(known), None, Tree.chain(len(known))))
         return drafts
-
-    def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Nothing to learn: the next texts tell what was accepted."""
 
     def select(self, rows: Sequence[int]) -> None:
         """Drop the other rows."""

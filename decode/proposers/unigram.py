@@ -7,8 +7,9 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer, Task
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_start
 from draftsmith.decode.replay.rounds import overlap
-from draftsmith.decode.replay.texts import Replayed, WrittenText, replayed_by_start
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import draw
 from draftsmith.decode.tree import Tree
 

@@ -5,7 +5,7 @@ An entry is what `report.json` keeps of a run: `checked`, `identical`, `prompts_
 `draftsmith.decode.measurement.distribution_test`; `draftsmith.decode.measurement.exactness` says what a tie is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,23 +13,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, DraftModelProposer, InputError, PromptLookupProposer, Proposer
+from draftsmith.decode import Counts, InputError, Proposer
 from draftsmith.decode.measurement.distribution_test import (
     PAIR_BINS,
-    Distributions,
     DistributionTest,
     Text,
     distribution_test,
-    model_distributions,
     prepared_sampler,
-    proposer_distributions,
     sample_texts,
 )
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
 from draftsmith.decode.sampling import Sampler
-from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.side_by_side import Method, Observations
-from draftsmith.train.losses.output_head import last_hidden
 
 FALSE_ALARM = 1e-4
 """A lossless drafter fails one test of the law with at most this probability."""
@@ -123,8 +118,8 @@ def certify_sampled(
 
     Args:
         target: the model.
-        proposer: what drafts. Of draft models, prompt lookup and Medusa heads the test knows what they lean to; others
-            are tested without, which sees less, and `reason` says so.
+        proposer: what drafts. Where its `distributions_after` says nothing, the test has less power, and `reason` says
+            so.
         prompts: token ids, each (T,) int64, T ≥ 1; gone through as often as it takes, each time with other seeds.
         tokens: to be sampled, at least 2000. The more, the smaller the departures that are seen.
         temperature: more than 0.
@@ -161,7 +156,7 @@ def certify_sampled(
         name, test = min(result.tests.items(), key=lambda item: item[1].p_value)
         reason = f"the tokens' law is not the target's: {name}, χ² = {test.statistic:.4g} of {test.degrees_of_freedom} "
         reason += f"degrees of freedom; {result.num_impossible} tokens that it rules out"
-    elif drafter_distributions(target, proposer, GREEDY) is None:
+    elif proposer.distributions_after(target, GREEDY) is None:
         reason = f"tested without the law of {type(proposer).__name__}, and so with less power"
     return _entry(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
 
@@ -256,48 +251,11 @@ def sample_and_test(
     options: dict[str, Any] = {"do_sample": True, **sampling}
     texts, counts = sample_texts(target, proposer, prompts, tokens, batch_size=batch_size, **options, **decoding)
     sampler = prepared_sampler(target, **options)
-    result = distribution_test(
-        target, texts, sampler, drafter_distributions(target, proposer, sampler), seed, batch_size
-    )
+    result = distribution_test(target, texts, sampler, proposer.distributions_after(target, sampler), seed, batch_size)
     if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, sampler) for i, k in result.impossible):
         least = min(test.p_value for test in result.tests.values())
         result = replace(result, p_value=min(1.0, len(result.tests) * least))
     return result, counts
-
-
-def drafter_distributions(target: PreTrainedModel, proposer: Proposer, sampler: Sampler) -> Distributions | None:
-    """Return what a proposer leans to in every context, for the test's power; None where that is not known."""
-    vocab_size: int = target.config.get_text_config().vocab_size
-    if isinstance(proposer, DraftModelProposer):
-        return model_distributions(proposer.draft_model, sampler, vocab_size)
-    if isinstance(proposer, MedusaProposer):
-        return head_distributions(target, proposer.heads, sampler)
-    if isinstance(proposer, PromptLookupProposer):
-        return proposer_distributions(proposer, vocab_size)
-    return None
-
-
-def head_distributions(target: PreTrainedModel, heads: MedusaHeads, sampler: Sampler) -> Distributions:
-    """Return what the first head says of each token: what it drafts where a round begins with that token.
-
-    It sees the hidden state that the target predicted the token before from; the second token of a text, which no head
-    drafts, is given the first one's, for the test asks only that a law be known from the tokens before.
-    """
-
-    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-        hidden_BTH = last_hidden(target, input_ids=ids_BT).to(heads.device, heads.dtype)
-        embed: Any = target.get_input_embeddings()
-        for start in range(1, ids_BT.shape[1], columns):
-            places, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
-            places = places + start
-            before = embed(ids_BT[rows, places - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
-            logits = heads.logits(0, hidden_BTH[rows, (places - 2).clamp(min=0)], before)
-            contexts = (
-                [] if sampler.context_free else [ids_BT[row, :place] for row, place in zip(rows, places, strict=True)]
-            )
-            yield sampler.probabilities(logits, contexts) if len(rows) else logits
-
-    return distributions
 
 
 @torch.inference_mode()

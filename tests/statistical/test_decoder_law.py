@@ -23,8 +23,6 @@ from transformers import (
 from draftsmith.decode import DraftModelProposer, DynamicTree, PromptLookupProposer, Tree, acceptance, speculative
 from draftsmith.decode.measurement.distribution_test import (
     distribution_test,
-    model_distributions,
-    proposer_distributions,
     sample_texts,
 )
 from draftsmith.decode.sampling import Sampler, draw
@@ -82,16 +80,15 @@ def proposers(draft):
 
 def sampled(models, proposer, law_name, tokens):
     """Decode, and test the law of what comes out."""
-    target, draft = models
+    target, _ = models
     arguments, processors = LAWS[law_name]
     prompts = list(torch.randint(VOCAB, (-(-tokens // NEW), 4), generator=torch.Generator().manual_seed(5)))
     texts, counts = sample_texts(
         target, proposer, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
     )
     sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
-    lookup = isinstance(proposer, PromptLookupProposer)
-    drafter = proposer_distributions(proposer, VOCAB) if lookup else model_distributions(draft, sampler)
-    return distribution_test(target, texts, sampler, drafter, batch_size=128), counts
+    q = proposer.distributions_after(target, sampler)
+    return distribution_test(target, texts, sampler, q, batch_size=128), counts
 
 
 @pytest.mark.parametrize("law_name", LAWS)

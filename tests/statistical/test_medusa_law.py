@@ -6,22 +6,19 @@ one setting with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 run
 
 import copy
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import tiny_llama
 from statistical.test_decoder_law import LAWS
-from torch import Tensor
 from trained_heads import own_texts, train_heads
 from transformers import LogitsProcessorList
 
 from draftsmith.decode import Tree, acceptance
-from draftsmith.decode.measurement.distribution_test import Distributions, distribution_test, sample_texts
+from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer, proposer
-from draftsmith.train.losses.output_head import last_hidden
 
 FALSE_ALARM = 1e-4
 VOCAB = 13
@@ -47,25 +44,6 @@ def trained(target):
     }
 
 
-def head_distributions(target, heads: MedusaHeads, sampler: Sampler) -> Distributions:
-    """What the first head says of each token behind the second: what leans towards it shows as q − p."""
-
-    def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
-        hidden = last_hidden(target, input_ids=ids_BT)
-        embeddings = target.get_input_embeddings()(ids_BT)
-        for start in range(1, ids_BT.shape[1], columns):
-            rows = [torch.zeros(0, VOCAB)]
-            for column in range(start, min(start + columns, ids_BT.shape[1])):
-                wanted = wanted_BT[:, column]
-                if not bool(wanted.any()):
-                    continue
-                logits = heads.logits(0, hidden[wanted, column - 2], embeddings[wanted, column - 1 : column])
-                rows.append(sampler.probabilities(logits, list(ids_BT[wanted, :column])))
-            yield torch.cat(rows)
-
-    return distributions
-
-
 def sampled(target, drafter: MedusaProposer, law_name: str, tokens: int):
     """Decode, and test the law of what comes out."""
     arguments, processors = LAWS[law_name]
@@ -75,7 +53,7 @@ def sampled(target, drafter: MedusaProposer, law_name: str, tokens: int):
     )
     sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
     return distribution_test(
-        target, texts, sampler, head_distributions(target, drafter.heads, sampler), batch_size=128
+        target, texts, sampler, drafter.distributions_after(target, sampler), batch_size=128
     ), counts
 
 

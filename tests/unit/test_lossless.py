@@ -22,12 +22,11 @@ from draftsmith.decode.measurement.distribution_test import (
     _transform,
     compare_greedy,
     distribution_test,
-    model_distributions,
     plain_texts,
     prepared_sampler,
-    proposer_distributions,
     sample_texts,
 )
+from draftsmith.decode.replay.texts import model_distributions
 from draftsmith.decode.sampling import Sampler
 
 VOCAB = 13
@@ -94,10 +93,10 @@ def test_laws_of_padded_texts_in_blocks_are_those_of_each_text_alone(models, sam
     assert place == len(found) == 21
 
 
-def test_what_lookup_would_draft_is_one_hot():
+def test_what_lookup_would_draft_is_one_hot(models):
     text = torch.tensor([1, 2, 3, 1, 2, 3])
     ids, wanted = lossless._aligned([(text, 2), (text[:5], 4)])
-    (q,) = proposer_distributions(PromptLookupProposer(), 5)(ids, wanted, 100)
+    (q,) = PromptLookupProposer().distributions_after(models[0], SAMPLER)(ids, wanted, 100)
     # Columns 2 to 5: nothing to look up in 1 2 or 1 2 3, then what followed.
     assert [row.nonzero().flatten().tolist() for row in q] == [[], [], [2], [2], [3]]
 

@@ -1,0 +1,145 @@
+"""What replay knows of some texts by one drafter: the ways of having it, by what the drafter's draft depends on.
+
+Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.counts import Counts, Ratios
+from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from
+from draftsmith.decode.replay.rounds import expected_counts
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.tree import ROOT, Tree
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What replay knows of some texts by one drafter, from which every draft length is summed."""
+
+    acceptance: list[Tensor]
+    """For each text, the probability that a round that starts at each token accepts it, (N,); 0 where none drafts."""
+    overlaps: list[Tensor]
+    """For each text, Σ_v min(p, q) = 1 − TV(p, q) of the contexts in which such a round drafts, (≤ N,)."""
+    counts: Callable[[int], Sequence[Ratios]]
+    """For a draft length, what a decoder is expected to count on each text."""
+
+
+def replayed_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> Replayed:
+    """Replay a chain whose q depends on the text before a token alone, as a draft model's does.
+
+    Args:
+        texts: what the target wrote.
+        acceptance: a_i of each text's tokens, (N,).
+        overlaps: Σ_v min(p, q) of each text's contexts, (N,).
+    """
+
+    def counts(draft_length: int) -> Sequence[Ratios]:
+        a_BN = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
+        a_BN = torch.nn.functional.pad(a_BN, (0, draft_length - 1))
+        return expected_counts(a_BN.unfold(1, draft_length, 1), *_sizes(texts, a_BN))
+
+    return Replayed(acceptance, overlaps, counts)
+
+
+def replayed_by_start(
+    texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor], first: int = 0
+) -> Replayed:
+    """Replay a chain whose q depends on where the round began too, as that of Medusa heads does.
+
+    Args:
+        texts: what the target wrote.
+        acceptance: a_{s,j} of each text's starts and offsets, (N, K), 0 where nothing is drafted.
+        overlaps: Σ_v min(p, q) of the contexts at offset 0, (≤ N,).
+        first: rounds that start before this token draft nothing.
+    """
+
+    def counts(draft_length: int) -> Sequence[Ratios]:
+        a_BNK = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
+        return expected_counts(a_BNK, *_sizes(texts, a_BNK), draft_length=draft_length, first=first)
+
+    return Replayed([a[:, 0] for a in acceptance], overlaps, counts)
+
+
+def replayed_by_ranks(
+    texts: Sequence[WrittenText], ranks: Sequence[Tensor], tree: Tree, overlaps: list[Tensor]
+) -> Replayed:
+    """Replay a tree of one shape at T=0 whose candidates depend on the text before a token alone.
+
+    Args:
+        texts: what the target wrote.
+        ranks: of each text's tokens among the drafter's logits, (N,), as `ranks_of` has them.
+        tree: the shape.
+        overlaps: for each context, whether the drafter's first choice is the token, (N,).
+    """
+    widths = [max(len(tree.children[node + 1]) for node in range(ROOT, len(tree)))] * tree.depth
+    found = []
+    for text, own in zip(texts, ranks, strict=True):
+        padded = torch.nn.functional.pad(own, (0, tree.depth - 1), value=NONE)
+        by_start = padded.unfold(0, tree.depth, 1).cpu().numpy().copy()
+        by_start[~drafted_from(len(text), tree.depth, text.limit, first=0)] = NONE
+        found.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
+    acceptance = [(own < len(tree.children[0])).float() for own in ranks]
+    return Replayed(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in found])
+
+
+def _sizes(texts: Sequence[WrittenText], like: Tensor) -> tuple[Tensor, Tensor]:
+    lengths, limits = [len(text) for text in texts], [text.limit for text in texts]
+    return torch.tensor(lengths, device=like.device), torch.tensor(limits, device=like.device)
+
+
+Draft = Callable[[Tensor, int], tuple[Tensor, Tree]]
+"""Of a context (T,) and a draft length: tokens and shape."""
+
+
+def replayed_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, draft: Draft) -> Replayed:
+    """Replay deterministic drafts: a round accepts what they share with the text, at any temperature.
+
+    Args:
+        texts: what the target wrote.
+        distributions: the target's distributions of each text's tokens, (N, V); None at T=0.
+        draft: what is drafted behind a context.
+    """
+    acceptance, overlaps = [], []
+    for index, text in enumerate(texts):
+        hits, shares = torch.zeros(len(text)), torch.zeros(len(text))
+        for start in range(min(len(text), text.limit - 1)):
+            tokens, tree = draft(text.sequence[: text.prompt_length + start], 1)
+            named = tokens[list(tree.children[0])]
+            hits[start] = float((named == text.tokens[start]).any())
+            # One-hot on one token, which is what α is defined for: that of the first child.
+            shares[start] = (
+                float(distributions[index][start, named[0]])
+                if distributions is not None and len(named)
+                else hits[start]
+            )
+        acceptance.append(hits)
+        overlaps.append(shares)
+
+    def counts(draft_length: int) -> Sequence[Ratios]:
+        return [_walk(text, draft_length, draft) for text in texts]
+
+    return Replayed(acceptance, overlaps, counts)
+
+
+def _walk(text: WrittenText, draft_length: int, draft: Draft) -> Counts:
+    wanted, counts, start = text.tokens.tolist(), Counts(), 0
+    while start < len(text):
+        depth = min(draft_length, text.limit - start - 1)
+        tokens, tree = draft(text.sequence[: text.prompt_length + start], depth)
+        named, node, accepted = tokens.tolist(), ROOT, 0
+        while start + accepted < len(text):
+            node = next((n for n in tree.children[node + 1] if named[n] == wanted[start + accepted]), ROOT)
+            if node == ROOT:
+                break
+            accepted += 1
+        emitted = min(accepted + 1, len(text) - start)
+        # Where the text ends inside the draft, what was drafted behind its end does not count.
+        counted = tree.depth if emitted > accepted else emitted
+        nodes = sum(d <= counted for d in tree.depths)
+        counts += Counts.of_round(counted, accepted, emitted, nodes=nodes)
+        start += emitted
+    return counts
