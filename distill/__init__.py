@@ -1,6 +1,17 @@
 """Distil a draft model from a frozen target."""
 
-from draftsmith.train.losses.chunked import lean_divergence
-from draftsmith.train.losses.divergences import divergence
+from typing import TYPE_CHECKING
 
-__all__ = ["divergence", "lean_divergence"]
+from draftsmith.decode.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from draftsmith.train.losses.chunked import lean_divergence as lean_divergence
+    from draftsmith.train.losses.divergences import divergence as divergence
+
+_MODULES = {
+    "lean_divergence": "draftsmith.train.losses.chunked",
+    "divergence": "draftsmith.train.losses.divergences",
+}
+__all__ = list(_MODULES)
+if not TYPE_CHECKING:
+    __getattr__ = lazy_exports(__name__, _MODULES)

@@ -1,6 +1,19 @@
 """Medusa heads: trained on a frozen target, or with it, searched for a tree, decoded and exported."""
 
-from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
-from draftsmith.medusa.proposer import MedusaProposer
+from typing import TYPE_CHECKING
 
-__all__ = ["MedusaConfig", "MedusaHeads", "MedusaProposer"]
+from draftsmith.decode.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from draftsmith.medusa.heads import MedusaConfig as MedusaConfig
+    from draftsmith.medusa.heads import MedusaHeads as MedusaHeads
+    from draftsmith.medusa.proposer import MedusaProposer as MedusaProposer
+
+_MODULES = {
+    "MedusaConfig": "draftsmith.medusa.heads",
+    "MedusaHeads": "draftsmith.medusa.heads",
+    "MedusaProposer": "draftsmith.medusa.proposer",
+}
+__all__ = list(_MODULES)
+if not TYPE_CHECKING:
+    __getattr__ = lazy_exports(__name__, _MODULES)

@@ -1,15 +1,21 @@
-"""Command lines: a YAML file, flags over it, one dataclass out; and errors in one line."""
+"""Command lines: a YAML file, flags over it, one dataclass out; and errors in one line.
+
+Nothing here imports torch or transformers before a config is complete, so that `--help` answers at once.
+"""
 
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
-
-import jsonargparse
-from jsonargparse import ArgumentParser
-from transformers.utils import logging
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftsmith.decode.errors import InputError
+
+if TYPE_CHECKING:
+    Ints = list[int]
+    Floats = list[float]
+else:  # what a file or a flag may say; `numbers` makes a list of it
+    Ints = str | int | list[int]
+    Floats = str | float | list[float]
 
 Config = TypeVar("Config")
 
@@ -17,60 +23,61 @@ Config = TypeVar("Config")
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """Build a config dataclass from `--config FILE.yaml` and flags.
 
-    Flags win over the file; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag.
+    Flags win over the file; nested fields are dotted; `--draft-length` and `--draft_length` are the same flag. A field
+    `training` holds the library's TrainingArguments, whose hundred flags `--help training` lists.
 
     Raises:
         InputError: an unknown key, a missing or ill-typed value, an unreadable file.
     """
-    parser = ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
+    import jsonargparse
+
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    arguments = _flags(sys.argv[1:] if argv is None else argv, {f"--{f.name}" for f in fields if f.type is bool})
+    parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
-    parser.add_class_arguments(cls)
-    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
-    if "training" in names:
-        # Resolved already in the default: `gradient_checkpointing`, its older name, would be overruled in silence.
-        parser.set_defaults({"training.activation_checkpointing": None})
-    arguments = [_underscored(argument) for argument in (sys.argv[1:] if argv is None else argv)]
-    switches = {f"--{field.name}" for field in dataclasses.fields(cls) if field.type in (bool, "bool")}  # type: ignore[arg-type]
+    trains = "training" in {field.name for field in fields}
+    parser.add_class_arguments(cls, skip={"training"} if trains else None)
+    if trains and {"-h", "--help"} & set(arguments) and "training" not in arguments:
+        parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
+    elif trains:
+        from transformers import TrainingArguments
+
+        parser.add_class_arguments(TrainingArguments, "training")
     try:
-        values = vars(parser.instantiate(parser.parse_args(_switched(arguments, switches))))
+        values = vars(parser.instantiate(parser.parse_args(arguments)))
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from the library's own arguments
         raise InputError(" ".join(str(error).split())) from error
-    return cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init})  # type: ignore[arg-type]
+    return cls(**{f.name: values[f.name] for f in fields if f.init})
 
 
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
-    """Return the numbers of a field that takes one, a list, or several with commas.
+    """Return the numbers of a field that takes one, a list, or several with commas; an empty list stays empty.
 
     Raises:
         InputError: something else.
     """
     items = value if isinstance(value, list) else str(value).split(",")
     try:
-        return [kind(item) for item in items]
+        return [kind(item) for item in items if item != ""]
     except ValueError as error:
         raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
 
 
-def _underscored(argument: str) -> str:
-    if not argument.startswith("--"):
-        return argument
-    flag, equals, value = argument[2:].partition("=")
-    return f"--{flag.replace('-', '_')}{equals}{value}"
-
-
-def _switched(arguments: list[str], switches: set[str]) -> list[str]:
-    """Let a flag that is true or false stand alone: `--prompt-lookup` says `true`."""
-    found = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=False):
-        found.append(argument)
-        if argument in switches and following.startswith("--"):
-            found.append("true")
-    return found
+def _flags(arguments: Sequence[str], switches: set[str]) -> list[str]:
+    """Return flags as the parser knows them: with underscores, and switches that stand alone with `true`."""
+    flags: list[str] = []
+    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        flag, equals, value = argument.partition("=")
+        if argument.startswith("--"):
+            flag = f"--{flag[2:].replace('-', '_')}"
+        flags.append(f"{flag}{equals}{value}")
+        if flags[-1] in switches and following.startswith("--"):
+            flags.append("true")
+    return flags
 
 
 def run(main: Callable[[], int | None]) -> int:
     """Run a command: an `InputError` prints as one line and gives exit code 2; anything else is ours and raises."""
-    logging.disable_progress_bar()  # one bar per loaded file says nothing beside the bars of the work itself
     try:
         return main() or 0
     except InputError as error:

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed
+from transformers.utils import logging
 
 from draftsmith.decode.errors import InputError
 
@@ -38,6 +39,7 @@ def whole_weights() -> Iterator[None]:
 
     Shares have no values outside of an engine: a frozen target has none, and a draft is cut up when it gets its own.
     """
+    logging.disable_progress_bar()  # one bar per loaded file says nothing beside the bars of the work itself
     reference = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
