@@ -5,13 +5,21 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: quickstart test style types layers format clean
+.PHONY: quickstart test test-fast style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
 
 test: style types layers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Style and the unit tests, which train nothing: a minute or so.
+test-fast: style
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
+
+# The site, into site/; a broken link or anchor fails.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 style: $(STAMP)
 	$(BIN)/ruff check .
