@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
-from draftsmith.decode.measurement.intervals import Estimate, ratio_difference
+from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
 from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import Tree
@@ -238,9 +238,7 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
     write_json(directory / "tree.json", report)
     estimate, texts = report["trees"]["searched"]["mean_acceptance_length"], report["calibration"]["texts"]["check"]
     # Pillow's own font has no Greek.
-    title = f"{len(tree)} nodes, mean acceptance length {estimate['value']:.2f}"
-    if estimate["ci95"]:
-        title += " [{:.2f}, {:.2f}]".format(*estimate["ci95"])
+    title = f"{len(tree)} nodes, mean acceptance length {format_estimate(estimate, spread='interval')}"
     subtitle = f"tokens per forward of the target at T=0, replayed on {texts} texts that were not searched on"
     scene = tree_scene(tree, report["node_shares"], title, subtitle)
     (directory / "tree.svg").write_text(svg(scene), encoding="utf-8")
@@ -261,7 +259,7 @@ def picture(target: PreTrainedModel, heads: MedusaHeads, texts: Sequence[tuple[T
     tree = heads.tree
     ranks = [replay_ranks(target, heads, sequence, length) for sequence, length in texts]
     estimate = acceptance_estimate(ranks, tree)
-    title = f"{len(tree)} nodes, mean acceptance length {estimate['value']:.2f}"
+    title = f"{len(tree)} nodes, mean acceptance length {estimate.value:.2f}"
     return svg(tree_scene(tree, node_shares(ranks, tree).tolist(), title, f"T=0, replayed on {len(texts)} texts"))
 
 
@@ -297,8 +295,8 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(
             NAMES[name],
             str(row["nodes"]),
-            _cell(estimate, "{:.2f}"),
-            "" if gain is None else _cell(gain, "{:+.3f}"),
+            format_estimate(estimate, ".3f"),
+            "" if gain is None else format_estimate(gain, "+.3f"),
             style="bold" if name == "searched" else "",
         )
     console.print(table)
@@ -309,11 +307,6 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i or name == "nodes" else "left", no_wrap=True)
     return table
-
-
-def _cell(estimate: Estimate, form: str) -> str:
-    bounds = estimate["ci95"]
-    return form.format(estimate["value"]) + ("" if bounds is None else f" ±{(bounds[1] - bounds[0]) / 2:.3f}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

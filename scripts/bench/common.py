@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode import Counts
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.intervals import rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import default_device, load_model
@@ -133,7 +133,7 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def over(seen: list[Result], other: list[Result]) -> dict[str, Any]:
+def over(seen: list[Result], other: list[Result]) -> Estimate:
     """Return the ratio of two methods' tokens per second, with an interval over prompts."""
     return rate_ratio(
         [n for _, n, _ in seen], [s for s, _, _ in seen], [n for _, n, _ in other], [s for s, _, _ in other]
@@ -175,9 +175,6 @@ def forward_costs(
     return t1, tk, d
 
 
-def interval(estimate: dict[str, Any] | None) -> str:
+def interval(estimate: Estimate | None) -> str:
     """Write a ratio with its interval."""
-    if estimate is None or estimate["value"] is None:
-        return ""
-    bounds = estimate.get("ci95")
-    return f"{estimate['value']:.2f}×" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
+    return format_estimate(estimate, unit="×", spread="interval")

@@ -166,7 +166,7 @@ def _limit(
             "draft_step_milliseconds": 1e3 * step,
             "limit": limit,
             "speedup": speedup,
-            "share_of_limit": speedup["value"] / limit,
+            "share_of_limit": (speedup.value or float("nan")) / limit,
         }
     return limits
 
@@ -217,7 +217,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
     for name, method in figures["methods"].items():
         table.add_row(
             name,
-            f"{method['tokens_per_second']['value']:.0f}",
+            f"{method['tokens_per_second'].value:.0f}",
             interval(method["over_plain"]),
             interval(method.get("over_assisted_generation")),
             f"{method['mean_acceptance_length']:.2f}" if method["mean_acceptance_length"] else "",
@@ -232,7 +232,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
         costs = ", ".join(f"t({k}) {ms:.2f} ms" for k, ms in limit["target_milliseconds"].items())
         console.print(
             f"{name}: {costs}, draft step {limit['draft_step_milliseconds']:.2f} ms; limit {limit['limit']:.2f}×, "
-            f"measured {limit['speedup']['value']:.2f}×, {limit['share_of_limit']:.0%} of it",
+            f"measured {limit['speedup'].value:.2f}×, {limit['share_of_limit']:.0%} of it",
             highlight=False,
         )
     if "batch" in figures:
@@ -240,7 +240,7 @@ def _print(figures: dict[str, Any], console: Console) -> None:
             own = figures["batch"][name]
             console.print(
                 f"{figures['batch']['batch_size']} rows together, {name}: {own['tokens_per_second']:.0f} tokens/s, "
-                f"{own['over_one_row_at_a_time']['value']:.2f}× one at a time; {own['rows_identical']} rows identical",
+                f"{own['over_one_row_at_a_time'].value:.2f}× one at a time; {own['rows_identical']} rows identical",
                 highlight=False,
             )
 

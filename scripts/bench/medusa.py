@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import format_estimate, ratio, ratio_difference
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -247,21 +247,18 @@ def print_results(config: BenchMedusaConfig, results: dict[str, Any], console: C
         cells = [variant, str(len(runs)), " ".join(f"{top:.3f}" for top in tops.tolist())]
         for name in FIGURES:
             own = _pooled(runs, name)
-            tau = ratio(*own)
-            low, high = tau["ci95"] or (float("nan"),) * 2
-            cells.append(f"{tau['value']:.3f} ±{(high - low) / 2:.3f}")
+            cells.append(format_estimate(ratio(*own), ".3f"))
             gain = ""
             if base is not None and variant != config.baseline:
-                d = ratio_difference(*own, *_pooled(base, name))
-                gain = f"{d['value']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]" if d["ci95"] else ""
+                gain = format_estimate(ratio_difference(*own, *_pooled(base, name)), "+.3f", spread="interval")
             cells.append(gain)
         table.add_row(*cells)
     console.print(table)
     for variant, runs in results.items():
         if variant != "environment":
             d = ratio_difference(*_pooled(runs, "searched"), *_pooled(runs, "reference"))
-            spread = f" [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]" if d["ci95"] else ""
-            console.print(f"{variant}: the searched tree over the reference {d['value']:+.3f}{spread}")
+            gain = format_estimate(d, "+.3f", spread="interval")
+            console.print(f"{variant}: the searched tree over the reference {gain}")
         moved = [run["moved"] for run in runs.values() if variant != "environment" and run["moved"]]
         if moved:
             parts = (f"{key.replace('_', ' ')} {sum(m[key] for m in moved) / len(moved):.3f}" for key in moved[0])

@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from draftsmith.decode import DraftModelProposer, replay_acceptance
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import format_estimate, ratio, ratio_difference
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import ASSETS
@@ -296,14 +296,13 @@ def print_results(config: ObjectivesConfig, results: dict[str, Any], console: Co
             pooled = _pooled(runs, temperature)
             base = _pooled(results[config.baseline], temperature) if config.baseline in results else None
             tau, alpha = ratio(pooled["tokens"], pooled["rounds"]), ratio(pooled["overlap"], pooled["tokens"])
-            low, high = tau["ci95"]
             gain = ""
             if base is not None and name != config.baseline:
                 # Rates of other seeds' sums: the same prompts, each as often as there are seeds.
                 d = ratio_difference(pooled["tokens"], pooled["rounds"], base["tokens"], base["rounds"])
-                gain = f"{d['value']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]"
+                gain = format_estimate(d, "+.3f", spread="interval")
             seeds = [sum(r[temperature]["tokens"]) / sum(r[temperature]["rounds"]) for r in runs.values()]
-            cells += [f"{alpha['value']:.3f}", f"{tau['value']:.3f} ±{(high - low) / 2:.3f}", gain]
+            cells += [format_estimate(alpha, ".3f", spread="none"), format_estimate(tau, ".3f"), gain]
             cells += [", ".join(f"{s:.3f}" for s in seeds)]
         table.add_row(*cells)
     console.print(table)

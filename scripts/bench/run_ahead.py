@@ -149,14 +149,14 @@ def _print(figures: dict[str, Any], console: Console) -> None:
     console.print(
         f"{environment['device']}, {environment['dtype']}; {threads['in_turns']} threads in turns; ahead: "
         f"{AHEAD_THREADS} of the draft, {threads['target_while_ahead']} of the target; "
-        f"plain {figures['plain']['tokens_per_second']['value']:.0f} tokens/s",
+        f"plain {figures['plain']['tokens_per_second'].value:.0f} tokens/s",
         highlight=False,
     )
     same = threads["in_turns"] == threads["target_while_ahead"]
     for k, own in figures["draft_lengths"].items():
         table = Table(f"γ = {k}", "tokens/s", "over plain", box=None)
         for name in ("in_turns", "ahead") if same else ("in_turns", "in_turns_fewer_threads", "ahead"):
-            speed, ratio = own[name]["tokens_per_second"]["value"], own[name]["over_plain"]
+            speed, ratio = own[name]["tokens_per_second"].value, own[name]["over_plain"]
             table.add_row(name.replace("_", " "), f"{speed:.0f}", interval(ratio))
         console.print(table)
         costs = own["milliseconds"]

@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 
-from draftsmith.decode.measurement.intervals import rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import format_estimate, rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import ASSETS
@@ -164,10 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(ThroughputConfig, argv, prog="python -m draftsmith.scripts.bench.throughput")
     found = compare(config)
     for name in ("trainer", "by_hand"):
-        print(f"{name:<12}{found[name]['value']:8.0f} completion tokens/s")
-    low, high = found["trainer_over_by_hand"]["ci95"]
-    value = found["trainer_over_by_hand"]["value"]
-    print(f"ratio       {value:8.3f} [{low:.3f}, {high:.3f}] over rounds, median of rounds {found['median_ratio']:.3f}")
+        print(f"{name:<12}{found[name].value:8.0f} completion tokens/s")
+    ratio = format_estimate(found["trainer_over_by_hand"], "8.3f", spread="interval")
+    print(f"ratio       {ratio} over rounds, median of rounds {found['median_ratio']:.3f}")
     return 0
 
 

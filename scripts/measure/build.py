@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Replay
-from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, Interval, difference_interval, ratio, ratio_difference
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.scripts.doctor.costs import cached_numbers
 from draftsmith.scripts.measure.drafters import STOCK
@@ -128,13 +128,19 @@ def _method(run: Mapping[str, Any]) -> Method:
     return Method(run["proposer"]["name"], run["draft_length"])
 
 
-def _gain(measured: Measured, temperature: float, method: Method, confidence: float = 0.95) -> Estimate | None:
-    """Return how much a drafter's replayed τ is above the stock draft's on the same texts, at the same γ."""
+def _gain(
+    measured: Measured, temperature: float, method: Method, confidence: float
+) -> tuple[Estimate, Interval | None] | None:
+    """Return how much a drafter's replayed τ is above the stock draft's on the same texts, at the same γ.
+
+    Beside the estimate it returns its interval at the confidence level; None where the two cannot be compared.
+    """
     own = measured.replays.get((temperature, method.drafter, PROBABILISTIC))
     stock, k = measured.replays.get((temperature, STOCK, PROBABILISTIC)), method.draft_length
     if own is None or stock is None or method.drafter == STOCK or k not in stock.draft_lengths:
         return None
-    return ratio_difference(*own.tokens_and_rounds(k), *stock.tokens_and_rounds(k), confidence=confidence)
+    columns = *own.tokens_and_rounds(k), *stock.tokens_and_rounds(k)
+    return ratio_difference(*columns), difference_interval(*columns, confidence=confidence)
 
 
 def _gains(
@@ -143,8 +149,9 @@ def _gains(
     stock = measured.observations.get((temperature, batch_size, Method(STOCK, method.draft_length)))
     if stock is None or method.drafter == STOCK:
         return None
+    gain, _ = _gain(measured, temperature, method, 0.95) or (Estimate(None, None, 0), None)
     return {  # replayed on the same texts for both, without the noise of what each of them happened to decode
-        "mean_acceptance_length": _gain(measured, temperature, method) or {"value": None, "ci95": None},
+        "mean_acceptance_length": gain,
         "decoded_mean_acceptance_length": ratio_difference(
             *emitted_and_rounds(rows_of(own)), *emitted_and_rounds(rows_of(stock))
         ),
@@ -165,7 +172,7 @@ def _replayed(measured: Measured, replay: Replay, rows: Sequence[Row], k: int, t
         agrees = all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
     else:
         decoded = [tokens[row.prompt] for row in rows], [rounds[row.prompt] for row in rows]
-        interval = ratio_difference(*emitted_and_rounds(rows), *decoded)["ci95"]
+        interval = ratio_difference(*emitted_and_rounds(rows), *decoded).ci95
         agrees = None if interval is None else interval[0] <= 0 <= interval[1]
     return {"mean_acceptance_length": replay.mean_acceptance_length[k], "agrees": agrees}
 

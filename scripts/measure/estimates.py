@@ -1,10 +1,18 @@
 """Ratios over what was decoded, with intervals over prompts, or over the batches that they were decoded in."""
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
-from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
+from draftsmith.decode.measurement.intervals import Estimate, Interval, rate_ratio, rate_ratio_interval, ratio
 from draftsmith.scripts.measure.side_by_side import Group, Row
+
+
+@dataclass(frozen=True)
+class Speed(Estimate):
+    """Tokens per second of the whole, and its interval over batches."""
+
+    median: float
+    """Over batches."""
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
@@ -22,21 +30,18 @@ def tokens_and_seconds(groups: Sequence[Group]) -> tuple[list[int], list[float]]
     return [group.tokens for group in groups], [group.seconds for group in groups]
 
 
-def speed(groups: Sequence[Group]) -> dict[str, Any]:
+def speed(groups: Sequence[Group]) -> Speed:
     """Return tokens per second: the median over batches, and the whole."""
     speeds = sorted(group.tokens / group.seconds for group in groups)
-    return {"median": speeds[len(speeds) // 2], **ratio(*tokens_and_seconds(groups))}
+    whole = ratio(*tokens_and_seconds(groups))
+    return Speed(whole.value, whole.ci95, whole.n, median=speeds[len(speeds) // 2])
 
 
-def speedup(groups: Sequence[Group], others: Sequence[Group], confidence: float = 0.95) -> Estimate:
+def speedup(groups: Sequence[Group], others: Sequence[Group]) -> Estimate:
     """Return tokens per second ÷ those of the other method on the same batches."""
-    return rate_ratio(*tokens_and_seconds(groups), *tokens_and_seconds(others), confidence=confidence)
+    return rate_ratio(*tokens_and_seconds(groups), *tokens_and_seconds(others))
 
 
-def scaled(estimate: Estimate, factor: float) -> Estimate:
-    """Return an estimate times a number that is known."""
-    bounds, value = estimate["ci95"], estimate["value"]
-    return {
-        "value": None if value is None else value * factor,
-        "ci95": None if bounds is None else [bound * factor for bound in bounds],
-    }
+def speedup_interval(groups: Sequence[Group], others: Sequence[Group], confidence: float) -> Interval | None:
+    """Return the interval of `speedup` at another confidence level."""
+    return rate_ratio_interval(*tokens_and_seconds(groups), *tokens_and_seconds(others), confidence=confidence)

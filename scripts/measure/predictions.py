@@ -8,7 +8,6 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
 from draftsmith.scripts.measure.drafters import Drafter
-from draftsmith.scripts.measure.estimates import scaled
 from draftsmith.scripts.measure.side_by_side import Group
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
 
@@ -86,7 +85,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: str, r
         },
         "predicted_speedup": {
             str(b): {
-                str(k): scaled(replay.mean_acceptance_length[k], costs.speedup(1.0, k, nodes))
+                str(k): replay.mean_acceptance_length[k].scaled(costs.speedup(1.0, k, nodes))
                 for k, (costs, nodes) in own.items()
             }
             for b, own in by_batch.items()
@@ -117,7 +116,7 @@ def advice(curves: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]
             for own in curve["predicted_speedup"].values():
                 for k, estimate in own.items():
                     key = curve["proposer"]["name"], int(k)
-                    worst[key] = min(worst.get(key, float("inf")), estimate["value"] or 0.0)
+                    worst[key] = min(worst.get(key, float("inf")), estimate.value or 0.0)
     best = max(worst, key=lambda key: worst[key], default=None)
     known = max((worst[key] for key in decoded if key in worst), default=0.0)
     if best is None or best in decoded or worst[best] <= max(known, 1.0) * WORTH_SAYING:
@@ -167,8 +166,8 @@ def planner_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             "draft_length": run["draft_length"],
             "batch_size": run["batch_size"],
             "temperature": run["temperature"],
-            "predicted": run["predicted_speedup"]["value"],
-            "measured": run["speedup"]["value"],
+            "predicted": run["predicted_speedup"].value,
+            "measured": run["speedup"].value,
         }
         for run in runs
         if run["predicted_speedup"] is not None

@@ -7,12 +7,14 @@ from typing import Any
 
 from scipy.stats import norm
 
-from draftsmith.decode.measurement.intervals import Estimate, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, Interval, format_estimate, ratio_difference
 from draftsmith.scripts.measure.drafters import STOCK
-from draftsmith.scripts.measure.estimates import speedup
+from draftsmith.scripts.measure.estimates import speedup_interval
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.measure.state import Replays
 
+Gains = Mapping[tuple[float, str, int], tuple[Estimate, Interval | None]]
+"""By temperature, drafter and γ: the gain of τ over the stock draft, and its interval at the gate's level."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
 """How many times the prompts whose 95 % interval would end at zero: with these it excludes zero in 80 % of cases."""
@@ -24,7 +26,7 @@ def more_prompts(difference: Estimate, prompts: int) -> int | None:
     An interval narrows with the root of the prompts. 0 where they are told apart already; None where they are equal, or
     too nearly so for any number to do.
     """
-    value, bounds = difference["value"], difference.get("ci95")
+    value, bounds = difference.value, difference.ci95
     if not value or bounds is None:
         return None
     if bounds[0] > 0 or bounds[1] < 0:
@@ -65,7 +67,7 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[dict[str
 def judge(
     runs: Sequence[Mapping[str, Any]],
     observations: Observations,
-    gains: Mapping[tuple[float, str, int], Estimate],
+    gains: Gains,
     min_speedup: float | None,
     min_gain: float | None,
     confidence: float,
@@ -79,7 +81,7 @@ def judge(
     Args:
         runs: the report's.
         observations: what they were decoded in.
-        gains: by temperature, drafter and γ, the gain of τ over the stock draft with an interval at `confidence`.
+        gains: over the stock draft, with intervals at `confidence`.
         min_speedup: what the speed-up must exceed; no gate on it if None.
         min_gain: what the gain of τ over the stock draft must exceed; no gate on it if None.
         confidence: level of the intervals.
@@ -111,7 +113,8 @@ def judge(
     where = f"T = {run['temperature']:g}, batch size {run['batch_size']}"
     if len(settings[best]) > 1:
         where += f", the least of {len(settings[best])} measured"
-    said = f"{best[0]} with γ = {best[1]} decodes {_written(run['speedup'])} times as fast as plain decoding ({where})"
+    times = format_estimate(run["speedup"], spread="interval")
+    said = f"{best[0]} with γ = {best[1]} decodes {times} times as fast as plain decoding ({where})"
     if go:
         reason = f"{said}."
     elif gate is None and all(own["lossless"].get("passed") is not False for own in settings[best]):
@@ -131,13 +134,13 @@ def judge(
 
 
 def _speed(run: Mapping[str, Any]) -> float:
-    return run["speedup"]["value"] or 0.0
+    return run["speedup"].value or 0.0
 
 
 def _failures(
     run: Mapping[str, Any],
     observations: Observations,
-    gains: Mapping[tuple[float, str, int], Estimate],
+    gains: Gains,
     least: float,
     min_gain: float | None,
     confidence: float,
@@ -147,34 +150,28 @@ def _failures(
     own = observations[temperature, rows, Method(name, k)]
     level, where = f"{confidence:.0%} confidence", f"{name}, γ = {k}, at T = {temperature:g}, batch size {rows}"
     found = []
-    fast = speedup(own, observations[temperature, rows, Method()], confidence)
-    bounds = fast[f"ci{confidence * 100:g}"]
+    bounds = speedup_interval(own, observations[temperature, rows, Method()], confidence)
     if bounds is None:
         found.append(f"one batch alone was decoded by {where}: {level} needs more")
     elif bounds[0] <= least:
         found.append(
-            f"the speed-up must exceed {least:g} with {level}, and is {fast['value']:.2f} [{bounds[0]:.2f}, "
+            f"the speed-up must exceed {least:g} with {level}, and is {run['speedup'].value:.2f} [{bounds[0]:.2f}, "
             f"{bounds[1]:.2f}] for {where}"
         )
     if min_gain is not None:
-        gained = gains.get((temperature, name, k))
-        if gained is None or gained["value"] is None:
+        gained, interval = gains.get((temperature, name, k), (None, None))
+        if gained is None or gained.value is None:
             found.append(f"no gain over a stock draft is known for {where}")
         else:
-            low = (gained[f"ci{confidence * 100:g}"] or [float("-inf")])[0]
+            low, _ = interval or (float("-inf"), float("inf"))
             if low <= min_gain:
                 found.append(
                     f"the gain of τ over the stock draft must exceed {min_gain:g} with {level}, and is "
-                    f"{gained['value']:+.2f}, at least {low:+.2f}, for {where}"
+                    f"{gained.value:+.2f}, at least {low:+.2f}, for {where}"
                 )
     if run["lossless"].get("passed") is False:
         found.append(f"the text is not the target's, for {where}: {run['lossless']['reason']}")
     return found
-
-
-def _written(estimate: Estimate) -> str:
-    bounds = estimate.get("ci95")
-    return f"{estimate['value']:.2f}" + (f" [{bounds[0]:.2f}, {bounds[1]:.2f}]" if bounds else "")
 
 
 def markdown(report: Mapping[str, Any]) -> str:
@@ -191,12 +188,12 @@ def markdown(report: Mapping[str, Any]) -> str:
         lines.append("")
     lines += ["| T | B | drafter | γ | α | τ | speed-up | predicted |", "|---|---|---|---|---|---|---|---|"]
     for run in report["runs"]:
-        predicted = run["predicted_speedup"]
         cells = [
             f"{run['temperature']:g}", str(run["batch_size"]), run["proposer"]["name"], str(run["draft_length"]),
-            f"{run['alpha']['value']:.2f}" if run["alpha"] and run["alpha"]["value"] is not None else "–",
-            _written(run["mean_acceptance_length"]), f"{_written(run['speedup'])}×",
-            f"{predicted['value']:.2f}×" if predicted and predicted["value"] is not None else "–",
+            format_estimate(run["alpha"], spread="none"),
+            format_estimate(run["mean_acceptance_length"], spread="interval"),
+            format_estimate(run["speedup"], unit="×", spread="interval"),
+            format_estimate(run["predicted_speedup"], unit="×", spread="none"),
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     environment, prompts = report["environment"], report["prompts"]

@@ -84,12 +84,18 @@ class Series:
 
     def known(self) -> dict[float, Estimate]:
         """Return the estimates that have a value, in the order of x."""
-        return {x: e for x, e in sorted(self.estimates.items()) if e is not None and e["value"] is not None}
+        return {x: e for x, e in sorted(self.estimates.items()) if e is not None and e.value is not None}
+
+
+def value_of(estimate: Estimate) -> float:
+    """Return the value of an estimate that has one."""
+    assert estimate.value is not None
+    return estimate.value
 
 
 def limits(estimates: Iterable[Estimate], *more: float) -> tuple[float, float]:
     """Return the range of all values and intervals and of `more`, for panels to share."""
-    values = [v for e in estimates for v in (e["value"], *(e.get("ci95") or ()))]
+    values = [v for e in estimates for v in (value_of(e), *(e.ci95 or ()))]
     low, high = min([*values, *more]), max([*values, *more])
     room = (high - low or abs(high) or 1.0) * 0.06
     return low - room, high + room
@@ -122,7 +128,7 @@ def line_chart(
         step = 0.05 * min((places[-1] - places[0]) / 4, 1) if len(places) > 1 else 0.05
         for one in series:
             known, style = one.known(), one.style
-            xs, values = list(known), [e["value"] for e in known.values()]
+            xs, values = list(known), [value_of(e) for e in known.values()]
             if one.form == "points":
                 aside = (points.index(one) - (len(points) - 1) / 2) * step
                 moved = [p + aside for p in xs]
@@ -131,7 +137,7 @@ def line_chart(
                     if place - aside == one.ringed:
                         axes.plot(place, value, "o", mfc="none", mec=GOOD, mew=2, ms=14, zorder=5)
                 continue
-            bounds = [e.get("ci95") or (e["value"], e["value"]) for e in known.values()]
+            bounds = [e.ci95 or (value_of(e), value_of(e)) for e in known.values()]
             if one.form == "curve":
                 axes.fill_between(
                     xs,
@@ -191,7 +197,7 @@ def dot_chart(
         for row in range(len(rows)):
             own = [m for m in marks if m.row == row]
             for i, mark in enumerate(own):
-                y, value = row + (i - (len(own) - 1) / 2) * 0.7 / crowd, mark.estimate["value"]
+                y, value = row + (i - (len(own) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
                 _bars(axes, [y], [value], [mark.estimate], mark.style, upright=False)
                 if mark.threshold is not None:
                     axes.plot([mark.threshold] * 2, [y - 0.34, y + 0.34], color=INK, linewidth=2.4)
@@ -234,10 +240,7 @@ def _axes(size: tuple[float, float], x: str, y: str, left: float = 0.66) -> tupl
 def _bars(
     axes: Axes, places: list[float], values: list[float], estimates: list[Estimate], style: Style, upright: bool = True
 ) -> None:
-    bounds = [e.get("ci95") or (v, v) for v, e in zip(values, estimates, strict=True)]
-    # A percentile bootstrap's interval need not hold the value.
-    arms = [[max(v - b[0], 0) for v, b in zip(values, bounds, strict=True)]]
-    arms.append([max(b[1] - v, 0) for v, b in zip(values, bounds, strict=True)])
+    arms = list(zip(*(e.arms() for e in estimates), strict=True))
     look: dict[str, Any] = {"fmt": style.marker, "color": style.colour, "markersize": 6, "elinewidth": 1.6}
     if upright:
         axes.errorbar(places, values, yerr=arms, **look)

@@ -24,7 +24,7 @@ def styles(report: Report) -> dict[str, Style]:
 
 def has_value(estimate: Estimate | None) -> bool:
     """Say whether something was measured."""
-    return estimate is not None and estimate["value"] is not None
+    return estimate is not None and estimate.value is not None
 
 
 def at_length(by_length: Mapping[str, Any], draft_length: int | None) -> Any:
@@ -92,7 +92,7 @@ def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
         by_name = {c["proposer"]["name"]: c["conditional_acceptance"] for c in _curves(report, temperature)}
         runs = [run for run in report["runs"] if run["temperature"] == temperature]
         for run in sorted(runs, key=lambda run: -run["draft_length"]):
-            own = [{"value": a, "ci95": None} for a in run["conditional_acceptance"]]
+            own = [Estimate(a, None, 0) for a in run["conditional_acceptance"]]
             by_name.setdefault(run["proposer"]["name"], own)
         series = [Series(style[name], dict(enumerate(own, 1))) for name, own in by_name.items()]
         panels.append((f"T = {temperature:g}", _known(series)))
@@ -226,4 +226,4 @@ def _highest(series: Iterable[Series]) -> float:
 
 
 def _milliseconds(seconds: Mapping[str, float]) -> dict[float, Estimate | None]:
-    return {float(k): {"value": None if s is None else 1000 * s, "ci95": None} for k, s in seconds.items()}
+    return {float(k): Estimate(None if s is None else 1000 * s, None, 0) for k, s in seconds.items()}

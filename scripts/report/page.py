@@ -14,7 +14,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import Report, at_length, has_value
 
@@ -73,19 +73,18 @@ def number(value: float | None, form: str = ".2f") -> str:
     """Format a number, with a true minus and a narrow space before %; a missing one as "–"."""
     if value is None:
         return NONE
-    return format(value, form).replace("-", "\N{MINUS SIGN}").replace("%", "\N{NARROW NO-BREAK SPACE}%")
+    return typographic(format(value, form))
+
+
+def typographic(words: str) -> str:
+    """Return a formatted number with a true minus and a narrow space before %."""
+    return words.replace("-", "\N{MINUS SIGN}").replace("%", "\N{NARROW NO-BREAK SPACE}%")
 
 
 def estimate(value: Estimate | None, form: str = ".2f", unit: str = "") -> Markup:
     """Format an estimate with its interval; without a value as "–", without an interval alone."""
-    if value is None or value["value"] is None:
-        return Markup(NONE)
-    bounds = value.get("ci95")
-    words = Markup("{}{}").format(number(value["value"], form), unit)
-    if not bounds:
-        return words
-    low, high = (number(bound, form).removesuffix("\N{NARROW NO-BREAK SPACE}%") for bound in bounds)
-    return words + Markup('<span class="ci"> [{}, {}]</span>').format(low, high)
+    words, bracket, ends = typographic(format_estimate(value, form, unit, "interval")).partition(" [")
+    return Markup("{}").format(words) + (Markup('<span class="ci">{}{}</span>').format(bracket, ends) if ends else "")
 
 
 def size(count: float | None) -> str:
@@ -169,7 +168,7 @@ def _setting(report: Report) -> dict[str, Any]:
         run = next((run for run in report["runs"] if _key(run) == _key_of(setting)), None)
     else:
         timed = [run for run in report["runs"] if has_value(run["speedup"])]
-        run = max(timed, key=lambda run: run["speedup"]["value"], default=None)
+        run = max(timed, key=lambda run: run["speedup"].value, default=None)
         if run is None:
             return setting
         setting |= dict(zip(("proposer", "draft_length", "batch_size", "temperature"), _key(run), strict=True))
@@ -178,7 +177,7 @@ def _setting(report: Report) -> dict[str, Any]:
     if run is not None:
         if not has_value(setting["measured"]):
             setting["measured"] = run["speedup"]
-        setting["length"], setting["speed"] = run["mean_acceptance_length"], run["tokens_per_second"]["value"]
+        setting["length"], setting["speed"] = run["mean_acceptance_length"], run["tokens_per_second"].value
         setting["path"] = run["proposer"]["path"]
         if run["lossless"]:
             setting["lossless"] = lossless(run["lossless"], report)
@@ -208,7 +207,7 @@ def _replayed_length(report: Report, setting: Mapping[str, Any]) -> Estimate | N
 def _plain_speed(report: Report, temperature: float, batch_size: int) -> float | None:
     for plain in report["baseline"]["by_temperature"]:
         if (plain["temperature"], plain.get("batch_size", 1)) == (temperature, batch_size):
-            speed: float | None = plain["tokens_per_second"]["value"]
+            speed: float | None = plain["tokens_per_second"].value
             return speed
     return None
 
@@ -261,8 +260,8 @@ def _comparisons(report: Report) -> list[dict[str, Any]]:
 def _sentence(one: Mapping[str, Any]) -> dict[str, Any]:
     """Say who is ahead and by how much."""
     names, length, alpha = (one["proposer"], one["other"]), one["mean_acceptance_length"], one["alpha"]
-    if length["value"] < 0:
-        names, length, alpha = names[::-1], _negated(length), _negated(alpha)
+    if length.value < 0:
+        names, length, alpha = names[::-1], length.scaled(-1), alpha and alpha.scaled(-1)
     more, told = one["more_prompts"], one["more_prompts"] == 0
     if told:
         ending = "told apart"
@@ -279,13 +278,6 @@ def _sentence(one: Mapping[str, Any]) -> dict[str, Any]:
         "told": told,
         "ending": ending,
     }
-
-
-def _negated(value: Estimate | None) -> Estimate | None:
-    if value is None or value["value"] is None:
-        return value
-    bounds = value.get("ci95")
-    return {"value": -value["value"], "ci95": [-bounds[1], -bounds[0]] if bounds else None}
 
 
 def _break_even_rows(report: Report) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.intervals import format_estimate
 
 
 def print_report(report: Mapping[str, Any], console: Console | None = None) -> None:
@@ -47,7 +47,7 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
             table.add_column(name, justify="right", no_wrap=True)
     for base in report["baseline"]["by_temperature"]:
         setting = [f"{base['temperature']:g}", *([str(base["batch_size"])] if batched else [])]
-        speed = f"{base['tokens_per_second']['value']:.0f}"
+        speed = f"{base['tokens_per_second'].value:.0f}"
         table.add_row(*setting, "plain", "", "", "", "1.00", speed, "1.00×", "", style="dim")
         for run in report["runs"]:
             if (run["temperature"], run["batch_size"]) == (base["temperature"], base["batch_size"]):
@@ -56,12 +56,12 @@ def print_report(report: Mapping[str, Any], console: Console | None = None) -> N
                     *setting,
                     _drafter(run),
                     str(run["draft_length"]),
-                    _cell(run["alpha"], "{:.2f}", interval=False),
-                    _cell(run["draft_acceptance_rate"], "{:.0%}", interval=False),
-                    _cell(run["mean_acceptance_length"], "{:.2f}"),
-                    f"{run['tokens_per_second']['value']:.0f}",
-                    _cell(run["speedup"], "{:.2f}×"),
-                    _cell(gain, "{:+.2f}") if gain else "",
+                    format_estimate(run["alpha"], spread="none"),
+                    format_estimate(run["draft_acceptance_rate"], ".0%", spread="none"),
+                    format_estimate(run["mean_acceptance_length"]),
+                    f"{run['tokens_per_second'].value:.0f}",
+                    format_estimate(run["speedup"], unit="×"),
+                    format_estimate(gain, "+.2f") if gain else "",
                 )
         table.add_section()
     console = console or Console()
@@ -80,11 +80,3 @@ def _drafter(run: Mapping[str, Any]) -> str:
 def _prompts(report: Mapping[str, Any]) -> str:
     decoded, replayed = report["prompts"]["count"], report["prompts"]["replayed"]
     return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if (replayed or 0) > decoded else "")
-
-
-def _cell(estimate: Estimate | None, form: str, interval: bool = True) -> str:
-    if estimate is None or estimate["value"] is None:
-        return "–"
-    bounds = estimate.get("ci95")
-    spread = f" ±{(bounds[1] - bounds[0]) / 2:.2f}" if interval and bounds else ""
-    return form.format(estimate["value"]) + spread

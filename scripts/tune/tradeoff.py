@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
-from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 
 RULES = ("typical", "threshold", "cascade")
@@ -61,6 +61,13 @@ class Seen:
     ngrams: int
 
 
+@dataclass(frozen=True)
+class Departure(Estimate):
+    """The departure a token, with an upper bound."""
+
+    upper_bound: float
+
+
 def figures(
     setting: Setting, seen: Sequence[Seen], plain: Sequence[Seen], exact: Sequence[Seen], greedy: bool
 ) -> dict[str, Any]:
@@ -99,8 +106,8 @@ def _tokens_and_seconds(seen: Sequence[Seen]) -> tuple[list[int], list[float]]:
     return [s.num_emitted_tokens for s in seen], [s.seconds for s in seen]
 
 
-def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greedy: bool) -> Estimate:
-    """Return the departure a token, its interval over prompts, and an `upper_bound` of the same level.
+def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greedy: bool) -> Departure:
+    """Return the departure a token, its interval over prompts, and an upper bound of the same level.
 
     The bound is never below what as many independent tokens would give (Clopper and Pearson 1934), at T=0 for as many
     disagreements, and under sampling, where a departure is no event but a distance, for none: a bootstrap of prompts
@@ -114,7 +121,8 @@ def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greed
     estimate = ratio(departures, tokens)
     events, count = sum(departures) if greedy else 0, sum(tokens)
     floor = float(stats.beta.ppf(0.975, events + 1, count - events)) if events < count else 1.0
-    return estimate | {"upper_bound": max(floor, *(estimate["ci95"] or [0.0]))}
+    bound = max(floor, *(estimate.ci95 or [0.0]))
+    return Departure(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
 
 
 def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None:
@@ -128,7 +136,7 @@ def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None
         most: the departure that is allowed.
     """
     rows, count = _strictest_first(levels), len(admitted(levels, most))
-    if not 0 < count < len(rows) or not rows[count]["gain_over_exact"]["value"] > 0:
+    if not 0 < count < len(rows) or not rows[count]["gain_over_exact"].value > 0:
         return None
     return (rows[count - 1]["level"] + rows[count]["level"]) / 2
 
@@ -139,7 +147,7 @@ def admitted(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, An
     Levels that are tested in a fixed order, each only if those before it held, need no correction for their number
     (fixed sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2).
     """
-    return list(takewhile(lambda row: row["departure"]["upper_bound"] < most, _strictest_first(levels)))
+    return list(takewhile(lambda row: row["departure"].upper_bound < most, _strictest_first(levels)))
 
 
 def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[str, Any] | None, str]:
@@ -156,11 +164,11 @@ def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[s
         return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
     inside = [row for rule in RULES for row in admitted([r for r in levels if r["rule"] == rule], most)]
     if not inside:
-        nearest = min(levels, key=lambda row: row["departure"]["upper_bound"])
+        nearest = min(levels, key=lambda row: row["departure"].upper_bound)
         told = f"the nearest is {_name(nearest)}, {_at_most(nearest)}"
         return None, f"none: keep exact. No level stays below {most:.2%}; {told}"
-    gaining = [row for row in inside if (row["gain_over_exact"]["ci95"] or [0.0])[0] > 0]
-    best = max(gaining or inside, key=lambda row: row["gain_over_exact"]["value"])
+    gaining = [row for row in inside if (row["gain_over_exact"].ci95 or [0.0])[0] > 0]
+    best = max(gaining or inside, key=lambda row: row["gain_over_exact"].value)
     if not gaining:
         told = f"the best is {_name(best)}, {_gain(best)}"
         return None, f"none: keep exact. No level below {most:.2%} surely gains; {told}"
@@ -190,11 +198,11 @@ def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> No
         table.add_row(
             row["rule"],
             "" if row["level"] is None else f"{row['level']:.4g}",
-            f"{row['mean_acceptance_length']['value']:.2f}",
-            "" if gain is None else _cell(gain, "{:+.2f}"),
-            "" if row["rule"] == "plain" else _cell(row["speedup"], "{:.2f}") + "×",
-            "" if departure is None else f"{departure['value']:.2%}",
-            "" if departure is None else f"{departure['upper_bound']:.2%}",
+            f"{row['mean_acceptance_length'].value:.2f}",
+            "" if gain is None else format_estimate(gain, "+.2f"),
+            "" if row["rule"] == "plain" else format_estimate(row["speedup"], unit="×"),
+            "" if departure is None else f"{departure.value:.2%}",
+            "" if departure is None else f"{departure.upper_bound:.2%}",
             "" if repeats is None else f"{repeats:.0%}",
             style="bold" if row == report["chosen"] else "",
         )
@@ -212,17 +220,19 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
     axes = figure.add_subplot()
     for rule in dict.fromkeys(row["rule"] for row in report["levels"]):
         rows = [row for row in report["levels"] if row["rule"] == rule]
-        x, y = [row["departure"]["value"] for row in rows], [row["speedup"]["value"] for row in rows]
-        axes.errorbar(
-            x, y, _arms(rows, "speedup"), _arms(rows, "departure"), fmt="none", ecolor=COLOURS[rule], alpha=0.25
-        )
+        x, y = [row["departure"].value for row in rows], [row["speedup"].value for row in rows]
+
+        def arms(name: str, rows: Sequence[dict[str, Any]] = rows) -> list[tuple[float, ...]]:
+            return list(zip(*(row[name].arms() for row in rows), strict=True))
+
+        axes.errorbar(x, y, arms("speedup"), arms("departure"), fmt="none", ecolor=COLOURS[rule], alpha=0.25)
         axes.plot(x, y, "o-", color=COLOURS[rule], label=rule, markersize=4, clip_on=False)
         for row in rows:
-            place = row["departure"]["value"], row["speedup"]["value"]
+            place = row["departure"].value, row["speedup"].value
             axes.annotate(
                 f"{row['level']:.3g}", place, (4, 4), textcoords="offset points", fontsize=7, color=COLOURS[rule]
             )
-    exact = report["exact"]["speedup"]["value"]
+    exact = report["exact"]["speedup"].value
     axes.axhline(exact, color=INK, linewidth=0.8, linestyle=":")
     axes.plot([0], [exact], "D", color=INK, label="exact", clip_on=False, zorder=4)
     axes.axhline(1, color=SOFT, linewidth=0.8, linestyle=":", label="plain decoding")
@@ -231,8 +241,8 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
     if report["chosen"] is not None:
         chosen = report["chosen"]
         axes.plot(
-            [chosen["departure"]["value"]],
-            [chosen["speedup"]["value"]],
+            [chosen["departure"].value],
+            [chosen["speedup"].value],
             "o",
             markersize=12,
             markerfacecolor="none",
@@ -254,27 +264,14 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
     os.replace(aside, path)
 
 
-def _arms(rows: Sequence[dict[str, Any]], name: str) -> list[list[float]]:
-    """Return the lengths of error bars, below and above."""
-    ends = [(row[name]["value"], row[name]["ci95"] or [row[name]["value"]] * 2) for row in rows]
-    return [[max(value - low, 0.0) for value, (low, _) in ends], [max(high - value, 0.0) for value, (_, high) in ends]]
-
-
-def _cell(estimate: Estimate, form: str) -> str:
-    bounds = estimate["ci95"]
-    return form.format(estimate["value"]) + ("" if bounds is None else f" ±{(bounds[1] - bounds[0]) / 2:.2f}")
-
-
 def _name(row: dict[str, Any]) -> str:
     delta = "" if row["delta"] is None else f" (δ {row['delta']:.3g})"
     return f"{row['rule']} at level {row['level']:.4g}{delta}"
 
 
 def _gain(row: dict[str, Any]) -> str:
-    bounds = row["gain_over_exact"]["ci95"]
-    told = "" if bounds is None else " [{:+.2f}, {:+.2f}]".format(*bounds)
-    return f"τ {row['gain_over_exact']['value']:+.2f}{told} over exact"
+    return f"τ {format_estimate(row['gain_over_exact'], '+.2f', spread='interval')} over exact"
 
 
 def _at_most(row: dict[str, Any]) -> str:
-    return f"departure {row['departure']['value']:.2%}, at most {row['departure']['upper_bound']:.2%}"
+    return f"departure {row['departure'].value:.2%}, at most {row['departure'].upper_bound:.2%}"

@@ -34,9 +34,9 @@ def replayed(strategy: str, cases: dict[str, dict]) -> dict:
             continue
         found[name] = {
             drafter: {
-                "alpha": replay.alpha,
-                "tau": replay.mean_acceptance_length,
-                "positions": replay.acceptance_per_position,
+                "alpha": replay.alpha.to_dict(),
+                "tau": {k: tau.to_dict() for k, tau in replay.mean_acceptance_length.items()},
+                "positions": {k: [a.to_dict() for a in own] for k, own in replay.acceptance_per_position.items()},
                 "texts": [{k: vars(counts) for k, counts in text.counts.items()} for text in replay.texts],
                 "acceptance": [text.acceptance for text in replay.texts],
             }

@@ -7,12 +7,13 @@ import pytest
 from conftest import perturbed, tiny_llama
 
 from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
+from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.decode.rules import Threshold
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
-from draftsmith.scripts.tune.tradeoff import choose, departure_estimate, level_between
+from draftsmith.scripts.tune.tradeoff import Departure, choose, departure_estimate, level_between
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
@@ -49,7 +50,14 @@ def tuned(models, tokenizer):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "80")
         assert main(["tune", *(str(part) for name, value in flags.items() for part in (f"--{name}", value))]) == 0
-    return json.loads((models / "out" / "tune.json").read_text())
+    return json.loads((models / "out" / "tune.json").read_text(), object_hook=estimated)
+
+
+def estimated(values: dict) -> object:
+    """Return the estimates of a JSON file as what was written, all else as it is."""
+    if "ci95" not in values:
+        return values
+    return Departure(**values) if "upper_bound" in values else Estimate(**values)
 
 
 def row_of(report, rule: str, level: float) -> dict:
@@ -71,20 +79,20 @@ def test_the_figures_are_those_of_the_decoder(models, tuned):
     tokens = NEW * len(PROMPTS)
     row = row_of(tuned, "threshold", 0.1)
     assert row["counts"]["num_emitted_tokens"] == tokens and row["counts"]["num_drafts"] == rounds
-    assert wrong > 0 and row["departure"]["value"] == pytest.approx(wrong / tokens)
-    assert tuned["exact"]["mean_acceptance_length"]["value"] == pytest.approx(tokens / exact_rounds)
-    assert row["gain_over_exact"]["value"] == pytest.approx(tokens / rounds - tokens / exact_rounds)
-    assert tuned["plain"]["mean_acceptance_length"]["value"] == 1
-    assert tuned["plain"]["speedup"]["value"] == pytest.approx(1)
-    assert tuned["exact"]["departure"] is None and tuned["exact"]["speedup"]["value"] > 0
+    assert wrong > 0 and row["departure"].value == pytest.approx(wrong / tokens)
+    assert tuned["exact"]["mean_acceptance_length"].value == pytest.approx(tokens / exact_rounds)
+    assert row["gain_over_exact"].value == pytest.approx(tokens / rounds - tokens / exact_rounds)
+    assert tuned["plain"]["mean_acceptance_length"].value == 1
+    assert tuned["plain"]["speedup"].value == pytest.approx(1)
+    assert tuned["exact"]["departure"] is None and tuned["exact"]["speedup"].value > 0
 
 
 def test_the_ends_of_a_rule(tuned):
     # A cascade of level 0 lets every draft stand, one of level 1 none: γ + 1 tokens a round but for the last, and 1.
     assert row_of(tuned, "cascade", 0)["counts"]["num_drafts"] == len(PROMPTS) * NEW // 4
-    assert row_of(tuned, "cascade", 1)["mean_acceptance_length"]["value"] == 1
-    assert row_of(tuned, "cascade", 1)["departure"]["value"] == 0
-    assert row_of(tuned, "threshold", 0.6)["departure"]["value"] < row_of(tuned, "threshold", 0)["departure"]["value"]
+    assert row_of(tuned, "cascade", 1)["mean_acceptance_length"].value == 1
+    assert row_of(tuned, "cascade", 1)["departure"].value == 0
+    assert row_of(tuned, "threshold", 0.6)["departure"].value < row_of(tuned, "threshold", 0)["departure"].value
     assert row_of(tuned, "typical", 0.05)["delta"] == pytest.approx(0.05**0.5)
 
 
@@ -92,9 +100,9 @@ def test_the_search_goes_between_the_levels_and_takes_the_fastest_that_is_allowe
     given = {"typical": {0.05}, "threshold": {0, 0.1, 0.6}, "cascade": {0, 1}}
     further = [row for row in tuned["levels"] if row["level"] not in given[row["rule"]]]
     assert further and all(0 < row["level"] < 1 for row in further)
-    inside = [row for row in tuned["levels"] if row["departure"]["upper_bound"] < 0.5]
-    fastest = max(inside, key=lambda row: row["mean_acceptance_length"]["value"])
-    assert tuned["chosen"] == fastest and fastest["gain_over_exact"]["ci95"][0] > 0
+    inside = [row for row in tuned["levels"] if row["departure"].upper_bound < 0.5]
+    fastest = max(inside, key=lambda row: row["mean_acceptance_length"].value)
+    assert tuned["chosen"] == fastest and fastest["gain_over_exact"].ci95[0] > 0
     assert tuned["reason"].startswith(f"{fastest['rule']} at level ")
 
 
@@ -155,11 +163,11 @@ def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter
     )  # fmt: skip
     report = tune(config, progress=False)
     assert report["departure"] == "mean_total_variation" and report["proposer"]["kind"] == drafter
-    low, high = (row_of(report, "threshold", level)["departure"]["value"] for level in (0.01, 0.99))
+    low, high = (row_of(report, "threshold", level)["departure"].value for level in (0.01, 0.99))
     assert 0 <= high < low < 1
     # No draft stands in a cascade of level 1, and yet 24 tokens without a departure do not show that it is below 1e-6.
     none = row_of(report, "cascade", 1)
-    assert none["departure"]["value"] == 0 and none["departure"]["upper_bound"] > 0.1
+    assert none["departure"].value == 0 and none["departure"].upper_bound > 0.1
     assert report["chosen"] is None and report["reason"].startswith("none: keep exact. No level stays below")
     assert report["plain"]["counts"]["num_drafts"] == report["plain"]["counts"]["num_emitted_tokens"] == 24
 
@@ -167,23 +175,23 @@ def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter
 @pytest.mark.parametrize("greedy", [True, False])
 def test_no_departure_in_few_tokens_is_not_none(greedy):
     none = departure_estimate([0, 0, 0], [100, 100, 100], greedy)
-    assert none["value"] == 0 and none["ci95"] == [0, 0]
-    assert none["upper_bound"] == pytest.approx(1 - 0.025 ** (1 / 300))
+    assert none.value == 0 and none.ci95 == (0, 0)
+    assert none.upper_bound == pytest.approx(1 - 0.025 ** (1 / 300))
     # One prompt in which everything departs: the bootstrap over prompts is wider than independent tokens.
     uneven = departure_estimate([100, 0, 0, 0, 0, 0, 0, 0], [100] * 8, greedy)
-    assert uneven["upper_bound"] == uneven["ci95"][1] > 0.3
-    assert departure_estimate([2, 2], [2, 2], greedy)["upper_bound"] == 1
+    assert uneven.upper_bound == uneven.ci95[1] > 0.3
+    assert departure_estimate([2, 2], [2, 2], greedy).upper_bound == 1
 
 
 def test_a_distance_is_surer_than_as_many_events():
     # Ten prompts that all depart by 5 of 100 tokens: as events they may be luck, as distances they are all alike.
-    events, distances = (departure_estimate([5.0] * 10, [100] * 10, greedy)["upper_bound"] for greedy in (True, False))
+    events, distances = (departure_estimate([5.0] * 10, [100] * 10, greedy).upper_bound for greedy in (True, False))
     assert events == pytest.approx(0.0654, abs=1e-4) and distances == pytest.approx(0.05)
 
 
 def entry(rule: str, level: float, bound: float, gain: float, low: float) -> dict:
-    estimate = {"value": gain, "ci95": [low, 2 * gain - low]}
-    departure = {"value": bound / 2, "upper_bound": bound}
+    estimate = Estimate(gain, (low, 2 * gain - low), 9)
+    departure = Departure(bound / 2, None, 9, upper_bound=bound)
     return {"rule": rule, "level": level, "delta": None, "gain_over_exact": estimate, "departure": departure}
 
 

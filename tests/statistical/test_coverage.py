@@ -70,15 +70,15 @@ def test_coverage(truth, count):
     for _ in range(DATA_SETS):
         own = prompts(rng, count)
         for name, statistic in STATISTICS.items():
-            low, high = statistic(own)["ci95"]
-            held[name] += low <= statistic(truth)["value"] <= high
+            low, high = statistic(own).ci95
+            held[name] += low <= statistic(truth).value <= high
     assert all(LEAST <= own <= MOST for own in held.values()), held
 
 
 def test_tokens_that_are_taken_for_independent_hold_the_truth_too_seldom(truth):
     """The power of the test above: α with the binomial's standard deviation over all tokens. False alarms: 1e-12."""
     rng, held = np.random.default_rng(1), 0
-    alpha = STATISTICS["alpha"](truth)["value"]
+    alpha = STATISTICS["alpha"](truth).value
     for _ in range(DATA_SETS):
         own = prompts(rng, 64)
         tokens = own["tokens"].sum()
@@ -104,13 +104,13 @@ def test_as_many_more_prompts_as_are_asked_for_tell_drafters_apart():
     pilot["level"] = np.maximum(1, np.round(pilot["rounds"] * np.exp(rng.normal(0.04, 0.18, 30))))
     found = difference(pilot)
     more = more_prompts(found, 30)
-    assert found["ci95"][0] < 0 < found["value"] and 30 < more < 600
+    assert found.ci95[0] < 0 < found.value and 30 < more < 600
     shares = []
     for count in ((30 + more) // 2, 30 + more):
         apart = 0
         for _ in range(DATA_SETS):
             chosen = rng.integers(0, 30, count)
-            bounds = difference({name: column[chosen] for name, column in pilot.items()})["ci95"]
+            bounds = difference({name: column[chosen] for name, column in pilot.items()}).ci95
             apart += bounds[0] > 0
         shares.append(apart / DATA_SETS)
     assert 0.45 < shares[0] < 0.75 < shares[1], shares

@@ -94,9 +94,9 @@ def figures(prompts: list[Counts]) -> dict:
     length = ratio([c.num_emitted_tokens for c in prompts], [c.num_drafts for c in prompts])
     return {
         "draft_acceptance_rate": total.draft_acceptance_rate(),
-        "draft_acceptance_rate_ci95": rate["ci95"],
+        "draft_acceptance_rate_ci95": rate.to_dict()["ci95"],
         "mean_acceptance_length": total.mean_acceptance_length(),
-        "mean_acceptance_length_ci95": length["ci95"],
+        "mean_acceptance_length_ci95": length.to_dict()["ci95"],
         "acceptance_per_position": total.acceptance_per_position(),
         "conditional_acceptance": total.conditional_acceptance(),
         "counts": total.to_dict(),

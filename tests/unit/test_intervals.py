@@ -4,7 +4,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import (
+    Estimate,
+    difference_interval,
+    format_estimate,
+    rate_ratio,
+    rate_ratio_interval,
+    ratio,
+    ratio_difference,
+)
 
 
 def data(prompts: int = 30, seed: int = 0, rng: np.random.Generator | None = None):
@@ -18,17 +26,40 @@ def data(prompts: int = 30, seed: int = 0, rng: np.random.Generator | None = Non
 def test_value_is_the_ratio_of_sums_and_lies_in_the_interval():
     tokens, rounds = data()
     estimate = ratio(tokens, rounds)
-    assert estimate["value"] == tokens.sum() / rounds.sum()
-    assert estimate["value"] != pytest.approx(np.mean(tokens / rounds), rel=1e-4)
-    low, high = estimate["ci95"]
-    assert low < estimate["value"] < high
-    assert list(estimate) == ["value", "ci95"]
+    assert estimate.value == tokens.sum() / rounds.sum()
+    assert estimate.value != pytest.approx(np.mean(tokens / rounds), rel=1e-4)
+    low, high = estimate.ci95
+    assert low < estimate.value < high
+    assert estimate.n == 30 and estimate.to_dict() == {"value": estimate.value, "ci95": [low, high], "n": 30}
 
 
-def test_the_level_names_the_interval_and_widens_it():
-    tokens, rounds = data()
-    wide, narrow = ratio(tokens, rounds, 0.99)["ci99"], ratio(tokens, rounds, 0.8)["ci80"]
+@pytest.mark.parametrize(
+    ("estimate", "interval"), [(ratio_difference, difference_interval), (rate_ratio, rate_ratio_interval)]
+)
+def test_a_higher_confidence_level_widens_the_interval(estimate, interval):
+    columns = *data(), *data(seed=1)
+    wide, narrow = interval(*columns, confidence=0.99), interval(*columns, confidence=0.8)
     assert wide[0] < narrow[0] < narrow[1] < wide[1]
+    assert interval(*columns, confidence=0.95) == estimate(*columns).ci95
+
+
+def test_an_estimate_is_written_with_its_interval_or_half_of_it():
+    estimate = Estimate(1.234, (1.2, 1.3), 9)
+    assert format_estimate(estimate) == "1.23 ±0.05"
+    assert format_estimate(estimate, "+.1f", "×", "interval") == "+1.2× [+1.2, +1.3]"
+    assert format_estimate(estimate, "+.2f") == "+1.23 ±0.05"
+    assert format_estimate(estimate, ".0%", spread="none") == "123%"
+    assert format_estimate(Estimate(1.5, None, 1)) == "1.50"
+    assert format_estimate(None) == format_estimate(Estimate(None, None, 0)) == "–"
+
+
+def test_an_estimate_is_scaled_and_drawn_with_its_interval():
+    estimate = Estimate(1.25, (1.0, 2.0), 9)
+    assert estimate.scaled(-2) == Estimate(-2.5, (-4.0, -2.0), 9)
+    assert estimate.arms() == (0.25, 0.75)
+    assert Estimate(3.0, (1.0, 2.0), 9).arms() == (2.0, 0.0)  # an interval that does not hold the value
+    assert Estimate(1.0, None, 1).arms() == Estimate(None, None, 0).arms() == (0.0, 0.0)
+    assert Estimate(None, None, 0).scaled(2) == Estimate(None, None, 0)
 
 
 def test_the_same_data_give_the_same_interval():
@@ -36,46 +67,46 @@ def test_the_same_data_give_the_same_interval():
 
 
 def test_what_cannot_be_estimated_is_none_and_never_zero():
-    assert ratio([3], [2]) == {"value": 1.5, "ci95": None}
-    assert ratio([0, 0], [0, 0]) == {"value": None, "ci95": None}
-    assert ratio([], []) == {"value": None, "ci95": None}
-    assert ratio_difference([1, 2], [1, 1], [1, 2], [0, 0]) == {"value": None, "ci95": None}
-    assert ratio_difference([4], [2], [3], [2]) == {"value": 0.5, "ci95": None}
-    assert ratio([0, 0], [1, 2]) == {"value": 0.0, "ci95": [0.0, 0.0]}
+    assert ratio([3], [2]) == Estimate(1.5, None, 1)
+    assert ratio([0, 0], [0, 0]) == Estimate(None, None, 2)
+    assert ratio([], []) == Estimate(None, None, 0)
+    assert ratio_difference([1, 2], [1, 1], [1, 2], [0, 0]) == Estimate(None, None, 2)
+    assert ratio_difference([4], [2], [3], [2]) == Estimate(0.5, None, 1)
+    assert ratio([0, 0], [1, 2]) == Estimate(0.0, (0.0, 0.0), 2)
 
 
 @pytest.mark.filterwarnings("error")  # scipy would warn of another method's interval
 def test_a_resample_without_a_denominator_leaves_no_interval():
-    assert ratio([1, 2, 0], [1, 0, 0])["ci95"] is None
+    assert ratio([1, 2, 0], [1, 0, 0]).ci95 is None
 
 
 def test_paired_difference_of_identical_data_is_exactly_zero():
     tokens, rounds = data()
-    assert ratio_difference(tokens, rounds, tokens, rounds) == {"value": 0.0, "ci95": [0.0, 0.0]}
+    assert ratio_difference(tokens, rounds, tokens, rounds) == Estimate(0.0, (0.0, 0.0), 30)
 
 
 def test_pairing_removes_what_prompts_have_in_common():
     tokens, rounds = data()
     better = ratio_difference(tokens + rounds, rounds, tokens, rounds)
     # One token a round more on every prompt: prompts differ widely, but not in that.
-    assert better["value"] == pytest.approx(1)
-    assert better["ci95"] == pytest.approx([1, 1])
-    low, high = ratio(tokens, rounds)["ci95"]
+    assert better.value == pytest.approx(1)
+    assert better.ci95 == pytest.approx([1, 1])
+    low, high = ratio(tokens, rounds).ci95
     assert high - low > 0.3
 
 
 def test_intervals_are_over_prompts_not_tokens():
     tokens, rounds = data()
-    low, high = ratio(tokens, rounds)["ci95"]
+    low, high = ratio(tokens, rounds).ci95
     # The same tokens in four times as many independent prompts: half the width. Pooling would not tell them apart.
-    spread = ratio(np.tile(tokens, 4), np.tile(rounds, 4))["ci95"]
+    spread = ratio(np.tile(tokens, 4), np.tile(rounds, 4)).ci95
     assert (high - low) / (spread[1] - spread[0]) == pytest.approx(2, rel=0.1)
 
 
 def test_few_prompts_are_as_uncertain_as_students_t_says():
     """With denominators of 1 the ratio is a mean, whose interval is known; plain percentiles are 11 % narrower."""
     values = np.random.default_rng(3).normal(5, 1, 20)
-    low, high = ratio(values, np.ones(20))["ci95"]
+    low, high = ratio(values, np.ones(20)).ci95
     wanted = stats.t.interval(0.95, 19, values.mean(), stats.sem(values))
     assert high - low == pytest.approx(wanted[1] - wanted[0], rel=0.03)
-    assert ratio(values[:2], np.ones(2))["ci95"] == sorted(values[:2])
+    assert ratio(values[:2], np.ones(2)).ci95 == tuple(sorted(values[:2]))

@@ -135,7 +135,7 @@ def test_shares_of_nodes_are_those_of_the_decoders_rounds():
     assert own.starts(tree) == [0, 1, 4, 6]
     assert node_shares([own], tree).tolist() == [3 / 4, 0, 1 / 4, 0]
     assert mean_acceptance_length([own], tree) == 7 / 4
-    assert acceptance_estimate([own, own], tree)["value"] == 7 / 4
+    assert acceptance_estimate([own, own], tree).value == 7 / 4
 
 
 def correlated(seed: int, tokens: int = 200) -> TextRanks:

@@ -7,6 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
+from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts.measure.estimates import Speed
 from draftsmith.scripts.report.page import lossless, number, render_page, size, visible, write_page
 
 VOID = {"meta", "link", "img", "br", "use", "path"}
@@ -26,7 +28,11 @@ FORWARD = {1: {1: 9.8, 2: 10.4, 4: 11.0, 8: 12.1, 16: 14.9}, 8: {1: 14.1, 2: 17.
 
 
 def est(value, arm):
-    return {"value": value, "ci95": [value - arm, value + arm]}
+    return Estimate(value, (value - arm, value + arm), 80)
+
+
+def spd(value, arm):
+    return Speed(value, (value - arm, value + arm), 80, median=value)
 
 
 def chain_length(alpha, length):
@@ -78,7 +84,7 @@ def rich():
                 shift = -0.05 if verifier == "greedy" else 0.0
                 alpha = None if name == "lookup" else est(ALPHAS[name][temperature > 0] + shift, 0.022)
                 conditional = [
-                    est((alpha or est(0.4, 0))["value"] + 0.015 * i, 0.02 + 0.006 * i)
+                    est((alpha or est(0.4, 0)).value + 0.015 * i, 0.02 + 0.006 * i)
                     for i in range(min(4 if name == "medusa" else 8, 8))
                 ]
                 curves.append(
@@ -175,7 +181,7 @@ def rich():
                             "conditional_acceptance": conditional,
                             "speedup": est(speed, 0.07),
                             "predicted_speedup": est(guess, 0.04),
-                            "tokens_per_second": {"median": plain * speed, **est(plain * speed, 6)},
+                            "tokens_per_second": spd(plain * speed, 6),
                             "gain_over_baseline_draft": {
                                 "mean_acceptance_length": gain,
                                 "decoded_mean_acceptance_length": gain,
@@ -233,8 +239,8 @@ def rich():
             "draft_length": r["draft_length"],
             "batch_size": r["batch_size"],
             "temperature": r["temperature"],
-            "predicted": r["predicted_speedup"]["value"],
-            "measured": r["speedup"]["value"],
+            "predicted": r["predicted_speedup"].value,
+            "measured": r["speedup"].value,
         }
         for r in runs
     ]
@@ -258,12 +264,12 @@ def rich():
         "target": {"path": "models/target-36m", "parameters": 36_442_112, "dtype": "bfloat16"},
         "prompts": {"path": "heldout.jsonl", "count": 80, "replayed": 320, "categories": CATEGORIES},
         "baseline": {
-            "tokens_per_second": {"median": 97.0, **est(97.1, 2)},
+            "tokens_per_second": spd(97.1, 2),
             "by_temperature": [
                 {
                     "temperature": t,
                     "batch_size": b,
-                    "tokens_per_second": {"median": 97.0, **est((98.4 - 3 * t) * (5.6 if b > 1 else 1), 2)},
+                    "tokens_per_second": spd((98.4 - 3 * t) * (5.6 if b > 1 else 1), 2),
                     "repeated_ngram_share": 0.3,
                 }
                 for t in (0.0, 0.8)
@@ -316,7 +322,7 @@ def rich():
 
 def minimal():
     """A report in which all that may be null is, and nothing paid."""
-    nothing = {"value": None, "ci95": None}
+    nothing = Estimate(None, None, 0)
     unchecked = {
         "checked": False,
         "identical": None,
@@ -339,7 +345,7 @@ def minimal():
         "conditional_acceptance": [None] * 4,
         "speedup": nothing,
         "predicted_speedup": None,
-        "tokens_per_second": {"median": None, **nothing},
+        "tokens_per_second": nothing,
         "gain_over_baseline_draft": None,
         "replay": None,
         "lossless": unchecked,
@@ -351,7 +357,7 @@ def minimal():
         "environment": {"python": "3.11.7", "device": None, "git_sha": None},
         "target": {"path": "target", "parameters": None, "dtype": None},
         "prompts": {"path": "prompts.txt", "count": 1, "replayed": None, "categories": {}},
-        "baseline": {"tokens_per_second": {"median": None, **nothing}, "by_temperature": []},
+        "baseline": {"tokens_per_second": nothing, "by_temperature": []},
         "runs": [run],
         "curves": [],
         "comparisons": [],
@@ -429,11 +435,11 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
     page, chosen = Page(full_page), full["recommendation"]
     assert page.headings[0] == "✓ GO" and page.headings[1] == "Recommended setting"
     hero = page.text[: page.text.index("Lines: predicted")]
-    low, high = chosen["measured_speedup"]["ci95"]
+    low, high = chosen["measured_speedup"].ci95
     assert "draft, γ = 4 batch size 1, T = 0" in hero
-    assert f"{chosen['measured_speedup']['value']:.2f}× [{low:.2f}, {high:.2f}]" in hero
+    assert f"{chosen['measured_speedup'].value:.2f}× [{low:.2f}, {high:.2f}]" in hero
     run = next(r for r in full["runs"] if r["draft_length"] == 4)
-    assert f"{run['mean_acceptance_length']['value']:.2f} [" in hero and "80 of 80 texts identical" in hero
+    assert f"{run['mean_acceptance_length'].value:.2f} [" in hero and "80 of 80 texts identical" in hero
     assert page.headings[2:] == [
         "Speed-up",
         "Runs",
@@ -501,7 +507,7 @@ def test_no_go_names_what_failed_and_the_lossy_drafter():
         "passed": False,
         "failures": ["speed-up 1.03 is below 1.2"],
     }
-    report["runs"][0]["mean_acceptance_length"] = {"value": 1.31, "ci95": None}
+    report["runs"][0]["mean_acceptance_length"] = Estimate(1.31, None, 1)
     report["runs"][0]["lossless"] |= {"checked": True, "p_value": 3e-9, "tokens": 40_000}
     page = Page(render_page(report))
     assert page.headings[:2] == ["✗ NO-GO", "Best setting"]

@@ -218,13 +218,13 @@ def test_greedy_replay_is_the_decoder_count_for_count(repeating, name):
                     assert getattr(found, field) == getattr(counts, field), (name, ended, k, field)
                 accepted += counts.num_accepted_tokens
             total = sum(decoded[k][1:], decoded[k][0])
-            assert replay.mean_acceptance_length[k]["value"] == pytest.approx(total.mean_acceptance_length())
-            assert replay.draft_acceptance_rate[k]["value"] == pytest.approx(total.draft_acceptance_rate())
+            assert replay.mean_acceptance_length[k].value == pytest.approx(total.mean_acceptance_length())
+            assert replay.draft_acceptance_rate[k].value == pytest.approx(total.draft_acceptance_rate())
             for estimates, ratios in (
                 (replay.acceptance_per_position[k], total.acceptance_per_position()),
                 (replay.conditional_acceptance[k], total.conditional_acceptance()),
             ):
-                assert [e["value"] for e in estimates] == pytest.approx(ratios)
+                assert [e.value for e in estimates] == pytest.approx(ratios)
         assert accepted > 5  # not a comparison of noughts
 
 
@@ -235,7 +235,7 @@ def test_alpha_at_t0_is_the_share_of_equal_argmaxes(repeating):
     with torch.no_grad():
         p, q = (model(text[:, :-1]).logits[0, 4:].argmax(-1) for model in (repeating, draft))
     replay = replay_acceptance(repeating, DraftModelProposer(draft), [text[0]], [5], [2], temperature=0)
-    assert replay.alpha["value"] == pytest.approx(float((p == q).float().mean()))
+    assert replay.alpha.value == pytest.approx(float((p == q).float().mean()))
     assert replay.texts[0].acceptance == tuple((p == q).float().tolist())
 
 

@@ -8,11 +8,11 @@ from conftest import tiny_llama
 
 from draftsmith.decode import Counts
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
-from draftsmith.decode.measurement.intervals import ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.scripts.measure.drafters import Drafter
-from draftsmith.scripts.measure.estimates import speedup
+from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, breaks
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
@@ -48,8 +48,8 @@ class Case:
                 "draft_length": k,
                 "temperature": temperature,
                 "batch_size": rows,
-                "alpha": {"value": 0.75, "ci95": None},
-                "mean_acceptance_length": {"value": 2.5, "ci95": [2.25, 2.75]},
+                "alpha": Estimate(0.75, None, 8),
+                "mean_acceptance_length": Estimate(2.5, (2.25, 2.75), 8),
                 "speedup": speedup(own, plain),
                 "predicted_speedup": None,
                 "lossless": {"passed": lossless, "reason": None if lossless else "prompt 3, token 7"},
@@ -66,10 +66,10 @@ def test_what_is_faster_for_certain_is_deployed():
     assert gate is None
     assert (verdict["go"], verdict["proposer"], verdict["draft_length"]) == (True, "fast", 2)
     assert (verdict["temperature"], verdict["batch_size"]) == (0.0, 1)
-    assert verdict["measured_speedup"]["value"] == pytest.approx(1.6, rel=0.02)
-    low, high = verdict["measured_speedup"]["ci95"]
+    assert verdict["measured_speedup"].value == pytest.approx(1.6, rel=0.02)
+    low, high = verdict["measured_speedup"].ci95
     assert (
-        f"fast with γ = 2 decodes {verdict['measured_speedup']['value']:.2f} [{low:.2f}, {high:.2f}] times as fast"
+        f"fast with γ = 2 decodes {verdict['measured_speedup'].value:.2f} [{low:.2f}, {high:.2f}] times as fast"
         in (verdict["reason"])
     )
     assert verdict["reason"].endswith("And mind the rest.")
@@ -77,14 +77,14 @@ def test_what_is_faster_for_certain_is_deployed():
 
 def test_what_may_be_no_faster_is_not():
     gate, verdict = Case().add("draft", 1.005).judge()
-    assert verdict["measured_speedup"]["ci95"][0] < 1 < verdict["measured_speedup"]["value"]
+    assert verdict["measured_speedup"].ci95[0] < 1 < verdict["measured_speedup"].value
     assert gate is None and verdict["go"] is False and verdict["proposer"] == "draft"
     assert verdict["reason"].startswith("Don't deploy: no drafter is faster than plain decoding for certain.")
 
 
 def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
     case = Case().add("draft", 1.5)
-    low = speedup(case.observations[0.0, 1, Method("draft", 4)], case.observations[0.0, 1, Method()], 0.8)["ci80"][0]
+    low = speedup_interval(case.observations[0.0, 1, Method("draft", 4)], case.observations[0.0, 1, Method()], 0.8)[0]
     below, above = low - 1e-9, low + 1e-9
     gate, verdict = case.judge(min_speedup=below, confidence=0.8)
     assert gate == {"min_speedup": below, "min_gain": None, "confidence": 0.8, "passed": True, "failures": []}
@@ -97,13 +97,13 @@ def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
 
 
 def test_the_gate_on_the_gain_is_passed_by_its_lower_bound():
-    case = Case().add("draft", 1.5, gain={"value": 0.5, "ci95": [0.2, 0.8]})
+    case = Case().add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
     assert case.judge(min_gain=0.1)[0]["passed"] is True
     gate, verdict = case.judge(min_gain=0.2)
     assert gate["passed"] is verdict["go"] is False
     assert "+0.50" in gate["failures"][0] and "+0.20" in gate["failures"][0]
     # A gain that is asked for does not do away with the speed-up.
-    gate, _ = Case().add("draft", 0.9, gain={"value": 0.5, "ci95": [0.2, 0.8]}).judge(min_gain=0.1)
+    gate, _ = Case().add("draft", 0.9, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8))).judge(min_gain=0.1)
     assert len(gate["failures"]) == 1 and "speed-up" in gate["failures"][0]
     gate, _ = Case().add("draft", 1.5).judge(min_gain=0.1)
     assert gate["failures"] == ["no gain over a stock draft is known for draft, γ = 4, at T = 0, batch size 1"]
@@ -142,7 +142,7 @@ def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
     gate, verdict = case.judge(min_gain=0.0)
     assert gate["failures"] == ["there is nothing to deploy but the stock draft"] and gate["passed"] is False
     assert (verdict["go"], verdict["proposer"]) == (False, None)
-    case.add("draft", 1.3, gain={"value": 0.5, "ci95": [0.2, 0.8]})
+    case.add("draft", 1.3, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
     assert case.judge()[1]["proposer"] == "stock"
     assert case.judge(min_gain=0.0)[1]["proposer"] == "draft"
 
@@ -152,12 +152,16 @@ def test_one_batch_alone_says_nothing_for_certain():
     assert gate["failures"] == [
         "one batch alone was decoded by draft, γ = 4, at T = 0, batch size 1: 95% confidence needs more"
     ]
-    assert verdict["go"] is False and verdict["measured_speedup"]["ci95"] is None
+    assert verdict["go"] is False and verdict["measured_speedup"].ci95 is None
 
 
 def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
-    case = Case().add("draft", 1.5, gain={"value": 0.5, "ci95": [0.2, 0.8]}).add("lookup", 0.9, temperature=0.7, rows=2)
-    case.runs[0]["predicted_speedup"] = {"value": 1.456, "ci95": None}
+    case = (
+        Case()
+        .add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
+        .add("lookup", 0.9, temperature=0.7, rows=2)
+    )
+    case.runs[0]["predicted_speedup"] = Estimate(1.456, None, 8)
     case.runs[1]["alpha"] = None
     rest = {
         "runs": case.runs,
@@ -214,12 +218,12 @@ def test_drafters_are_compared_two_by_two_where_both_were_replayed():
     sums = [replays[0.0, name, PROBABILISTIC].tokens_and_rounds(4) for name in ("draft", "stock")]
     assert own["mean_acceptance_length"] == ratio_difference(*sums[0], *sums[1])
     taus = [sum(tokens) / sum(rounds) for tokens, rounds in sums]
-    assert own["mean_acceptance_length"]["value"] == pytest.approx(taus[0] - taus[1])
+    assert own["mean_acceptance_length"].value == pytest.approx(taus[0] - taus[1])
     alphas = [sum(map(sum, a[name])) / sum(map(len, a[name])) for name in ("draft", "stock")]
-    assert own["alpha"]["value"] == pytest.approx(alphas[0] - alphas[1])
-    assert own["mean_acceptance_length"]["ci95"][0] > 0 and own["more_prompts"] == 0
+    assert own["alpha"].value == pytest.approx(alphas[0] - alphas[1])
+    assert own["mean_acceptance_length"].ci95[0] > 0 and own["more_prompts"] == 0
     equal = named[1.0, "draft", "stock", 4]
-    assert equal["mean_acceptance_length"] == {"value": 0.0, "ci95": [0.0, 0.0]} and equal["more_prompts"] is None
+    assert equal["mean_acceptance_length"] == Estimate(0.0, (0.0, 0.0), 6) and equal["more_prompts"] is None
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,7 @@ def test_drafters_are_compared_two_by_two_where_both_were_replayed():
     ],
 )
 def test_more_prompts(value, bounds, expected):
-    assert more_prompts({"value": value, "ci95": bounds}, 20) == expected
+    assert more_prompts(Estimate(value, bounds, 20), 20) == expected
 
 
 # Breaks and predictions
@@ -326,14 +330,14 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
             both, alone = 0.2 + 4 * 0.1 + 0.3 + 2.8, 0.1 + 4 * 0.05 + 0.2 + 1.8
             seconds.append(3.0 + 0.4 + rounds[0] * both + (rounds[1] - rounds[0]) * alone)
             plain.append(3.0 + tokens[0] * 1.4 + (tokens[1] - tokens[0]) * 1.1)
-    assert found["value"] == pytest.approx(sum(plain) / sum(seconds))
-    assert found["ci95"] == pytest.approx(ratio(plain, seconds)["ci95"])
+    assert found.value == pytest.approx(sum(plain) / sum(seconds))
+    assert found.ci95 == pytest.approx(ratio(plain, seconds).ci95)
     # Without replay it takes the rounds that were decoded; without costs it says nothing.
     row = Row(0, [0] * 5, Counts(num_drafts=3, num_emitted_tokens=5))
     decoded = predicted_speedup(
         measured(tokenizer, texts, {}), 0.0, own.drafter("draft"), 4, [Group([row], 1.0)], [Group([row], 1.0)]
     )
-    assert decoded["value"] == pytest.approx((2.0 + 4 * 1.1) / (2.0 + 0.3 + 0.5 + 2 * (0.5 + 1.8)))
+    assert decoded.value == pytest.approx((2.0 + 4 * 1.1) / (2.0 + 0.3 + 0.5 + 2 * (0.5 + 1.8)))
     bare = measured(tokenizer, texts, {"draft": a}, tables=())
     assert predicted_speedup(bare, 0.0, own.drafter("draft"), 4, groups, groups) is None and costs_entry(bare) is None
 
@@ -344,27 +348,27 @@ def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
     own = measured(tokenizer, texts, {"draft": a, "lookup": a}, categories=["code", "prose"])
     replay = own.replays[0.0, "draft", PROBABILISTIC]
     curve = curve_of(own, 0.0, "draft", PROBABILISTIC, replay)
-    assert curve["alpha"]["value"] == pytest.approx(0.6)
+    assert curve["alpha"].value == pytest.approx(0.6)
     for k in LENGTHS:
         tau, target = replay.mean_acceptance_length[k], 1.0 + k * 0.2
         factor = 1.1 / (0.1 + k * 0.05 + 0.2 + target)
-        assert curve["predicted_speedup"]["1"][str(k)]["value"] == pytest.approx(tau["value"] * factor)
-        assert curve["predicted_speedup"]["1"][str(k)]["ci95"] == pytest.approx([x * factor for x in tau["ci95"]])
+        assert curve["predicted_speedup"]["1"][str(k)].value == pytest.approx(tau.value * factor)
+        assert curve["predicted_speedup"]["1"][str(k)].ci95 == pytest.approx([x * factor for x in tau.ci95])
         alpha = curve["break_even_alpha"]["1"][str(k)]
         assert sum(alpha**i for i in range(k + 1)) * factor == pytest.approx(1.0)
     assert {name: of["prompts"] for name, of in curve["by_category"].items()} == {"code": 2, "prose": 2}
-    code = curve["by_category"]["code"]["mean_acceptance_length"]["4"]["value"]
+    code = curve["by_category"]["code"]["mean_acceptance_length"]["4"].value
     assert code == pytest.approx(17 / sum(replay.texts[i].counts[4].num_drafts for i in (0, 2)))
     # n-grams verify what they find, and have no α that would say when they pay.
     lookup, found = curve_of(own, 0.0, "lookup", PROBABILISTIC, replay), replay.texts
     nodes = sum(t.counts[4].num_draft_tokens for t in found) / sum(t.counts[4].num_drafts for t in found)
-    tau = replay.mean_acceptance_length[4]["value"]
-    assert lookup["predicted_speedup"]["1"]["4"]["value"] == pytest.approx(tau * 1.1 / (0.11 + 1.0 + nodes * 0.2))
+    tau = replay.mean_acceptance_length[4].value
+    assert lookup["predicted_speedup"]["1"]["4"].value == pytest.approx(tau * 1.1 / (0.11 + 1.0 + nodes * 0.2))
     assert lookup["break_even_alpha"]["1"]["4"] is None
 
 
 def curve(name: str, speeds: dict[str, dict[str, float]], verifier: str = PROBABILISTIC):
-    predicted = {b: {k: {"value": value, "ci95": None} for k, value in own.items()} for b, own in speeds.items()}
+    predicted = {b: {k: Estimate(value, None, 1) for k, value in own.items()} for b, own in speeds.items()}
     return {"proposer": {"name": name}, "verifier": verifier, "predicted_speedup": predicted}
 
 
@@ -386,8 +390,8 @@ def test_advice_names_what_was_not_decoded_and_would_be_faster_everywhere():
 def test_the_planner_is_checked_by_the_median_of_its_errors():
     def run(predicted, value):
         own = {"proposer": {"name": "draft"}, "draft_length": 4, "batch_size": 1, "temperature": 0.0}
-        estimate = None if predicted is None else {"value": predicted, "ci95": None}
-        return own | {"predicted_speedup": estimate, "speedup": {"value": value, "ci95": None}}
+        estimate = None if predicted is None else Estimate(predicted, None, 1)
+        return own | {"predicted_speedup": estimate, "speedup": Estimate(value, None, 1)}
 
     runs = [run(1.1, 1.0), run(0.7, 1.0), run(4.0, 2.0), run(None, 1.0), run(1.0, 1.0)]
     found = planner_check(runs)
