@@ -1,8 +1,10 @@
-"""The Trainer, with a frozen teacher and acceptance as its metric."""
+"""The Trainer, with a frozen teacher and acceptance as its metric.
+
+Shape suffixes: B rows, T positions, N loss positions, H hidden, V vocabulary, K features. A position is that of the
+token before the one to predict, so that rows have T − 1 of them.
+"""
 
 import time
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import torch
@@ -15,15 +17,13 @@ from draftsmith.distill.on_policy import coin, continued, prompts_of
 from draftsmith.train.acceptance import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.chunked import chunked_features, chunked_sum
+from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
+from draftsmith.train.losses.output_head import OutputHead, require_split
 from draftsmith.train.teacher.cache_reader import cached_distributions
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
-
-OfHidden = Callable[[Tensor, OutputHead], Any]
-"""(last hidden states (B, T, H), the head) → what the draft's forward is to return."""
 
 
 class DistillTrainer(RecipeTrainer):
@@ -44,8 +44,8 @@ class DistillTrainer(RecipeTrainer):
         **kwargs: Any,
     ):
         require_split(draft, "draft")
-        _open(draft)
-        self.config = config
+        open_forward(draft, draft.get_output_embeddings())  # the loss runs inside of both: `inside_forward.py`
+        self.draft, self.config = draft, config
         self.objective: Objective = config.objective
         super().__init__(
             draft,
@@ -103,8 +103,8 @@ class DistillTrainer(RecipeTrainer):
         """Log, with what sampling from the draft has cost since the last time."""
         if "loss" in logs and self.config.on_policy:
             tokens, seconds = self._written.values()
-            found = self.accelerator.gather(torch.tensor([[tokens, seconds]], device=self.args.device))
-            logs |= {"on_policy_tokens": float(found[:, 0].sum()), "on_policy_seconds": float(found[:, 1].max())}
+            each = self.accelerator.gather(torch.tensor([[tokens, seconds]], device=self.args.device))
+            logs |= {"on_policy_tokens": float(each[:, 0].sum()), "on_policy_seconds": float(each[:, 1].max())}
             self._written = dict.fromkeys(self._written, 0.0)
         super().log(logs, start_time)
 
@@ -116,16 +116,17 @@ class DistillTrainer(RecipeTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return the objective summed over this part's completion tokens ÷ the global batch's token count."""
-        labels = inputs["labels"][:, 1:]
-        chosen = labels != IGNORED
+        labels_BT = inputs["labels"][:, 1:]
+        chosen_BT = labels_BT != IGNORED
         objective = self.current_objective() if model.training else self.objective
-        teacher = self._teacher_of(inputs, chosen) if objective.needs_target else None
+        teacher = self._teacher_of(inputs, chosen_BT) if objective.needs_target else None
 
-        def loss_of(hidden: Tensor, head: OutputHead) -> Tensor:
-            return self._shortfall(objective, hidden[:, :-1][chosen], head, teacher, labels, chosen)
+        def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
+            hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
+            return chunked_objective(objective, hidden_NH, head, teacher, labels_BT[chosen_BT], _follows(chosen_BT))
 
-        total = model(**texts(inputs), of_hidden=loss_of)
-        loss = self.averaged(total, chosen, num_items_in_batch)
+        total = model(**texts(inputs), inside=inside_model(self.draft, loss_of))
+        loss = self.averaged(total, chosen_BT, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
     def current_objective(self) -> Objective:
@@ -141,62 +142,35 @@ class DistillTrainer(RecipeTrainer):
         No loss by itself: the Trainer would average it over batches, whatever their token counts.
         """
         inputs = self._prepare_inputs(inputs)
-        labels = inputs["labels"][:, 1:]
-        chosen = labels != IGNORED
+        labels_BT = inputs["labels"][:, 1:]
+        chosen_BT = labels_BT != IGNORED
 
-        def features_of(p: Tensor | CachedDistributions, q_logits: Tensor, own: Tensor) -> Tensor:
-            replayed = replay_features(p, q_logits, own, self.sampler)
-            return torch.cat([replayed, self.objective.features(p, q_logits, own)], dim=1)
+        def features_of(p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+            replayed_PK = replay_features(p, q_logits_PV, labels_P, self.sampler)
+            return torch.cat([replayed_PK, self.objective.features(p, q_logits_PV, labels_P)], dim=1)
+
+        def taken(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
+            hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
+            return chunked_features(features_of, labels_BT[chosen_BT], hidden_NH, head, teacher)
 
         with torch.no_grad(), self.compute_loss_context_manager():
-            teacher = self._teacher_of(inputs, chosen)
-            found = model(
-                **texts(inputs),
-                of_hidden=lambda hidden, head: chunked_features(
-                    features_of,
-                    labels[chosen],
-                    hidden[:, :-1][chosen],
-                    head.cut(self.vocab_size),
-                    teacher,
-                ),
-            ).float()
-        features = found.new_zeros(*labels.shape, found.shape[1])
-        features[chosen] = found
+            teacher = self._teacher_of(inputs, chosen_BT)
+            features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
+        features_BTK = features_NK.new_zeros(*labels_BT.shape, features_NK.shape[1])
+        features_BTK[chosen_BT] = features_NK
         losses = [
-            self.objective.shortfall(features[row][chosen[row]][:, 4:], _follows(chosen[row : row + 1]))
-            for row in range(len(labels))
+            self.objective.shortfall(features_TK[chosen_T][:, 4:], _follows(chosen_T[None]))
+            for features_TK, chosen_T in zip(features_BTK, chosen_BT, strict=True)
         ]
-        sums = replay_sums(features[..., :4], chosen, self.config.draft_length)
+        sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         sums = torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
         return None, sums, sums[:, :1]
 
-    def _shortfall(
-        self,
-        objective: Objective,
-        q_hidden: Tensor,
-        head: OutputHead,
-        teacher: TeacherDistributions | None,
-        labels: Tensor,
-        chosen: Tensor,
-    ) -> Tensor:
-        """Return the objective summed over the chosen positions, a scalar."""
-        args = (labels[chosen], q_hidden, head.cut(self.vocab_size), teacher)
-        if not objective.couples:
-            weights = torch.ones(len(q_hidden), 1, device=q_hidden.device)
-            return chunked_sum(objective.features, weights, *args)[0]
-        # Positions of a block weigh each other's gradients: first all values, then the gradients with these weights.
-        features = chunked_features(objective.features, *args).requires_grad_(True)
-        with torch.enable_grad():
-            total = objective.shortfall(features, _follows(chosen))
-            (weights,) = torch.autograd.grad(total, features)
-        linear = chunked_sum(objective.features, weights, *args)[0]
-        return linear - linear.detach() + total.detach()
-
-    def _teacher_of(self, inputs: dict[str, Any], chosen: Tensor) -> TeacherDistributions:
+    def _teacher_of(self, inputs: dict[str, Any], chosen_BT: Tensor) -> TeacherDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
             return cached_distributions(inputs["teacher"])
-        hidden = self.target_hidden(inputs, chosen.device)[:, :-1][chosen]
-        return LiveDistributions(hidden, self.target_head(chosen.device))
+        hidden_NH = self.target_hidden(inputs, chosen_BT.device)[:, :-1][chosen_BT]
+        return LiveDistributions(hidden_NH, self.target_head(chosen_BT.device))
 
 
 def _ends(target: PreTrainedModel, draft: PreTrainedModel) -> list[int] | None:
@@ -208,29 +182,6 @@ def _ends(target: PreTrainedModel, draft: PreTrainedModel) -> list[int] | None:
     return None
 
 
-def _follows(chosen: Tensor) -> Tensor:
-    """Say which of the chosen positions, (B, T) bool, come right after a chosen one; one behind the other, (N,)."""
-    return (chosen & torch.nn.functional.pad(chosen, (1, 0))[:, :-1])[chosen]
-
-
-def _open(draft: PreTrainedModel) -> None:
-    """Let the draft's forward hand its hidden states and head to a function, and return what that makes of them.
-
-    The loss has to be taken inside the forward, and inside that of the head: wrappers (DDP, FSDP, ZeRO, autocast) hold
-    weights and gradients together there alone. Without `of_hidden` both forwards are what they were.
-    """
-    head: Any = draft.get_output_embeddings()
-    original, project = draft.forward, head.forward
-
-    @wraps(original)
-    def forward(*args: Any, of_hidden: OfHidden | None = None, **kwargs: Any) -> Any:
-        if of_hidden is None:
-            return original(*args, **kwargs)
-        return head(last_hidden(draft, **kwargs), of_hidden=of_hidden)
-
-    @wraps(project)
-    def taken(hidden: Tensor, of_hidden: OfHidden | None = None) -> Any:
-        return project(hidden) if of_hidden is None else of_hidden(hidden, head_of(draft))
-
-    draft.forward = forward  # type: ignore[method-assign]
-    head.forward = taken
+def _follows(chosen_BT: Tensor) -> Tensor:
+    """Say which of the chosen positions come right after a chosen one; one behind the other, (N,) bool."""
+    return (chosen_BT & torch.nn.functional.pad(chosen_BT, (1, 0))[:, :-1])[chosen_BT]

@@ -1,7 +1,7 @@
 """Medusa-2: the backbone in training with its heads, and the law that it had before."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,10 +40,6 @@ class Joint(nn.Module):
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(name in self._trained)
 
-    def forward(self, then: Callable[["Joint"], Any]) -> Any:
-        """Return `then(self)`."""
-        return then(self)
-
     def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return what the backbone's head sees, (B, T, H)."""
         return last_hidden(self.backbone, **inputs)
@@ -59,8 +55,7 @@ class Joint(nn.Module):
 
     def original_head(self) -> OutputHead:
         """Return the backbone's head before training; adapters leave it as it is."""
-        head = head_of(self._copy[0] if self._copy else self.backbone)
-        return OutputHead(head.weight.detach(), head.bias, head.scale, head.softcap)
+        return head_of(self._copy[0] if self._copy else self.backbone).detach()
 
     def trained_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return what a checkpoint holds: heads, and of the backbone what is trained. The rest is as it was."""

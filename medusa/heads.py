@@ -7,7 +7,6 @@ and predicts token t + k + 1. Here heads count from 0, so head i predicts token 
 Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' own, K heads.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -129,14 +128,7 @@ class MedusaBlock(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """A linear map to logits, whose forward can hand itself to a loss that is taken in pieces.
-
-    Sharded training holds weights together inside of the forward of their own module alone.
-    """
-
-    def forward(self, hidden: Tensor, then: Callable[[Tensor], Any] | None = None) -> Any:
-        """Return `then(hidden)`, or logits where there is none."""
-        return super().forward(hidden) if then is None else then(hidden)
+    """A linear map to logits, under a name of its own by which sharded training wraps it."""
 
 
 class MedusaHeads(PreTrainedModel):
@@ -282,24 +274,13 @@ class MedusaHeads(PreTrainedModel):
         own, config = self.lm_head_of(index), self.config
         return OutputHead(own.weight, own.bias, config.logit_scale, config.final_logit_softcapping)
 
-    def forward(
-        self,
-        hidden: Tensor | None = None,
-        embeddings: Tensor | None = None,
-        then: Callable[["MedusaHeads"], Any] | None = None,
-    ) -> Any:
+    def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return logits over the target's vocabulary, (…, K, V); −∞ for tokens that heads cannot draft.
 
         Args:
             hidden: what the target's head saw, (…, H).
             embeddings: of the tokens after it, (…, K, H); needed of Hydra heads alone.
-            then: called with the heads in place of all that, for a loss that is taken in pieces: training that is
-                sharded or spread over processes holds weights and gradients together inside of a forward alone.
         """
-        if then is not None:
-            return then(self)
-        if hidden is None:
-            raise InputError("hidden: expected the target's hidden states, found none")
         return torch.stack([self.logits(i, hidden, embeddings) for i in range(self.config.num_heads)], dim=-2)
 
     def logits(self, index: int, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:

@@ -22,7 +22,8 @@ from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.acceptance import replay_features
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.chunked import chunked_features, chunked_sum
+from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.optimizer import MuonAdamW
@@ -63,6 +64,8 @@ class MedusaTrainer(RecipeTrainer):
             for own in heads.all_lm_heads:
                 own.requires_grad_(False)
         model: Any = Joint(heads, target, config) if config.joint else heads
+        open_forward(model, *heads.all_lm_heads)  # losses run inside of these: `train/losses/inside_forward.py`
+        self.heads = heads
         super().__init__(
             model,
             target,
@@ -108,11 +111,11 @@ class MedusaTrainer(RecipeTrainer):
     ) -> Any:
         """Return Σ_i λ_i · the objective summed over head i's tokens ÷ the global batch's token count."""
         if self.config.joint:
-            total = model(then=lambda joint: self._joint_loss(joint, inputs))
+            total = model(inside=lambda: self._joint_loss(inputs))
         else:
             hidden = self.target_hidden(inputs, inputs["labels"].device)
             embed, head = self.target.get_input_embeddings(), self._teachers_head(inputs["labels"].device)
-            total = model(then=lambda heads: self._heads_loss(heads, hidden, hidden, embed, head, inputs))
+            total = model(inside=lambda: self._heads_loss(hidden, hidden, embed, head, inputs))
         loss = self.averaged(total, inputs["labels"][:, 1:] != IGNORED, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
@@ -122,12 +125,13 @@ class MedusaTrainer(RecipeTrainer):
         """Return, in place of logits, each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
-            sums = model(then=lambda trained: self._replayed(trained, inputs))
+            sums = model(inside=lambda: self._replayed(inputs))
         return None, sums, sums[:, :1]
 
-    def _joint_loss(self, joint: Joint, inputs: dict[str, Tensor]) -> Tensor:
+    def _joint_loss(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the weighted sum of the backbone's own loss and of the heads', which learn from what it was."""
         config, batch = self.config, texts(inputs)
+        joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
         first, head = None, None
         if config.needs_original:
@@ -136,34 +140,30 @@ class MedusaTrainer(RecipeTrainer):
             hidden = joint.hidden(batch)
         embed = joint.backbone.get_input_embeddings()
         narrow = None if head is None else self._narrowed(head)
-        total = config.heads_weight * self._heads_loss(joint.heads, hidden, first, embed, narrow, inputs)
+        total = config.heads_weight * self._heads_loss(hidden, first, embed, narrow, inputs)
         if warming:
             return total
         labels = inputs["labels"][:, 1:]
         chosen = labels != IGNORED
-        own = hidden[:, :-1][chosen]
         objective = Objective({config.backbone_divergence: 1.0})
         teacher = None
         if objective.needs_target and first is not None and head is not None:
             teacher = LiveDistributions(first[:, :-1][chosen], head)
-        weights = torch.ones(len(own), 1, device=own.device)
         trained = head_of(joint.backbone).cut(self.vocab_size)
-        kept, _ = chunked_sum(objective.features, weights, labels[chosen], own, trained, teacher)
+        kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, teacher, labels[chosen])
         return total + config.backbone_weight * kept
 
     def _heads_loss(
         self,
-        heads: MedusaHeads,
         hidden: Tensor,
         teachers: Tensor | None,
         embed: nn.Module,
         teachers_head: OutputHead | None,
         inputs: dict[str, Tensor],
     ) -> Tensor:
-        """Return the heads' weighted loss, summed over their tokens.
+        """Return the heads' weighted loss, summed over their tokens; called inside of the model's forward.
 
         Args:
-            heads: in training, inside of their forward.
             hidden: what the heads see, (B, T, H).
             teachers: what the teacher's head sees, (B, T, H): the same, unless the backbone is in training. None, and
                 no head either, where labels are hard.
@@ -171,36 +171,28 @@ class MedusaTrainer(RecipeTrainer):
             teachers_head: the map from `teachers` to the logits of the tokens that the heads know.
             inputs: a batch.
         """
-        total = hidden.new_zeros((), dtype=torch.float32)
+        heads, total = self.heads, hidden.new_zeros((), dtype=torch.float32)
         for index in range(self.count):
             at = Positions(inputs, index)
             labels = at.labels
-            weights = torch.full((len(labels), 1), self.config.decay**index, device=hidden.device)
             if self._places is not None:  # a token that cannot be drafted cannot be learned
                 labels = self._places.to(labels.device)[labels]
             states = heads.states(index, at.before(hidden, heads), at.embeddings(embed, heads))
             teacher = None
             if self.objective.needs_target and teachers is not None and teachers_head is not None:
                 teacher = LiveDistributions(at.teacher(teachers), teachers_head)
-
-            def loss_of(
-                states: Tensor,
-                index: int = index,
-                labels: Tensor = labels,
-                weights: Tensor = weights,
-                teacher: LiveDistributions | None = teacher,
-            ) -> Tensor:
-                return chunked_sum(
-                    self.objective.features, weights, labels, states, self._own_head(heads, index), teacher
-                )[0]
-
-            total = total + heads.lm_head_of(index)(states, then=loss_of)
+            total = total + heads.lm_head_of(index)(
+                states,
+                inside=lambda states, index=index, labels=labels, teacher=teacher: chunked_objective(
+                    self.objective, states, self._own_head(index), teacher, labels, weight=self.config.decay**index
+                ),
+            )
         return total
 
-    def _replayed(self, trained: Any, inputs: dict[str, Tensor]) -> Tensor:
+    def _replayed(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the sums of `prediction_step`. Replay asks for the law of deployment over the whole vocabulary."""
-        joint = self.config.joint
-        heads: MedusaHeads = trained.heads if joint else trained
+        joint, heads = self.config.joint, self.heads
+        trained: Any = self.accelerator.unwrap_model(self.model)
         backbone = trained.backbone if joint else self.target
         labels = inputs["labels"][:, 1:]
         hidden = trained.hidden(texts(inputs)) if joint else self.target_hidden(inputs, labels.device)
@@ -225,8 +217,8 @@ class MedusaTrainer(RecipeTrainer):
             )
             found = heads.lm_head_of(index)(
                 states,
-                then=lambda h, i=index, at=at: chunked_features(
-                    features, at.labels, h, self._own_head(heads, i), LiveDistributions(at.teacher(hidden), head)
+                inside=lambda h, i=index, at=at: chunked_features(
+                    features, at.labels, h, self._own_head(i), LiveDistributions(at.teacher(hidden), head)
                 ),
             )
             # The round that begins with a token drafts from the state of the token two before it.
@@ -242,10 +234,10 @@ class MedusaTrainer(RecipeTrainer):
         rounds = expected_rounds_of_starts(a.double(), lengths).float()
         return torch.cat([lengths[:, None].float(), rounds[:, None], loss[:, None], *sums], dim=1)
 
-    def _own_head(self, heads: MedusaHeads, index: int) -> OutputHead:
+    def _own_head(self, index: int) -> OutputHead:
         """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
-        own = heads.head(index)
-        return own if self._places is not None else own.cut(self.vocab_size)
+        head = self.heads.head(index)
+        return head if self._places is not None else head.cut(self.vocab_size)
 
     def _teachers_head(self, device: torch.device) -> OutputHead:
         """Return the target's head over the tokens that the heads know: of a truncated vocabulary, those alone."""

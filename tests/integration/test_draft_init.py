@@ -29,10 +29,11 @@ from draftsmith.distill.draft_init import (
     finish_draft,
     make_draft,
 )
-from draftsmith.distill.trainer import _open
 from draftsmith.distill.vocabulary import silence_padding
 from draftsmith.train.acceptance import replay_features
 from draftsmith.train.lora import LoraOptions, merged_state
+from draftsmith.train.losses.inside_forward import inside_model, open_forward
+from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.runs import save_model
 
@@ -256,13 +257,15 @@ def test_shared_embeddings_are_the_targets_and_are_not_trained(name, init, token
 
 def trained(draft: PreTrainedModel, ids: Tensor, steps: int = 3) -> None:
     """Train what is to be trained, by the way that the trainer takes its loss."""
-    _open(draft)
+    open_forward(draft, draft.get_output_embeddings())
     optimizer = torch.optim.SGD([p for p in draft.parameters() if p.requires_grad], lr=0.3)
     draft.train()
+
+    def loss_of(hidden: Tensor, head: OutputHead) -> Tensor:
+        return nn.functional.cross_entropy(head(hidden)[:, 0], ids[:, 1])
+
     for _ in range(steps):
-        loss = draft(
-            input_ids=ids, of_hidden=lambda hidden, head: nn.functional.cross_entropy(head(hidden)[:, 0], ids[:, 1])
-        )
+        loss = draft(input_ids=ids, inside=inside_model(draft, loss_of))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -548,14 +548,14 @@ def watched(monkeypatch, *callbacks: TrainerCallback) -> None:
 def test_joint_training_warms_up_and_leaves_two_models(road, tmp_path, monkeypatch, backbone):
     watching, kls = Watching(), []
     watched(monkeypatch, watching)
-    real = module.chunked_sum
+    real = module.chunked_objective
 
     def spy(*args, **kwargs):
-        total, kept = real(*args, **kwargs)
-        kls.append(kept)
-        return total, kept
+        total = real(*args, **kwargs)
+        kls.append(total.detach())
+        return total
 
-    monkeypatch.setattr(module, "chunked_sum", spy)
+    monkeypatch.setattr(module, "chunked_objective", spy)
     training = {"max_steps": 6, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
     options = JOINT[backbone] | {"warmup_heads": 0.5, "head_learning_rate_multiplier": 5.0, "training": training}
     trainer = command.train_heads(heads_configured(road, tmp_path / "out", **options))
@@ -746,15 +746,15 @@ def test_heads_may_be_trained_further(road, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_with_the_samples(road, tmp_path, monkeypatch):
-    real = module.chunked_sum
+    real = module.chunked_objective
     calls: list[int] = []
 
     def spoiled(*args, **kwargs):
-        total, kept = real(*args, **kwargs)
         calls.append(1)
-        return (total * float("nan"), kept) if len(calls) == 5 else (total, kept)  # in the second step
+        total = real(*args, **kwargs)
+        return total * float("nan") if len(calls) == 5 else total  # in the second step
 
-    monkeypatch.setattr(module, "chunked_sum", spoiled)
+    monkeypatch.setattr(module, "chunked_objective", spoiled)
     config = heads_configured(road, tmp_path / "out", training={"max_steps": 4})
     with pytest.raises(InputError, match="loss: expected a finite number, found nan in step 2 on the samples") as error:
         command.train_heads(config)

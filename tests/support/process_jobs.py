@@ -20,6 +20,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.losses.inside_forward import open_forward
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
 conversion_mapping.get_checkpoint_conversion_mapping("llama")
@@ -50,7 +51,7 @@ def _headed(strategy: str, road: Path, output: Path, options: dict[str, Any], la
     model: Any = trainer.model_wrapped
     model.eval()
     with torch.no_grad():
-        logits = model(then=_logits)
+        logits = model(inside=lambda: _logits(trainer.heads))
     return {
         "ran": witness(trainer),
         "log": trainer.state.log_history,
@@ -61,19 +62,20 @@ def _headed(strategy: str, road: Path, output: Path, options: dict[str, Any], la
 
 def head_logits(directory: Path) -> torch.Tensor:
     """Read heads, in another process than trained them, and return what they say to the states `headed` showed them."""
+    heads = MedusaHeads.from_pretrained(directory).eval()
+    open_forward(*heads.all_lm_heads)
     with torch.no_grad():
-        return _logits(MedusaHeads.from_pretrained(directory).eval())
+        return _logits(heads)
 
 
-def _logits(model: Any) -> torch.Tensor:
+def _logits(heads: MedusaHeads) -> torch.Tensor:
     """Return the logits of all heads, (5, K, V), each taken inside of the forward of what holds its weights."""
-    heads = getattr(model, "heads", model)
     count, size = heads.config.num_heads, heads.config.hidden_size
     hidden, *embeddings = torch.randn(1 + count, 5, size, generator=torch.Generator().manual_seed(0))
     seen = torch.stack(embeddings, dim=1)
     return torch.stack(
         [
-            heads.lm_head_of(i)(heads.states(i, hidden, seen), then=lambda h, i=i: heads.widened(heads.head(i)(h)))
+            heads.lm_head_of(i)(heads.states(i, hidden, seen), inside=lambda h, i=i: heads.widened(heads.head(i)(h)))
             for i in range(count)
         ],
         dim=1,

@@ -1,8 +1,12 @@
 """Losses over a large vocabulary in bounded memory: no more than a chunk of positions has its logits at any time.
 
 For each chunk the forward computes both models' logits, the loss, and at once the gradients to the hidden states and to
-the head: the matrix products of the eager loss, no one twice, and (N, V) never held. Shape suffixes: N positions, H
-hidden, V vocabulary, K features.
+the head. These are the matrix products of the eager loss, none taken twice, and no tensor is as large as all logits.
+
+The way of a training loss: the trainer's `compute_loss` calls the model with `inside=…` (`inside_forward`), there
+`chunked_objective` is called, `_ChunkedSum` walks the chunks, and `Objective.features` compares p and q.
+
+Shape suffixes: N positions, H hidden, V vocabulary, K features of a position; of a chunk C positions, of a part P.
 """
 
 from collections.abc import Callable
@@ -12,11 +16,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.train.losses.divergences import check_divergence, per_token
+from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.teacher.distributions import LiveDistributions, TeacherDistributions
 
 Features = Callable[[Any, Tensor, Tensor], Tensor]
-"""(p, q_logits (N, V), labels (N,)) → (N, K), position by position: p is logits (N, V) of `LiveDistributions`, or
+"""(p, q_logits_PV, labels_P) → features_PK, position by position: p is logits_PV of `LiveDistributions`, or
 `CachedDistributions`."""
 
 # Logits of a chunk, which matrix products are taken over: fewer of them would wait for the head's weight to be read.
@@ -42,7 +47,7 @@ def lean_divergence(
 
     Args:
         q_hidden: the draft's last hidden states, (N, H); gradients flow to them.
-        q_head: the draft's head, (V, H) or a `OutputHead`; gradients flow to its weight and bias.
+        q_head: the draft's head, (V, H) or an `OutputHead`; gradients flow to its weight and bias.
         p_hidden: the target's, (N, H').
         p_head: the target's, (V, H').
         name: as in `divergence`, like the other arguments.
@@ -58,35 +63,69 @@ def lean_divergence(
     """
     check_divergence(name, temperature, beta, alpha)
     q_head, p_head = (head if isinstance(head, OutputHead) else OutputHead(head) for head in (q_head, p_head))
-    weights = q_hidden.new_ones(len(q_hidden), dtype=torch.float32) if mask is None else mask.float()
-    weights = weights / weights.sum()
+    weights_N = q_hidden.new_ones(len(q_hidden), dtype=torch.float32) if mask is None else mask.float()
+    weights_N = weights_N / weights_N.sum()
 
-    def features(p_logits: Tensor, q_logits: Tensor, labels_: Tensor) -> Tensor:
-        own = None if labels is None else labels_
-        return per_token(p_logits, q_logits, name, temperature, beta, alpha, own)[:, None]
+    def features(p_logits_PV: Tensor, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        text = None if labels is None else labels_P
+        return per_token(p_logits_PV, q_logits_PV, name, temperature, beta, alpha, text)[:, None]
 
-    some_labels = weights.new_zeros(len(weights), dtype=torch.long) if labels is None else labels
+    labels_N = weights_N.new_zeros(len(weights_N), dtype=torch.long) if labels is None else labels
     teacher = LiveDistributions(p_hidden, p_head)
-    return chunked_sum(features, weights[:, None], some_labels, q_hidden, q_head, teacher, chunk_size)[0]
+    return chunked_sum(features, weights_N[:, None], labels_N, q_hidden, q_head, teacher, chunk_size)[0]
+
+
+def chunked_objective(
+    objective: Objective,
+    hidden_NH: Tensor,
+    head: OutputHead,
+    teacher: TeacherDistributions | None,
+    labels_N: Tensor,
+    follows_N: Tensor | None = None,
+    weight: float = 1.0,
+) -> Tensor:
+    """Return an objective, summed over positions and times a weight: what training minimises.
+
+    Args:
+        objective: what to sum.
+        hidden_NH: what the head sees in training; gradients flow to it and to the head.
+        head: cut to the tokens.
+        teacher: p of the positions; None for an objective that does not look at it.
+        labels_N: the text's tokens.
+        follows_N: bool, as in `Objective.shortfall`; only an objective that `couples` positions looks at it.
+        weight: multiplies each position.
+    """
+    args = (labels_N, hidden_NH, head, teacher)
+    if not objective.couples:
+        weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
+        return chunked_sum(objective.features, weights_N1, *args)[0]
+    # Positions of a block weigh each other's gradients: first all values, then the gradients with these weights.
+    assert follows_N is not None
+    features_NK = chunked_features(objective.features, *args).requires_grad_(True)
+    with torch.enable_grad():
+        total = weight * objective.shortfall(features_NK, follows_N)
+        (weights_NK,) = torch.autograd.grad(total, features_NK)
+    linear = chunked_sum(objective.features, weights_NK, *args)[0]
+    return linear - linear.detach() + total.detach()
 
 
 def chunked_sum(
     features: Features,
-    weights: Tensor,
-    labels: Tensor,
-    q_hidden: Tensor,
-    q_head: OutputHead,
+    weights_NK: Tensor | None,
+    labels_N: Tensor,
+    hidden_NH: Tensor,
+    head: OutputHead,
     teacher: TeacherDistributions | None,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Σ weights · features over positions, and the features themselves, chunk by chunk.
 
     Args:
-        features: of laws, position by position; differentiable in q's logits.
-        weights: (N, K), constants.
-        labels: (N,).
-        q_hidden: (N, H).
-        q_head: gradients flow to `q_hidden` and to this head.
+        features: of two distributions, position by position; differentiable in q's logits.
+        weights_NK: constants; None for a sum that nobody needs.
+        labels_N: the text's tokens.
+        hidden_NH: what q's head sees; gradients flow to it.
+        head: q's; gradients flow to its weight and bias.
         teacher: p of the N positions; no gradients. None where the features do not look at it; they are given q's
             logits.
         chunk_size: positions a chunk.
@@ -94,29 +133,20 @@ def chunked_sum(
     Returns:
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
     """
-    size = chunk_size or max(1, CHUNK_ENTRIES // len(q_head.weight))
-    return _ChunkedSum.apply(features, weights, labels, q_hidden, q_head.weight, q_head.bias, q_head, teacher, size)
+    size = chunk_size or max(1, CHUNK_ENTRIES // len(head.weight))
+    return _ChunkedSum.apply(features, weights_NK, labels_N, hidden_NH, head.weight, head.bias, head, teacher, size)
 
 
-@torch.no_grad()
 def chunked_features(
     features: Features,
-    labels: Tensor,
-    q_hidden: Tensor,
-    q_head: OutputHead,
+    labels_N: Tensor,
+    hidden_NH: Tensor,
+    head: OutputHead,
     teacher: TeacherDistributions | None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Return the features of all positions, (N, K), without gradients."""
-    size = chunk_size or max(1, CHUNK_ENTRIES // len(q_head.weight))
-    kept = []
-    for at in chunks(len(q_hidden), size):
-        p_of = None if teacher is None else teacher.chunk(at)
-        q_raw, own = q_head.project(q_hidden[at]), labels[at]
-        for part in parts(q_raw):
-            p = p_of(part) if p_of else q_raw[part]
-            kept.append(features(p, q_head.finish(q_raw[part]), own[part]))
-    return torch.cat(kept)
+    """Return the features of all positions, (N, K), without gradients; arguments as in `chunked_sum`."""
+    return chunked_sum(features, None, labels_N, hidden_NH.detach(), head.detach(), teacher, chunk_size)[1]
 
 
 def chunks(count: int, size: int) -> list[slice]:
@@ -124,9 +154,9 @@ def chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(count, 1), size)]
 
 
-def parts(logits: Tensor) -> list[slice]:
-    """Return the slices of a chunk's logits, (N, V), that a loss is taken over."""
-    return chunks(len(logits), max(1, PART_ENTRIES // logits.shape[1]))
+def parts(logits_CV: Tensor) -> list[slice]:
+    """Return the slices of a chunk's logits that a loss is taken over."""
+    return chunks(len(logits_CV), max(1, PART_ENTRIES // logits_CV.shape[1]))
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -134,62 +164,66 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(
         ctx: Any,
         features: Features,
-        weights: Tensor,
-        labels: Tensor,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
+        weights_NK: Tensor | None,
+        labels_N: Tensor,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
         head: OutputHead,
         teacher: TeacherDistributions | None,
         size: int,
     ) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
+        """Compute the sum and its gradients together; `chunked_sum` says what the arguments are."""
+        device = hidden_NH.device.type
         # What autocast would do to the matrix products, done by hand: it leaves products into a buffer alone.
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        w, h_all = weight.to(dtype), hidden.to(dtype)
-        b = None if bias is None else bias.to(dtype)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
+        w_VH, h_NH = weight_VH.to(dtype), hidden_NH.to(dtype)
+        b_V = None if bias_V is None else bias_V.to(dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:6]
-        grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, memory_format=torch.contiguous_format) if needs_weight else None
-        grad_bias = torch.zeros_like(bias) if needs_bias and bias is not None else None
-        total, kept = weights.new_zeros(()), []
-        for at in chunks(len(hidden), size):
+        learns = needs_hidden or needs_weight or needs_bias
+        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH, memory_format=torch.contiguous_format) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if needs_bias and bias_V is not None else None
+        total, kept = hidden_NH.new_zeros((), dtype=torch.float32), []
+        for at in chunks(len(hidden_NH), size):
             p_of = None if teacher is None else teacher.chunk(at)
             with torch.autocast(device, enabled=False):
-                h = h_all[at]
-                g = torch.nn.functional.linear(h, w, b)  # the logits, until the loss has been through them
-                for part in parts(g):
-                    with torch.enable_grad():
-                        raw = g[part].requires_grad_(True)
-                        logits = head.finish(raw)
-                        p = p_of(part) if p_of else raw.detach()
-                        values = features(p, logits, labels[at][part])
-                        loss = (values * weights[at][part]).sum()
-                    total += loss.detach()
-                    kept.append(values.detach())
-                    if any(ctx.needs_input_grad):
-                        g[part] = torch.autograd.grad(loss, raw)[0]
-                    del raw, logits, p, values, loss
-                if grad_hidden is not None:
-                    grad_hidden[at] = g @ w
-                if grad_weight is not None:
-                    if grad_weight.dtype == dtype:
-                        torch.addmm(grad_weight, g.T, h, out=grad_weight)
+                h_CH = h_NH[at]
+                g_CV = torch.nn.functional.linear(h_CH, w_VH, b_V)  # the logits, until the loss has been through them
+                for part in parts(g_CV):
+                    with torch.set_grad_enabled(learns):
+                        raw_PV = g_CV[part].requires_grad_(learns)
+                        logits_PV = head.finish(raw_PV)
+                        p = p_of(part) if p_of else raw_PV.detach()
+                        values_PK = features(p, logits_PV, labels_N[at][part])
+                        loss = None if weights_NK is None else (values_PK * weights_NK[at][part]).sum()
+                    kept.append(values_PK.detach())
+                    if loss is not None:
+                        total += loss.detach()
+                        if learns:
+                            g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
+                    del raw_PV, logits_PV, p, values_PK, loss
+                if grad_hidden_NH is not None:
+                    grad_hidden_NH[at] = g_CV @ w_VH
+                if grad_weight_VH is not None:
+                    if grad_weight_VH.dtype == dtype:
+                        torch.addmm(grad_weight_VH, g_CV.T, h_CH, out=grad_weight_VH)
                     else:
-                        grad_weight += g.T @ h
-                if grad_bias is not None:
-                    grad_bias += g.sum(0)
-        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
-        out = torch.cat(kept)
-        ctx.mark_non_differentiable(out)
-        return total, out
+                        grad_weight_VH += g_CV.T @ h_CH
+                if grad_bias_V is not None:
+                    grad_bias_V += g_CV.sum(0)
+        ctx.gradients = (grad_hidden_NH, grad_weight_VH, grad_bias_V)
+        features_NK = torch.cat(kept)
+        ctx.mark_non_differentiable(features_NK)
+        return total, features_NK
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        """Hand the gradients over, times the sum's own."""
         outer = grads[0]
         if ctx.gradients is None:
             raise RuntimeError("the loss was differentiated already, and its gradients were handed over")
         # In place: a copy of the head's gradient would be the largest tensor of all.
-        found = [None if g is None else g.mul_(outer) for g in ctx.gradients]
+        gradients = [None if g is None else g.mul_(outer) for g in ctx.gradients]
         ctx.gradients = None
-        return (None, None, None, *found, None, None, None)
+        return (None, None, None, *gradients, None, None, None)

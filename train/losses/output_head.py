@@ -1,9 +1,10 @@
 """From last hidden states to logits: what lies between a decoder's last norm and its logits, taken apart.
 
 A loss over a large vocabulary is taken in pieces, which needs the hidden states before the head and the head itself.
-Shape suffixes: B rows, T positions, H hidden, V vocabulary.
+Shape suffixes: B rows, T positions, H hidden, V vocabulary, D some tokens of it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,17 +46,22 @@ class OutputHead:
 
     def to(self, device: torch.device) -> "OutputHead":
         """Return the head on a device: itself where it is there."""
-        return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
+        return self._changed(lambda tensor: tensor.to(device))
 
-    def of(self, tokens: Tensor) -> "OutputHead":
-        """Return the head of some tokens, (D,) int64, in that order: a copy."""
-        return replace(self, weight=self.weight[tokens], bias=None if self.bias is None else self.bias[tokens])
+    def of(self, tokens_D: Tensor) -> "OutputHead":
+        """Return the head of some tokens, int64, in that order: a copy."""
+        return self._changed(lambda tensor: tensor[tokens_D])
 
     def cut(self, vocab_size: int) -> "OutputHead":
         """Return the head of the first entries: a view, whose gradients are those of the whole."""
-        return replace(
-            self, weight=self.weight[:vocab_size], bias=None if self.bias is None else self.bias[:vocab_size]
-        )
+        return self._changed(lambda tensor: tensor[:vocab_size])
+
+    def detach(self) -> "OutputHead":
+        """Return the head as a constant, which no gradients flow to."""
+        return self._changed(Tensor.detach)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> "OutputHead":
+        return replace(self, weight=change(self.weight), bias=None if self.bias is None else change(self.bias))
 
 
 def head_of(model: PreTrainedModel) -> OutputHead:
