@@ -18,9 +18,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
+from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import LoraOptions, add_lora
 from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size, whole_weights
-from draftsmith.train.runs import move_files
 
 # What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -341,6 +341,5 @@ def finish_draft(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_r
     dtype = str(config.dtype).removeprefix("torch.")
     model = load_model(directory, field="draft", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
     silence_padding(model, tokens)
-    aside = directory / ".draft.partial"
-    model.save_pretrained(aside)
-    move_files(aside, directory)
+    with files_written_aside(directory) as aside:
+        model.save_pretrained(aside)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 
+from draftsmith.train.files import write_aside
+
 
 def environment(device: torch.device, dtype: str | None = None) -> dict[str, Any]:
     """Return the `environment` object of reports and run records; what is unknown is None."""
@@ -47,10 +49,7 @@ def git_sha() -> str | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Write JSON aside, then rename: a reader never sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(value, indent=2, default=_plain) + "\n", encoding="utf-8")
-    os.replace(aside, path)
+    write_aside(path, json.dumps(value, indent=2, default=_plain) + "\n")
 
 
 def write_run_record(directory: Path, config: Any, device: torch.device) -> None:

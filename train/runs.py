@@ -1,8 +1,6 @@
 """What a training run leaves on disk, and how it is found again."""
 
 import errno
-import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.files import written_aside
 
 
 def last_checkpoint(output_dir: str | None) -> str | None:
@@ -25,34 +24,17 @@ def save_model(
     directory: Path,
     state_dict: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write a model, or other weights of its, and its tokenizer as a Hugging Face directory: aside first, then renamed.
+    """Write a model, or other weights of its, and its tokenizer as a Hugging Face directory, in place of one there.
 
-    A directory of that name is replaced; a save that is interrupted leaves the old one whole, in its place or, between
-    the two renames, as `.NAME.old`.
+    A save that is interrupted leaves the old one whole: `written_aside`.
     """
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside, state_dict=state_dict)
-    tokenizer.save_pretrained(aside)
-    if directory.exists():
-        old = directory.with_name(f".{directory.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        directory.rename(old)
-        aside.rename(directory)
-        shutil.rmtree(old)
-    else:
-        aside.rename(directory)
-
-
-def move_files(aside: Path, directory: Path) -> None:
-    """Replace a directory's files by those of another on the same disk, each at once, and remove the other."""
-    for path in aside.iterdir():
-        os.replace(path, directory / path.name)
-    aside.rmdir()
+    with written_aside(directory) as aside:
+        model.save_pretrained(aside, state_dict=state_dict)
+        tokenizer.save_pretrained(aside)
 
 
 @contextmanager
-def told_of_full_disk(directory: Path) -> Iterator[None]:
+def full_disk_reported(directory: Path) -> Iterator[None]:
     """Turn what libraries raise when the disk is full into one line that says what is still there.
 
     Raises:
@@ -61,7 +43,7 @@ def told_of_full_disk(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save wrap the system's error in exceptions of their own, with its text or without it.
+        # safetensors and torch.save raise exceptions of their own, with the system's text or without it.
         full = isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
         text = str(error)
         if not (full or "No space left" in text or "File too large" in text or "PytorchStreamWriter failed" in text):

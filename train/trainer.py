@@ -1,7 +1,6 @@
 """The Trainer as every recipe has it: a frozen target beside what is trained, and nothing lost on the way."""
 
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
+from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import move_files, told_of_full_disk
+from draftsmith.train.runs import full_disk_reported
 from draftsmith.train.sharding import check_sharding, shard_decoder
 
 
@@ -135,11 +135,11 @@ class RecipeTrainer(Trainer):
         directory = Path(str(self.args.output_dir))
         aside = directory / ".checkpoint.partial"
         if self.args.should_save:
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
         self.accelerator.wait_for_everyone()
         self._checkpoints = aside
         try:
-            with told_of_full_disk(directory):
+            with full_disk_reported(directory):
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoints = None
@@ -149,9 +149,8 @@ class RecipeTrainer(Trainer):
             self.state.best_model_checkpoint = str(directory / name)
         if self.args.should_save:
             self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
-            shutil.rmtree(directory / name, ignore_errors=True)
-            (aside / name).rename(directory / name)
-            aside.rmdir()
+            replace(aside / name, directory / name)
+            remove(aside)
             rotate_checkpoints(
                 str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
             )
@@ -178,15 +177,12 @@ class RecipeTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Write the model: aside, then each file renamed, so that no reader sees half of one."""
         directory = Path(output_dir or str(self.args.output_dir))
-        aside = directory / ".model.partial"
+        if not self.args.should_save:
+            return  # the weights are gathered already
         if self._checkpoints is None:
             state_dict = self.deployed_state(state_dict)
-        with told_of_full_disk(Path(str(self.args.output_dir))):
-            if self.args.should_save:
-                shutil.rmtree(aside, ignore_errors=True)
+        with full_disk_reported(Path(str(self.args.output_dir))), files_written_aside(directory) as aside:
             self.write_model(str(aside), state_dict)
-            if self.args.should_save:
-                move_files(aside, directory)
 
     def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
         """Write the model into a directory, as the library does."""

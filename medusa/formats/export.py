@@ -14,7 +14,6 @@ heads: there all heads go through the target's. It is read, not written (`drafts
 import copy
 import json
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from transformers import PretrainedConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats import readers as prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
+from draftsmith.train.files import written_aside
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
@@ -207,20 +207,16 @@ def _aside(directory: Path) -> Iterator[Path]:
     """Give a directory to write in that takes the place of another when all went well, and is removed otherwise."""
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise InputError(f"output: expected a new or empty directory, found {directory}, which holds something")
-    aside = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(aside, ignore_errors=True)
     try:
-        aside.mkdir(parents=True)
-        yield aside
-        aside.replace(directory)
+        with written_aside(directory) as aside:
+            aside.mkdir()
+            yield aside
     except (OSError, SafetensorError) as error:
         raise InputError(f"output: expected to write in {directory}, found: {' '.join(str(error).split())}") from error
     except RuntimeError as error:
         if "PytorchStreamWriter" not in str(error):
             raise
         raise InputError(f"output: expected to write in {directory}, found no space left") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 @torch.no_grad()

@@ -5,7 +5,6 @@ section of which nothing was measured is left out.
 """
 
 import base64
-import os
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -17,6 +16,7 @@ from markupsafe import Markup
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import Report, at_length, has_value
+from draftsmith.train.files import write_aside
 
 NONE = "–"
 FALSE_ALARM = 1e-4
@@ -29,10 +29,7 @@ KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "medusa": "Med
 
 def write_page(report: Report, path: Path) -> None:
     """Write the page of a report (schema "draftsmith.report/1") aside, then rename: no reader sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(render_page(report), encoding="utf-8")
-    os.replace(aside, path)
+    write_aside(path, render_page(report))
 
 
 def render_page(report: Report) -> str:

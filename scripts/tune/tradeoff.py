@@ -1,6 +1,5 @@
 """From decoded prompts to the curve of speed against departure, and the level of a lossy rule to take."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,6 +13,7 @@ from scipy import stats
 
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
+from draftsmith.train.files import written_aside
 
 RULES = ("typical", "threshold", "cascade")
 COLOURS = {"typical": "#0b69a3", "threshold": "#b7791f", "cascade": "#2d9d6f"}
@@ -258,10 +258,9 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("speed-up over plain decoding")
     axes.set_title(report["reason"], fontsize=9, loc="left", wrap=True)
     axes.legend(frameon=False)
-    aside = path.with_name(f".{path.name}.partial")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):  # text as text, and the same file every time
+    # Text as text, and the same file every time.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}), written_aside(path) as aside:
         figure.savefig(aside, format="svg", metadata={"Date": None})
-    os.replace(aside, path)
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
+from draftsmith.train import files
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data import shards
@@ -226,7 +227,7 @@ def test_a_flipped_bit_never_changes_what_is_read(tmp_path, whole):
 def test_a_full_disk_keeps_what_was_written(code, config, whole, monkeypatch):
     output = Path(config().output)
     with monkeypatch.context() as patch:
-        fail_at_call(patch, shards.os, "fsync", 4, OSError(code, os.strerror(code)))  # the manifest and three shards
+        fail_at_call(patch, files.os, "fsync", 4, OSError(code, os.strerror(code)))  # the manifest and three shards
         with pytest.raises(InputError) as error:
             prepare(config())
     assert str(error.value) == (
@@ -239,7 +240,7 @@ def test_a_full_disk_keeps_what_was_written(code, config, whole, monkeypatch):
 
 
 def test_another_failure_to_write_is_not_called_a_full_disk(config, monkeypatch):
-    monkeypatch.setattr(shards.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+    monkeypatch.setattr(files.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
     with pytest.raises(OSError, match="broken"):
         prepare(config())
     (Path(config().output) / "file").write_text("")

@@ -126,7 +126,7 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(road, wh
     assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
     assert losses(output) == losses(whole)
     assert furthest(weights(output), weights(whole)) == 0.0
-    assert not (output / ".checkpoint.partial").exists() and not (output / ".model.partial").exists()
+    assert not (output / ".checkpoint.partial").exists() and not (output / ".files.partial").exists()
 
 
 @pytest.mark.parametrize("limit", [20_000, 60_000])

@@ -371,15 +371,15 @@ def test_less_space_than_the_estimate_is_refused(road, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(road, whole, tmp_path, monkeypatch):
-    output, real = tmp_path / "cache", teacher_cache.write_aside
+    output, real = tmp_path / "cache", teacher_cache.write_shard
 
-    def full(path, data):
+    def full(path, *args, **options):
         if path.name == "001-shard-00000.parquet":
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, data)
+        real(path, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(teacher_cache, "write_aside", full)
+        patch.setattr(teacher_cache, "write_shard", full)
         with pytest.raises(InputError, match=r"no space left .* the laws of 5 of 12 samples are kept; free") as error:
             make_cache(configured(road, output))
     assert "\n" not in str(error.value)

@@ -35,8 +35,9 @@ from draftsmith.train.data.samples import completed_shard, given_shard
 from draftsmith.train.data.samples import make_batches as make_batches
 from draftsmith.train.data.shards import (
     SCHEMA,
+    completion_files,
     output_directory,
-    read_manifest,
+    read_completions,
     read_shard,
     settle_manifest,
     write_shard,
@@ -167,23 +168,7 @@ def load_completions(path: str) -> Dataset:
     Raises:
         InputError: no such directory, no manifest or one of another schema, no shards, an unreadable shard.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise InputError(f"{path}: expected a directory of completions, found none")
-    manifest = read_manifest(directory)
-    files = sorted(directory.glob("shard-*.parquet"))
-    if manifest is None or not files:
-        missing = "no manifest.json" if manifest is None else "no shards"
-        raise InputError(f"{path}: expected completions written by draftsmith prepare, found {missing}")
-    shards = [read_shard(file) for file in files]
-    for file, shard in zip(files, shards, strict=True):
-        if shard is None:
-            raise InputError(
-                f"{file}: expected a shard of completions, found a damaged file; run draftsmith prepare again"
-            )
-    if len(files) < manifest["shards"]:
-        logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
-    return Dataset(pa.concat_tables(shards))
+    return Dataset(pa.concat_tables([read_completions(file) for file in completion_files(path)]))
 
 
 def split_empty(dataset: Dataset) -> tuple[Dataset, list[str]]:

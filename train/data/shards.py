@@ -3,7 +3,6 @@
 import errno
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.files import remove, write_aside
 
 SCHEMA = "draftsmith.completions/1"
 MANIFEST = "manifest.json"
@@ -46,7 +46,7 @@ def output_directory(output: Path, kept: Callable[[], str]) -> Iterator[None]:
     try:
         output.mkdir(parents=True, exist_ok=True)
         for leftover in output.glob(".*.partial"):
-            leftover.unlink()
+            remove(leftover)
         yield
     except (FileExistsError, NotADirectoryError, PermissionError) as error:
         raise InputError(f"output: expected a directory to write in, found: {error}") from error
@@ -58,26 +58,62 @@ def output_directory(output: Path, kept: Callable[[], str]) -> Iterator[None]:
         ) from error
 
 
-def read_shard(path: Path) -> pa.Table | None:
-    """Read a shard, checksums and all; None where there is none, or one that is cut, damaged or of other columns."""
+def read_shard(
+    path: Path, schema: pa.Schema = COLUMNS, *, row_group: int | None = None, columns: list[str] | None = None
+) -> pa.Table | None:
+    """Read a shard, checksums and all; None where there is none, or one that is cut, damaged or of other columns.
+
+    Args:
+        path: the file.
+        schema: of completions, or of a teacher cache.
+        row_group: read this one alone.
+        columns: read these alone.
+    """
     try:
         # Not pq.read_table: it would take `name=value` in a directory's name for a column.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            shard = file.read()
+            if not file.schema_arrow.equals(schema):
+                return None
+            return file.read(columns) if row_group is None else file.read_row_group(row_group, columns)
     except (OSError, pa.ArrowException):
         return None
-    return shard if shard.schema.equals(COLUMNS) else None
 
 
-def write_shard(path: Path, shard: pa.Table) -> None:
-    """Write a shard whole or not at all.
+def write_shard(path: Path, shard: pa.Table, **options: Any) -> None:
+    """Write a shard whole or not at all; `options` are those of `pyarrow.parquet.write_table`.
 
     Raises:
         OSError: the disk is full, or cannot be written; nothing is left behind.
     """
     buffer = pa.BufferOutputStream()
-    pq.write_table(shard, buffer, compression="zstd", write_page_checksum=True)
+    pq.write_table(shard, buffer, compression="zstd", write_page_checksum=True, **options)
     write_aside(path, buffer.getvalue().to_pybytes())
+
+
+def completion_files(path: str) -> list[Path]:
+    """Return the shards of a directory of completions; of an unfinished one those that are there, with a warning.
+
+    Raises:
+        InputError: no such directory, no manifest or one of another schema, or no shards.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise InputError(f"{path}: expected a directory of completions, found none")
+    manifest, files = read_manifest(directory), sorted(directory.glob("shard-*.parquet"))
+    if manifest is None or not files:
+        missing = f"no {MANIFEST}" if manifest is None else "no shards"
+        raise InputError(f"{path}: expected completions written by draftsmith prepare, found {missing}")
+    if len(files) < manifest["shards"]:
+        logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
+    return files
+
+
+def read_completions(file: Path) -> pa.Table:
+    """Read a shard of completions, or raise an InputError that names it."""
+    shard = read_shard(file)
+    if shard is None:
+        raise InputError(f"{file}: expected a shard of completions, found a damaged file; run draftsmith prepare again")
+    return shard
 
 
 def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | None:
@@ -102,30 +138,31 @@ def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | N
 def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a new directory, or require that the one there was begun from the same settings and inputs.
 
-    `settings` must agree field by field; `prompts` and `target` by everything but their `path`, and `source` by
-    everything but its `endpoint`, since files and servers may move.
-    Other `versions` are warned of: libraries may sample otherwise, and a long run should survive an upgrade.
+    Of completions and of teacher caches. `settings` must agree field by field; `prompts`, `target` and `completions` by
+    everything but their `path`, and `source` by everything but its `endpoint`, since files and servers may move. Other
+    `versions` are warned of: libraries may sample otherwise, and a long run should survive an upgrade.
 
     Raises:
         InputError: names the first difference, and the way out.
         OSError: the disk is full, or cannot be written.
     """
-    before = read_manifest(directory)
+    before = read_manifest(directory, manifest["schema"])
     if before is None:
-        if any(directory.glob("shard-*.parquet")):
+        if any(directory.glob("*shard-*.parquet")):
             raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
-        write_aside(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
+        write_aside(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return
     way_out = f"; {directory} was begun otherwise, give another --output"
-    earlier = before.get("source", {"answers": "target"})  # manifests had none while there was one source
-    for name, flag in (("answers", "answers"), ("model", "endpoint_model")):
-        then, now = earlier.get(name), manifest["source"].get(name)
+    source = {"answers": "target"}  # what manifests without it mean
+    compared = [
+        (flag, *(each.get("source", source).get(name) for each in (before, manifest)))
+        for name, flag in (("answers", "answers"), ("model", "endpoint_model"))
+    ]
+    compared += [(name, before["settings"].get(name), value) for name, value in manifest["settings"].items()]
+    for name, then, now in compared:
         if then != now:
-            raise InputError(f"{flag}: expected {then!r}, found {now!r}{way_out}")
-    for name, value in manifest["settings"].items():
-        if before["settings"].get(name) != value:
-            raise InputError(f"{name}: expected {before['settings'].get(name)!r}, found {value!r}{way_out}")
-    for name in ("prompts", "target"):
+            raise InputError(f"{name}: expected {then!r}, found {now!r}{way_out}")
+    for name in sorted(manifest.keys() & {"prompts", "target"}):
         for part in sorted((manifest[name].keys() | before[name].keys()) - {"path"}):
             then, now = before[name].get(part), manifest[name].get(part)
             if then != now:
@@ -133,19 +170,12 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
                     f"{name}: expected {before[name]['path']} as it was ({part}: {then}), "
                     f"found {manifest[name]['path']} ({part}: {now}){way_out}"
                 )
+    paths, digests = (
+        [[part[name] for part in each.get("completions", [])] for each in (before, manifest)]
+        for name in ("path", "sha256")
+    )
+    if digests[0] != digests[1]:
+        then, now = map(", ".join, paths)
+        raise InputError(f"completions: expected {then} as they were, found {now}{way_out}")
     if before["versions"] != manifest["versions"]:
         logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])
-
-
-def write_aside(path: Path, data: bytes) -> None:
-    """Write a file aside, then rename it; nothing is left behind where the disk is full."""
-    aside = path.with_name(f".{path.name}.partial")
-    try:
-        with aside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    except OSError:
-        aside.unlink(missing_ok=True)
-        raise

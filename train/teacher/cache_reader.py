@@ -13,15 +13,15 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.data.shards import read_manifest
+from draftsmith.train.data.shards import read_manifest, read_shard
 from draftsmith.train.teacher.cache_writer import (
+    COLUMNS,
     NUMBERS,
     ROW_GROUP,
     SCHEMA,
     checksum,
     digest,
     identity,
-    read_distributions,
     samples_of,
     texts_of,
 )
@@ -114,7 +114,7 @@ def find_distributions(
 def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
     rows: dict[tuple[str, int], tuple[Path, int]] = {}
     for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
-        shard = read_distributions(file, columns=["id", "text"])
+        shard = read_shard(file, COLUMNS, columns=["id", "text"])
         if shard is None:
             raise _damaged(file)
         rows.update((sample, (file, row)) for row, sample in enumerate(samples_of(shard)))
@@ -141,7 +141,7 @@ def _damaged(file: Path) -> InputError:
 
 @lru_cache(maxsize=32)
 def _row_group(file: Path, number: int) -> pa.Table:
-    table = read_distributions(file, number)
+    table = read_shard(file, COLUMNS, row_group=number)
     if table is None:
         raise _damaged(file)
     return table

@@ -7,7 +7,6 @@ and renamed, so that a run that was killed goes on where it stopped.
 """
 
 import hashlib
-import json
 import logging
 import shutil
 import time
@@ -21,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -29,7 +27,15 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train import models
-from draftsmith.train.data.shards import MANIFEST, output_directory, read_manifest, read_shard, write_aside
+from draftsmith.train.data.shards import (
+    MANIFEST,
+    completion_files,
+    output_directory,
+    read_completions,
+    read_shard,
+    settle_manifest,
+    write_shard,
+)
 from draftsmith.train.losses import chunked as lean
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
@@ -155,10 +161,10 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
     sources = [source for number, path in enumerate(config.completions) for source in _sources(number, path)]
     summary = CacheSummary(output, sum(len(source.samples) for source in sources))
     with output_directory(output, lambda: f"the laws of {summary.kept + summary.written} of {summary.samples} samples"):
-        _settle(output, _manifest(config, vocab_size))
+        settle_manifest(output, _manifest(config, vocab_size))
         missing = []
         for source in sources:
-            shard = read_distributions(output / source.name)
+            shard = read_shard(output / source.name, COLUMNS)
             if shard is not None and samples_of(shard) == source.samples:
                 summary.kept += len(source.samples)
                 _count(summary, source)
@@ -176,15 +182,8 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
 
 
 def _sources(number: int, path: str) -> list[_Source]:
-    directory = Path(path)
-    manifest, files = read_manifest(directory), sorted(directory.glob("shard-*.parquet"))
-    if manifest is None or not files:
-        missing = f"no {MANIFEST}" if manifest is None else "no shards"
-        raise InputError(f"{path}: expected completions written by draftsmith prepare, found {missing}")
-    if len(files) < manifest["shards"]:
-        logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
     sources = []
-    for file in files:
+    for file in completion_files(path):
         texts = texts_of(file)
         positions = sum(sum(mask[1:]) for _, _, mask in texts)
         samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
@@ -194,9 +193,7 @@ def _sources(number: int, path: str) -> list[_Source]:
 
 def texts_of(file: Path) -> list[tuple[str, list[int], list[int]]]:
     """Read ids, tokens and loss masks of a shard of completions."""
-    shard = read_shard(file)
-    if shard is None:
-        raise InputError(f"{file}: expected a shard of completions, found a damaged file; run draftsmith prepare again")
+    shard = read_completions(file)
     columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
     return list(zip(*columns, strict=True))
 
@@ -308,30 +305,10 @@ def _write_shard(path: Path, source: _Source, distributions: list[CachedDistribu
     for name, dtype in NUMBERS.items():
         columns.append([getattr(sampler, name).to(dtype).flatten().numpy() for sampler in distributions])
     shard = pa.table([pa.array(c, field.type) for c, field in zip(columns, COLUMNS, strict=True)], schema=COLUMNS)
-    buffer = pa.BufferOutputStream()
-    pq.write_table(
-        shard,
-        buffer,
-        row_group_size=ROW_GROUP,
-        compression="zstd",
-        use_dictionary=False,
-        # Bytes of one significance lie together; of token ids, too, the high ones are mostly zero.
-        use_byte_stream_split=[f"{name}.list.element" for name in NUMBERS],
-        write_statistics=False,
-        write_page_checksum=True,
-    )
-    write_aside(path, buffer.getvalue().to_pybytes())
-
-
-def read_distributions(path: Path, row_group: int | None = None, columns: list[str] | None = None) -> pa.Table | None:
-    """Read a shard of a cache, checksums and all; None where there is none, or one that is cut, damaged or foreign."""
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            if not file.schema_arrow.equals(COLUMNS):
-                return None
-            return file.read(columns) if row_group is None else file.read_row_group(row_group, columns)
-    except (OSError, pa.ArrowException):
-        return None
+    # Bytes of one significance lie together; of token ids, too, the high ones are mostly zero.
+    together = [f"{name}.list.element" for name in NUMBERS]
+    options = {"use_dictionary": False, "use_byte_stream_split": together, "write_statistics": False}
+    write_shard(path, shard, row_group_size=ROW_GROUP, **options)
 
 
 def _manifest(config: CacheConfig, vocab_size: int) -> dict[str, Any]:
@@ -359,28 +336,3 @@ def digest(completions: str) -> str:
         raise InputError(
             f"{completions}: expected completions written by draftsmith prepare, found no {MANIFEST}"
         ) from error
-
-
-def _settle(directory: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a new cache, or require that the one there was begun from the same settings and inputs."""
-    before = read_manifest(directory, SCHEMA)
-    if before is None:
-        if any(directory.glob("*.parquet")):
-            raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
-        write_aside(directory / MANIFEST, (json.dumps(manifest, indent=2) + "\n").encode())
-        return
-    way_out = f"; {directory} was begun otherwise, give another --output"
-    for name, value in manifest["settings"].items():
-        if before["settings"].get(name) != value:
-            raise InputError(f"{name}: expected {before['settings'].get(name)!r}, found {value!r}{way_out}")
-    for name in sorted((manifest["target"].keys() | before["target"].keys()) - {"path"}):
-        then, now = before["target"].get(name), manifest["target"].get(name)
-        if then != now:
-            raise InputError(
-                f"target: expected {before['target']['path']} as it was ({name}: {then}), "
-                f"found {manifest['target']['path']} ({name}: {now}){way_out}"
-            )
-    then, now = ([part["sha256"] for part in each["completions"]] for each in (before, manifest))
-    if then != now:
-        paths = (", ".join(part["path"] for part in each["completions"]) for each in (before, manifest))
-        raise InputError("completions: expected {} as they were, found {}".format(*paths) + way_out)

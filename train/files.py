@@ -1,0 +1,76 @@
+"""Write aside, then rename: a reader, or the run that goes on after a kill, never sees half of a file or directory."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Give a path to write a file or a directory at, and rename it to `path` when the block ends well.
+
+    It lies beside `path` as `.NAME.partial`, with nothing there; folders above are made. A file or directory at `path`
+    is replaced. Where the block raises, what it wrote is removed, and `path` is as it was.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(aside)
+    try:
+        yield aside
+        replace(aside, path)
+    finally:
+        remove(aside)
+
+
+@contextmanager
+def files_written_aside(directory: Path) -> Iterator[Path]:
+    """Give a new directory to write files in; when the block ends well, each replaces its namesake in `directory`.
+
+    Other files there stay.
+    """
+    aside = directory / ".files.partial"
+    remove(aside)
+    aside.mkdir(parents=True)
+    try:
+        yield aside
+        for path in aside.iterdir():
+            replace(path, directory / path.name)
+    finally:
+        remove(aside)
+
+
+def write_aside(path: Path, data: str | bytes) -> None:
+    """Write a file aside, on the disk and not only in its cache, then rename it.
+
+    Raises:
+        OSError: the disk is full, or cannot be written; nothing is left behind.
+    """
+    with written_aside(path) as aside, aside.open("wb") as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(new: Path, path: Path) -> None:
+    """Rename a file or directory to `path`, and remove what was there.
+
+    A directory there goes by way of `.NAME.old`, where it is still whole after a kill between the two renames.
+    """
+    if new.is_dir() and path.is_dir():
+        old = path.with_name(f".{path.name}.old")
+        remove(old)
+        path.rename(old)
+        new.rename(path)
+        remove(old)
+    else:
+        os.replace(new, path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with all that it holds; do nothing where there is none."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
