@@ -1,62 +1,78 @@
-"""What the benchmarks share: a pair, prompts, methods timed in turns, ratios of speeds, and what a forward costs."""
+"""What the benchmarks share: options, a pair and its prompts, calls timed in turns, ratios of speeds, results."""
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median_high
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode import Counts
-from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.errors import InputError
+from draftsmith.decode import Counts, DecodeOutput
+from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
-from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.decode.planner import verification_costs
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import default_device, load_model
+from draftsmith.train.provenance import write_json
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
+MAX_PROMPT_TOKENS = 48
 
-Result = tuple[float, int, Counts | None]
-"""Seconds, tokens and counts of one decoded prompt."""
+T = TypeVar("T")
 
 
-@dataclass
-class PairConfig:
-    """What a benchmark of a pair's decoding is told, whatever it compares."""
+@dataclass(kw_only=True)
+class BenchmarkConfig:
+    """The options of every benchmark."""
 
-    target: str = str(ASSETS / "tiny-target")
-    """The target: a model directory or hub id."""
-    draft: str = str(ASSETS / "tiny-draft")
-    """A draft model with the target's tokenizer."""
-    prompts: str | None = None
-    """A file of prompts; held-out modules of the standard library if None."""
-    limit: int = 16
-    """Prompts decoded, by every method."""
-    max_new_tokens: int = 96
-    """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
-    max_prompt_tokens: int = 48
-    """Keep the last so many tokens of a longer prompt."""
-    dtype: str = "float32"
-    """Weights and arithmetic of both models."""
     threads: int | None = None
     """CPU threads in all; torch's default if None."""
     output: str | None = None
     """A JSON file for the figures."""
 
     def __post_init__(self) -> None:
-        self.require_counts("limit", "max_new_tokens", "max_prompt_tokens")
+        require(self, at_least(1), *(name for name, value in vars(self).items() if type(value) is int))
 
-    def require_counts(self, *names: str) -> None:
-        """Require that these fields are 1 or more."""
-        for name in names:
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+    def figures_path(self) -> Path | None:
+        """Return where the figures are written, if anywhere."""
+        return Path(self.output) if self.output else None
+
+
+@dataclass(kw_only=True)
+class PairConfig(BenchmarkConfig):
+    """The options of a benchmark of a target and its draft."""
+
+    target: str = str(ASSETS / "tiny-target")
+    """The target: a model directory or hub id."""
+    draft: str = str(ASSETS / "tiny-draft")
+    """A draft model with the target's tokenizer."""
+
+
+@dataclass(kw_only=True)
+class DecodingConfig(PairConfig):
+    """The options of a benchmark that decodes prompts."""
+
+    prompts: str | None = None
+    """A file of prompts; held-out modules of the standard library if None."""
+    limit: int = 16
+    """Prompts decoded, by every method."""
+    max_new_tokens: int = 96
+    """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
+    max_prompt_tokens: int = MAX_PROMPT_TOKENS
+    """Keep the last so many tokens of a longer prompt."""
+    dtype: str = "float32"
+    """Weights and arithmetic of both models."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -65,12 +81,77 @@ class PairConfig:
 
     @property
     def middle(self) -> int:
-        """A text's length in the middle of decoding, where forwards cost what they cost on average."""
+        """The length of a text in the middle of decoding, where a forward costs what it costs on average."""
         return self.max_prompt_tokens + self.max_new_tokens // 2
 
 
+Config = TypeVar("Config", bound=BenchmarkConfig)
+Figures = dict[str, Any]
+"""A benchmark's results by name: numbers, estimates, words, and groups of them."""
+
+
+def run_benchmark(
+    config_class: type[Config],
+    bench: Callable[[Config], Figures],
+    shown: Callable[[Config, Figures], Figures] = lambda config, figures: figures,
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Parse the config, run a benchmark, write its figures and print them.
+
+    Args:
+        config_class: the benchmark's options.
+        bench: returns the figures.
+        shown: returns which of them are printed.
+        argv: the command line; the process's own if None.
+    """
+    config = parse_config(config_class, argv, prog=f"python -m draftsmith.scripts.bench.{Path(sys.argv[0]).stem}")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    figures = bench(config)
+    path = config.figures_path()
+    if path is not None:
+        write_json(path, figures)
+    where = figures["environment"]
+    # Wide tables are to be read in files too, where rich would fold them to 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
+    console.print(f"{where['device']}, {where['threads']} threads, {where['dtype']}")
+    for name, value in shown(config, figures).items():
+        if name not in ("environment", "config"):
+            console.print(_table(name, value))
+    return 0
+
+
+def _table(name: str, value: Any) -> Table:
+    """Return figures as a table, the longer side down: groups, and the figures of each, flattened."""
+    if isinstance(value, list):
+        value = dict(enumerate(value))
+    grouped = isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
+    columns = {str(group): _flat(figures) for group, figures in value.items()} if grouped else {"": _flat(value)}
+    rows = list(dict.fromkeys(row for column in columns.values() for row in column))
+    cells = {row: {column: columns[column].get(row, "") for column in columns} for row in rows}
+    if len(columns) > len(rows):
+        cells = {column: {row: columns[column].get(row, "") for row in rows} for column in columns}
+    table = Table(name.replace("_", " "), box=None)
+    for column in next(iter(cells.values())):
+        table.add_column(column, justify="right")
+    for row, texts in cells.items():
+        table.add_row(row, *texts.values())
+    return table
+
+
+def _flat(value: Any, name: str = "") -> dict[str, str]:
+    """Write figures; those in groups under the names of both."""
+    if isinstance(value, Mapping):
+        return {n: text for key, v in value.items() for n, text in _flat(v, f"{name} {key}".strip()).items()}
+    if isinstance(value, Estimate):
+        text = format_estimate(value, ".4g", spread="interval")
+    else:
+        text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return {name.replace("_", " "): text}
+
+
 def load_pair(
-    config: PairConfig, tokenizer: PreTrainedTokenizerBase, draft_device: str | None = None
+    config: DecodingConfig, tokenizer: PreTrainedTokenizerBase, draft_device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[Tensor]]:
     """Return a target that passes over ends of text, its draft, and the prompts, (1, T) each.
 
@@ -82,99 +163,124 @@ def load_pair(
     target = load_model(config.target, field="target", dtype=config.dtype)
     draft = load_model(config.draft, field="draft", dtype=config.dtype, device=draft_device)
     target.generation_config.eos_token_id = None
-    return target, draft, benchmark_prompts(config.prompts, config.limit, config.max_prompt_tokens, tokenizer)
-
-
-def benchmark_prompts(
-    source: str | None, limit: int | None, max_tokens: int, tokenizer: PreTrainedTokenizerBase
-) -> list[Tensor]:
-    """Return prompts of a source as `read_prompts` takes it, or of held-out modules of the standard library, (1, T).
-
-    Args:
-        source: a file of prompts; the standard library's modules if None.
-        limit: take the first so many; all if None, or 128 of the standard library.
-        max_tokens: keep the last so many tokens of a longer prompt.
-        tokenizer: the target's.
-    """
-    if source is not None:
-        encoded = [encode_prompt(p, tokenizer, max_tokens=max_tokens) for p in read_prompts(source, limit=limit)]
+    if config.prompts is not None:
+        prompts = read_prompts(config.prompts, limit=config.limit)
+        encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
     else:
-        records = code_prompts([m for m in stdlib_modules() if m.heldout], limit or 128, seed=1)
-        encoded = [tokenizer(record["prompt"])["input_ids"][-max_tokens:] for record in records]
-    return [torch.tensor([ids], device=default_device()) for ids in encoded]
+        records = stdlib_prompts(config.limit, heldout=True, seed=1)
+        encoded = [tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :] for record in records]
+    return target, draft, [torch.tensor([ids], device=default_device()) for ids in encoded]
 
 
-def interleaved(methods: dict[str, Callable[[Tensor], Any]], prompts: list[Tensor]) -> dict[str, list[Result]]:
-    """Decode each prompt by every method before the next prompt's turn, in an order that rotates."""
-    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
-        decode(prompts[0])
-    names = list(methods)
-    results: dict[str, list[Result]] = {name: [] for name in methods}
-    for i, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            seconds, output = timed(lambda name=name, ids=ids: methods[name](ids))  # type: ignore[misc]
-            sequences = output if isinstance(output, Tensor) else output.sequences
-            counts = None if isinstance(output, Tensor) else output.counts
-            results[name].append((seconds, sequences.numel() - ids.numel(), counts))
-    return results
+def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return prompts, (1, T) each, as one batch padded on the left, and its attention mask: (B, T) each."""
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    return pad([ids[0] for ids in rows]), pad([torch.ones_like(ids[0]) for ids in rows])
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that a call took, its device's work included, and its result."""
-    _synchronize()
-    start = time.perf_counter()
-    output = call()
-    _synchronize()
-    return time.perf_counter() - start, output
+def complete_prompts(
+    target: str, records: Sequence[dict[str, str]] | None, prompts: Path, completions: Path, **options: Any
+) -> None:
+    """Write prompts to a file, where it is not there yet (records are None), and have a target complete them."""
+    if records is not None:
+        write_prompts(prompts, records)
+    prepare(PrepareConfig(target, str(prompts), str(completions), max_prompt_tokens=MAX_PROMPT_TOKENS, **options))
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def over(seen: list[Result], other: list[Result]) -> Estimate:
-    """Return the ratio of two methods' tokens per second, with an interval over prompts."""
-    return rate_ratio(
-        [n for _, n, _ in seen], [s for s, _, _ in seen], [n for _, n, _ in other], [s for s, _, _ in other]
-    )
-
-
-def summary(seen: list[Result], plain: list[Result]) -> dict[str, Any]:
-    """Return a method's speed, alone and against plain decoding, and its τ."""
-    counts = [c for _, _, c in seen if c is not None]
-    total = sum(counts, Counts())
+def training_fields(
+    directory: Path, steps: int, batch_size: int, learning_rate: float, **others: Any
+) -> dict[str, Any]:
+    """Return the fields of the Trainer's arguments for a run that saves and reports nothing."""
     return {
-        "tokens_per_second": ratio([n for _, n, _ in seen], [s for s, _, _ in seen]),
-        "over_plain": over(seen, plain),
-        "mean_acceptance_length": total.mean_acceptance_length(),
+        "output_dir": str(directory),
+        "max_steps": steps,
+        "per_device_train_batch_size": batch_size,
+        "learning_rate": learning_rate,
+        "save_strategy": "no",
+        "logging_steps": 20,
+        "report_to": [],
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        **others,
     }
 
 
-@torch.inference_mode()
-def forward_costs(
-    target: PreTrainedModel, draft: PreTrainedModel, draft_length: int, length: int, compiled: bool = False
+def read_texts(directory: Path) -> tuple[list[Tensor], list[int]]:
+    """Return texts, (T,), and the lengths of their prompts, in the order of their ids, whatever the temperature."""
+    samples = load_completions(str(directory)).sort("id")
+    return [torch.tensor(ids) for ids in samples["input_ids"]], list(samples["prompt_length"])
+
+
+def clock() -> float:
+    """Return the time, in seconds, after the device has done what it was asked to."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def timed(call: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds that a call took, its device's work included, and its result."""
+    start = clock()
+    result = call()
+    return clock() - start, result
+
+
+def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple[float, T]]:
+    """Time each call once, the first one another each turn; return the seconds and the result of each."""
+    names = list(calls)
+    first = turn % len(names)
+    return {name: timed(calls[name]) for name in names[first:] + names[:first]}
+
+
+class Decoded(NamedTuple):
+    """One decoded prompt."""
+
+    seconds: float
+    tokens: int
+    counts: Counts
+
+
+def decode_in_turns(
+    methods: Mapping[str, Callable[[Tensor], DecodeOutput]], prompts: list[Tensor]
+) -> dict[str, list[Decoded]]:
+    """Decode each prompt by every method before the next prompt's turn, in an order that rotates."""
+    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
+        decode(prompts[0])
+    results: dict[str, list[Decoded]] = {name: [] for name in methods}
+    for turn, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
+        calls = {name: partial(decode, ids) for name, decode in methods.items()}
+        for name, (seconds, output) in in_turns(calls, turn).items():
+            results[name].append(Decoded(seconds, output.sequences.numel() - ids.numel(), output.counts))
+    return results
+
+
+def over(results: Sequence[Decoded], others: Sequence[Decoded]) -> Estimate:
+    """Return the ratio of two methods' tokens per second, with an interval over prompts."""
+    return rate_ratio(*_tokens_and_seconds(results), *_tokens_and_seconds(others))
+
+
+def summary(results: Sequence[Decoded], plain: Sequence[Decoded]) -> dict[str, Any]:
+    """Return a method's speed, alone and against plain decoding, and its τ."""
+    return {
+        "tokens_per_second": ratio(*_tokens_and_seconds(results)),
+        "over_plain": over(results, plain),
+        "mean_acceptance_length": mean_acceptance_length(results),
+    }
+
+
+def mean_acceptance_length(results: Sequence[Decoded]) -> float | None:
+    """Return τ over all prompts; None where no rounds were counted."""
+    return sum((result.counts for result in results), Counts()).mean_acceptance_length()
+
+
+def _tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[float]]:
+    return [result.tokens for result in results], [result.seconds for result in results]
+
+
+def forward_seconds(
+    target: PreTrainedModel, draft: PreTrainedModel, draft_length: int, context: int, compiled: bool = False
 ) -> tuple[float, float, float]:
-    """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, taken in turns.
-
-    All are taken behind a text of `length` tokens.
-    """
-    block = draft_length + 1
-    calls: list[tuple[CachedModel, Tensor]] = []
-    for model, k in ((target, 1), (target, block), (draft, 1)):
-        cached = CachedModel(model, 1, length, block=block, compiled=compiled)
-        cached.prefill(torch.ones(1, length, dtype=torch.long, device=model.device))
-        calls.append((cached, torch.ones(1, k, dtype=torch.long, device=model.device)))
-    seconds: list[list[float]] = [[] for _ in calls]
-    for repeat in range(45):
-        for own, (cached, tokens) in zip(seconds, calls, strict=True):
-            elapsed, _ = timed(lambda cached=cached, tokens=tokens: cached.feed(tokens, [length])[0, 0, 0].item())  # type: ignore[misc]
-            if repeat >= 5:
-                own.append(elapsed)
-    t1, tk, d = map(median_high, seconds)
-    return t1, tk, d
-
-
-def interval(estimate: Estimate | None) -> str:
-    """Write a ratio with its interval."""
-    return format_estimate(estimate, unit="×", spread="interval")
+    """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, behind a context."""
+    seconds = verification_costs(target, 1, context, (1, draft_length + 1), repeats=40, compiled=compiled)
+    step = verification_costs(draft, 1, context, (1,), repeats=40, compiled=compiled)
+    return seconds[1], seconds[draft_length + 1], step[1]

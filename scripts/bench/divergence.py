@@ -6,32 +6,31 @@ is measured, on Linux with an allocator that hands back what is freed; that cost
 """
 
 import ctypes
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from draftsmith.decode.errors import InputError
-from draftsmith.train.cli import parse_config, run
+from draftsmith.decode.errors import InputError, one_of, require
+from draftsmith.scripts.bench.common import BenchmarkConfig, in_turns, run_benchmark
+from draftsmith.train.cli import run
 from draftsmith.train.losses.chunked import lean_divergence
 from draftsmith.train.losses.divergences import NAMES, divergence
 from draftsmith.train.models import DTYPES, default_device
-from draftsmith.train.provenance import environment, write_json
+from draftsmith.train.provenance import environment
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 HANDS_BACK, USUAL = 2**20, 2**25  # bytes; the second is what glibc's own threshold grows to
 
 
 @dataclass
-class BenchDivergenceConfig:
+class BenchDivergenceConfig(BenchmarkConfig):
     """Time and memory of loss and gradients over a large vocabulary."""
 
     divergence: str = "forward_kl"
@@ -50,25 +49,19 @@ class BenchDivergenceConfig:
     """Positions a chunk; the default's if None."""
     repeats: int = 5
     """Timed turns of either way, after one that memory is measured in."""
-    threads: int | None = None
-    """CPU threads; torch's default if None."""
-    output: str | None = None
-    """A JSON file for the figures."""
 
     def __post_init__(self) -> None:
-        if self.divergence not in NAMES:
-            raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found {self.divergence!r}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        for name in ("tokens", "vocab_size", "hidden", "target_hidden", "repeats"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
+        super().__post_init__()
+        require(self, one_of(NAMES), "divergence")
+        require(self, one_of(DTYPES), "dtype")
 
 
-def bench(config: BenchDivergenceConfig, console: Console) -> dict[str, Any]:
-    """Run the benchmark, print its table and return the figures."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+def bench(config: BenchDivergenceConfig) -> dict[str, Any]:
+    """Run the benchmark and return the figures.
+
+    Raises:
+        InputError: a device whose peak of memory cannot be read.
+    """
     device = default_device()
     if device.type == "cpu" and not Path("/proc/self/clear_refs").exists():
         raise InputError("device: expected CUDA or Linux, where a peak of memory can be read, found neither")
@@ -93,46 +86,41 @@ def bench(config: BenchDivergenceConfig, console: Console) -> dict[str, Any]:
         value = loss()
         return [value.detach(), *torch.autograd.grad(value, [q_hidden, q_head])]
 
-    ways = {"eager": eager, "lean": lean}
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    peaks: dict[str, int] = {}
-    found: dict[str, list[Tensor]] = {}
-    for turn in range(config.repeats + 1):
-        if device.type == "cpu":
-            ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, USUAL if turn else HANDS_BACK)
-        for name, loss in ways.items():
-            before = _reset_peak(device)
-            begun = time.perf_counter()
-            result = differentiated(loss)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            if turn:
-                seconds[name].append(time.perf_counter() - begun)
-            else:
-                peaks[name] = _peak(device) - before
-                found[name] = result
-            del result
-        if not turn:
-            errors = [
-                float((a - b).abs().max() / a.abs().max()) for a, b in zip(found["eager"], found["lean"], strict=True)
-            ]
-            found.clear()
-    gradients = q_hidden.numel() * q_hidden.element_size() + q_head.numel() * q_head.element_size()
-    ratios = [b / a for a, b in zip(seconds["eager"], seconds["lean"], strict=True)]
-    figures = {
+    losses = {"eager": partial(differentiated, eager), "lean": partial(differentiated, lean)}
+    _set_mmap_threshold(device, HANDS_BACK)
+    peaks, results = {}, {}
+    for name, loss in losses.items():
+        before = _reset_peak(device)
+        results[name] = loss()
+        peaks[name] = _peak(device) - before
+    pairs = zip(results["eager"], results["lean"], strict=True)
+    errors = [float((a - b).abs().max() / a.abs().max()) for a, b in pairs]
+    results.clear()
+    _set_mmap_threshold(device, USUAL)
+    calls = {name: partial(_discarded, loss) for name, loss in losses.items()}
+    turns = [in_turns(calls, turn=0) for _ in range(config.repeats)]
+    seconds = {name: [turn[name][0] for turn in turns] for name in losses}
+    ratios = [lean / eager for eager, lean in zip(*seconds.values(), strict=True)]
+    return {
         "environment": environment(device, config.dtype),
         "config": vars(config),
-        "seconds": {name: statistics.median(values) for name, values in seconds.items()},
-        "time_ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "seconds": {name: median(values) for name, values in seconds.items()},
+        "time_ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
         "peak_bytes": peaks,
-        "gradient_bytes": gradients,
+        "gradient_bytes": sum(tensor.numel() * tensor.element_size() for tensor in (q_hidden, q_head)),
         "memory_ratio": peaks["lean"] / peaks["eager"],
         "relative_error": dict(zip(("loss", "hidden", "head"), errors, strict=True)),
     }
-    _print(figures, console)
-    if config.output:
-        write_json(Path(config.output), figures)
-    return figures
+
+
+def _discarded(loss: Callable[[], list[Tensor]]) -> None:
+    # A result that is kept would be memory, of which the next call has less.
+    loss()
+
+
+def _set_mmap_threshold(device: torch.device, threshold: int) -> None:
+    if device.type == "cpu":
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, threshold)
 
 
 def _reset_peak(device: torch.device) -> int:
@@ -152,30 +140,5 @@ def _peak(device: torch.device) -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
 
 
-def _print(figures: dict[str, Any], console: Console) -> None:
-    config, ratio = figures["config"], figures["time_ratio"]
-    table = Table(
-        title=f"{config['divergence']} and its gradients: {config['tokens']} tokens, vocabulary "
-        f"{config['vocab_size']}, hidden {config['hidden']}, {config['dtype']}"
-    )
-    for column in ("", "seconds", "peak GiB"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in ("eager", "lean"):
-        table.add_row(name, f"{figures['seconds'][name]:.2f}", f"{figures['peak_bytes'][name] / 2**30:.2f}")
-    console.print(table)
-    console.print(
-        f"lean ÷ eager: time {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f} over turns), memory "
-        f"{figures['memory_ratio']:.3f}, of which the gradients themselves "
-        f"{figures['gradient_bytes'] / figures['peak_bytes']['eager']:.3f}"
-    )
-    worst = max(figures["relative_error"].values())
-    console.print(f"largest relative difference of loss and gradients: {worst:.1e}")
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Parse the config and run."""
-    bench(parse_config(BenchDivergenceConfig, argv, prog="draftsmith.scripts.bench.divergence"), Console())
-
-
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(partial(run_benchmark, BenchDivergenceConfig, bench)))

@@ -15,19 +15,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import replay_acceptance
 from draftsmith.decode.proposers.base import Proposer
@@ -35,8 +32,8 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
-from draftsmith.scripts.bench.common import PairConfig, load_pair, timed
-from draftsmith.train.cli import numbers, parse_config, run
+from draftsmith.scripts.bench.common import DecodingConfig, load_pair, padded, run_benchmark, timed
+from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -45,7 +42,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass
-class BenchReplayConfig(PairConfig):
+class BenchReplayConfig(DecodingConfig):
     """Compare replay with decoding, count for count at T=0 and in law at T=1."""
 
     limit: int = 128
@@ -54,7 +51,7 @@ class BenchReplayConfig(PairConfig):
     """Tokens of a completion; end-of-sequence tokens are passed over."""
     longest: int = 16
     """The greatest draft length at T=0; all from 1 on are decoded."""
-    sampled_lengths: Any = "1,4,8"
+    sampled_lengths: Ints = "1,4,8"  # type: ignore[assignment]
     """Draft lengths decoded at T=1."""
     draws: int = 2
     """Texts of each prompt at T=1."""
@@ -65,12 +62,10 @@ class BenchReplayConfig(PairConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_counts("longest", "batch_size")
         self.sampled_lengths = numbers(self.sampled_lengths, int, "sampled_lengths")
-        if min(self.sampled_lengths, default=0) < 1:
-            raise InputError(f"sampled_lengths: expected draft lengths of at least 1, found {self.sampled_lengths}")
-        if self.draws < 2:
-            raise InputError(f"draws: expected at least 2, of which a variance is had, found {self.draws}")
+        require_some(self, "sampled_lengths", "draft length")
+        require(self, at_least(1), "sampled_lengths")
+        require(self, at_least(2), "draws")  # a variance needs two
 
 
 @dataclass
@@ -81,12 +76,12 @@ class Decoded:
     texts: list[Tensor]
     """Prompt and text of each, (T,)."""
     counts: list[Counts]
-    """Of each; empty of plain decoding."""
+    """Of each."""
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A target and its prompts, decoded in the same batches by every method."""
+    """A target and its prompts, (1, T) each, decoded in the same batches by every method."""
 
     target: PreTrainedModel
     prompts: list[Tensor]
@@ -103,111 +98,103 @@ class Decoder:
 
     def speculative(self, proposer: Proposer, draft_length: int, seed: int = 0, **sampling: Any) -> Decoded:
         """Decode every prompt at one draft length."""
-
-        def decode(ids: Tensor, mask: Tensor, **options: Any) -> DecodeOutput:
-            return speculative_generate(self.target, proposer, ids, mask, draft_length, **options)
-
+        decode = partial(speculative_generate, self.target, proposer, draft_length=draft_length)
         return self._decoded(decode, seed, sampling)
 
     def _decoded(self, decode: Callable[..., DecodeOutput], seed: int, sampling: dict[str, Any]) -> Decoded:
-        options = {"max_new_tokens": self.config.max_new_tokens, **sampling}
-        found = Decoded(0.0, [], [])
+        result = Decoded(0.0, [], [])
         for first in range(0, len(self.prompts), self.config.batch_size):
             rows = self.prompts[first : first + self.config.batch_size]
-            width = max(ids.shape[1] for ids in rows)
-            ids = torch.cat([torch.nn.functional.pad(own, (width - own.shape[1], 0)) for own in rows])
-            mask = torch.cat([torch.nn.functional.pad(torch.ones_like(o), (width - o.shape[1], 0)) for o in rows])
+            ids, mask = padded(rows)
             # Row i of a batch draws with seed + i: no row of a pass draws as another does.
-            seconds, output = timed(lambda ids=ids, mask=mask, s=seed + first: decode(ids, mask, seed=s, **options))  # type: ignore[misc]
-            found.seconds += seconds
-            found.texts += [text[width - own.shape[1] :] for text, own in zip(output.sequences, rows, strict=True)]
-            found.counts += output.row_counts
-        return found
+            options = {"seed": seed + first, "max_new_tokens": self.config.max_new_tokens, **sampling}
+            seconds, output = timed(partial(decode, input_ids=ids, attention_mask=mask, **options))
+            result.seconds += seconds
+            pairs = zip(output.sequences, rows, strict=True)
+            result.texts += [text[ids.shape[1] - prompt.shape[1] :] for text, prompt in pairs]
+            result.counts += output.row_counts
+        return result
 
 
-def bench(config: BenchReplayConfig, console: Console) -> dict[str, Any]:
-    """Run what is missing, print the tables and return the figures."""
-    if config.threads:
-        torch.set_num_threads(config.threads)
+def bench(config: BenchReplayConfig) -> dict[str, Any]:
+    """Run what is missing and return the figures."""
     target, draft, prompts = load_pair(config, load_tokenizer(config.target, field="target"))
     decoder = Decoder(target, prompts, config)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "greedy: draft": lambda: greedy_part(decoder, DraftModelProposer(draft), range(1, config.longest + 1))
-    }
+    draft_lengths = range(1, config.longest + 1)
+    parts = {"greedy: draft": partial(greedy_part, decoder, DraftModelProposer(draft), draft_lengths)}
     if config.medusa is not None:
         heads: Any = MedusaHeads.from_pretrained(config.medusa, dtype=target.dtype)
         heads.to(target.device)
         count = heads.config.num_heads
         for name, tree in (("chain", Tree.chain(count)), ("tree", reference_tree(count))):
-            parts[f"greedy: medusa {name}"] = lambda tree=tree: greedy_part(  # type: ignore[misc]
-                decoder, MedusaProposer(heads, tree), range(1, count + 1)
-            )
+            proposer = MedusaProposer(heads, tree)
+            parts[f"greedy: medusa {name}"] = partial(greedy_part, decoder, proposer, range(1, count + 1))
     for name, greedy in (("probabilistic", False), ("greedy draft", True)):
-        parts[f"sampled: {name}"] = lambda greedy=greedy: sampled_part(  # type: ignore[misc]
-            decoder, DraftModelProposer(draft, greedy=greedy)
-        )
-    figures = _kept(config) | {"environment": environment(target.device, config.dtype), "config": vars(config)}
-    figures["prompts"] = len(prompts)
+        parts[f"sampled: {name}"] = partial(sampled_part, decoder, DraftModelProposer(draft, greedy=greedy))
+    figures: dict[str, Any] = {
+        "parts": _parts_done(config),
+        "environment": environment(target.device, config.dtype),
+        "config": vars(config),
+        "prompts": len(prompts),
+    }
+    path = config.figures_path()
     for name, part in parts.items():
         if name not in figures["parts"]:
-            console.print(name, highlight=False)
+            print(name, flush=True)
             figures["parts"][name] = part()
-            if config.output:
-                write_json(Path(config.output), figures)
-    _print(figures, console)
+            if path is not None:
+                write_json(path, figures)
     return figures
 
 
-def _kept(config: BenchReplayConfig) -> dict[str, Any]:
-    path = Path(config.output) if config.output else None
+def _parts_done(config: BenchReplayConfig) -> dict[str, Any]:
+    path = config.figures_path()
     if path is None or not path.is_file():
-        return {"parts": {}}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if any(found["config"].get(name) != value for name, value in vars(config).items() if name != "output"):
+        return {}
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    if any(figures["config"].get(name) != value for name, value in vars(config).items() if name != "output"):
         raise InputError(
             f"output: expected figures of this configuration, found another's in {path}: take another file"
         )
-    return {"parts": found["parts"]}
+    return figures["parts"]
 
 
 def greedy_part(decoder: Decoder, proposer: Proposer, draft_lengths: Sequence[int]) -> dict[str, Any]:
     """Compare every integer of every text at T=0, and the seconds of replay with those of decoding."""
     texts = decoder.plain(**GREEDY)
-
-    def replayed() -> Any:
-        return replay_acceptance(
-            decoder.target, proposer, texts, decoder.prompt_lengths, draft_lengths, temperature=0
-        ).texts
-
-    found = replayed()  # warms up, as plain decoding did for the decoder
-    by_length, turns = {}, []
+    lengths = decoder.prompt_lengths
+    replay = partial(replay_acceptance, decoder.target, proposer, texts, lengths, draft_lengths, temperature=0)
+    replayed = replay().texts  # warms up, as plain decoding did for the decoder
+    by_length, seconds = {}, []
     for k in tqdm(draft_lengths, desc="decode", unit="draft length"):
         # In turns, for a busy machine to slow both alike.
-        turns.append(timed(replayed)[0])
-        out = decoder.speculative(proposer, k, **GREEDY)
-        pairs = [(counts.to_dict(), own.counts[k]) for counts, own in zip(out.counts, found, strict=True)]
+        seconds.append(timed(replay)[0])
+        decoded = decoder.speculative(proposer, k, **GREEDY)
         compared = [
-            (expected, actual)
-            for counts, own in pairs
-            for name, value in counts.items()
-            for expected, actual in _integers(value, getattr(own, name))
+            pair
+            for counts, text in zip(decoded.counts, replayed, strict=True)
+            for name, value in counts.to_dict().items()
+            for pair in _integers(value, getattr(text.counts[k], name))
         ]
         by_length[str(k)] = {
-            "decode_seconds": out.seconds,
-            "texts_identical": sum(map(torch.equal, out.texts, texts)),
+            "decode_seconds": decoded.seconds,
+            "texts_identical": sum(map(torch.equal, decoded.texts, texts)),
             "integers": len(compared),
             "integers_equal": sum(expected == actual for expected, actual in compared),
-            "mean_acceptance_length": sum(out.counts, Counts()).mean_acceptance_length(),
+            "mean_acceptance_length": sum(decoded.counts, Counts()).mean_acceptance_length(),
         }
-    seconds = sum(turns) / len(turns)
-    decode_seconds = sum(own["decode_seconds"] for own in by_length.values())
+
+    def total(name: str) -> Any:
+        return sum(figures[name] for figures in by_length.values())
+
+    replay_seconds = sum(seconds) / len(seconds)
     return {
         "texts": len(texts),
-        "replay_seconds": seconds,
-        "decode_seconds": decode_seconds,
-        "times_faster": decode_seconds / seconds,
-        "integers": sum(own["integers"] for own in by_length.values()),
-        "integers_equal": sum(own["integers_equal"] for own in by_length.values()),
+        "replay_seconds": replay_seconds,
+        "decode_seconds": total("decode_seconds"),
+        "times_faster": total("decode_seconds") / replay_seconds,
+        "integers": total("integers"),
+        "integers_equal": total("integers_equal"),
         "draft_lengths": by_length,
     }
 
@@ -224,29 +211,29 @@ def sampled_part(decoder: Decoder, proposer: Proposer) -> dict[str, Any]:
     config, count = decoder.config, len(decoder.prompts)
     draws, tokens = config.draws, count * config.draws * config.max_new_tokens
 
-    def replayed(texts: list[Tensor], draft_lengths: Sequence[int]) -> dict[int, np.ndarray]:
+    def replayed_rounds(texts: list[Tensor], draft_lengths: Sequence[int]) -> dict[int, np.ndarray]:
         """Return the expected rounds of each draw and prompt, by draft length."""
         lengths = decoder.prompt_lengths * draws
-        found = replay_acceptance(decoder.target, proposer, texts, lengths, draft_lengths, SAMPLED["temperature"])
-        rounds = {k: [text.counts[k].num_drafts for text in found.texts] for k in draft_lengths}
-        return {k: np.array(own).reshape(draws, count) for k, own in rounds.items()}
+        replay = replay_acceptance(decoder.target, proposer, texts, lengths, draft_lengths, SAMPLED["temperature"])
+        return {k: np.array(replay.tokens_and_rounds(k)[1]).reshape(draws, count) for k in draft_lengths}
 
     plain = [text for i in range(draws) for text in decoder.plain(seed=i * count, **SAMPLED)]
-    of_plain = replayed(plain, config.sampled_lengths)
+    replayed_by_length = replayed_rounds(plain, config.sampled_lengths)
     by_length = {}
     for place, k in enumerate(tqdm(config.sampled_lengths, desc="decode", unit="draft length"), start=1):
         passes = [decoder.speculative(proposer, k, seed=(place * draws + i) * count, **SAMPLED) for i in range(draws)]
-        decoded = np.array([own.num_drafts for out in passes for own in out.counts]).reshape(draws, count)
-        own = replayed([text for out in passes for text in out.texts], [k])[k]
-        variances = [float(rounds.var(0, ddof=1).mean()) for rounds in (decoded, of_plain[k])]
+        decoded = np.array([[counts.num_drafts for counts in one.counts] for one in passes])
+        replayed = replayed_by_length[k]
+        of_same_texts = replayed_rounds([text for one in passes for text in one.texts], [k])[k]
+        variances = [float(rounds.var(0, ddof=1).mean()) for rounds in (decoded, replayed)]
         # Texts have one length, so that τ is a matter of their rounds alone.
         by_length[str(k)] = {
             "decoded_mean_acceptance_length": tokens / float(decoded.sum()),
-            "replayed_mean_acceptance_length": tokens / float(of_plain[k].sum()),
-            "z": _z((decoded - of_plain[k]).mean(0)),
-            "own_texts_mean_acceptance_length": tokens / float(own.sum()),
-            "own_texts_z": _z((decoded - own).mean(0)),
-            "own_texts_rounds_equal": int((np.abs(decoded - own) < 1e-6).sum()),
+            "replayed_mean_acceptance_length": tokens / float(replayed.sum()),
+            "z": _z((decoded - replayed).mean(0)),
+            "own_texts_mean_acceptance_length": tokens / float(of_same_texts.sum()),
+            "own_texts_z": _z((decoded - of_same_texts).mean(0)),
+            "own_texts_rounds_equal": int((np.abs(decoded - of_same_texts) < 1e-6).sum()),
             "decoded_variance": variances[0],
             "replayed_variance": variances[1],
             "variance_ratio": variances[0] / variances[1],
@@ -260,50 +247,15 @@ def _z(differences: np.ndarray) -> float:
     return float(differences.mean() / error) if error > 1e-9 else 0.0
 
 
-def _print(figures: dict[str, Any], console: Console) -> None:
-    where = figures["environment"]
-    console.print(f"{where['device']}, {where['threads']} threads, {where['dtype']}", highlight=False)
-    table = Table("T=0", "texts", "γ", "integers equal", "texts identical", "replay", "decoding", "ratio", box=None)
-    for name, part in figures["parts"].items():
-        if not name.startswith("greedy:"):
-            continue
-        own = part["draft_lengths"].values()
-        table.add_row(
-            name.partition(": ")[2],
-            str(part["texts"]),
-            f"1…{len(own)}",
-            f"{part['integers_equal']} of {part['integers']}",
-            f"{sum(o['texts_identical'] for o in own)} of {len(own) * part['texts']}",
-            f"{part['replay_seconds']:.2f} s",
-            f"{part['decode_seconds']:.1f} s",
-            f"{part['times_faster']:.0f}×",
-        )
-    console.print(table)
-    # Var: of the decoder's rounds over that of replay's, among draws of one prompt.
-    table = Table("T=1", "γ", "τ decoded", "replayed", "z", "own texts", "z", "equal", "Var", box=None)
-    for name, part in figures["parts"].items():
-        if not name.startswith("sampled:"):
-            continue
-        for k, own in part["draft_lengths"].items():
-            table.add_row(
-                name.partition(": ")[2],
-                k,
-                f"{own['decoded_mean_acceptance_length']:.3f}",
-                f"{own['replayed_mean_acceptance_length']:.3f}",
-                f"{own['z']:+.2f}",
-                f"{own['own_texts_mean_acceptance_length']:.3f}",
-                f"{own['own_texts_z']:+.2f}",
-                f"{own['own_texts_rounds_equal']} of {part['texts']}",
-                f"{own['variance_ratio']:.2f}×",
-            )
-    console.print(table)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    bench(parse_config(BenchReplayConfig, argv, prog="python -m draftsmith.scripts.bench.replay"), Console())
-    return 0
+def shown(config: BenchReplayConfig, figures: dict[str, Any]) -> dict[str, Any]:
+    """Return the comparisons at T=0 over all draft lengths, and those at T=1 of each."""
+    parts = figures["parts"].items()
+    greedy = {
+        name: {k: v for k, v in part.items() if k != "draft_lengths"} for name, part in parts if "greedy:" in name
+    }
+    sampled = {name: part["draft_lengths"] for name, part in parts if "sampled:" in name}
+    return {"T=0": greedy} | sampled
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run(partial(run_benchmark, BenchReplayConfig, bench, shown)))

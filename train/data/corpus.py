@@ -6,10 +6,12 @@ every Python version, and a held-out module was never seen by the embedded model
 """
 
 import hashlib
+import json
 import random
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from draftsmith.decode.errors import InputError
@@ -35,6 +37,7 @@ class Module:
         return int(hashlib.sha256(self.name.encode()).hexdigest(), 16) % HELDOUT_ONE_IN == 0
 
 
+@cache
 def stdlib_modules(root: Path | None = None) -> list[Module]:
     """Return the standard library's modules, sorted by name.
 
@@ -82,3 +85,14 @@ def code_prompts(modules: list[Module], count: int, lines: int = 8, seed: int = 
                 category = module.name.partition(".")[0]
                 records.append({"id": f"{module.name}:{number + 1}", "prompt": text, "category": category})
     return random.Random(seed).sample(records, min(count, len(records)))
+
+
+def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, str]]:
+    """Cut prompts out of the standard library's held-out modules, or of its training modules: see `code_prompts`."""
+    return code_prompts([module for module in stdlib_modules() if module.heldout == heldout], count, seed=seed)
+
+
+def write_prompts(path: Path, records: Sequence[dict[str, str]]) -> None:
+    """Write prompts as jsonl."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")

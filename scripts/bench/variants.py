@@ -1,0 +1,200 @@
+"""What the benchmarks of training share: variants, trained over seeds from the same texts, and their τ side by side.
+
+A target writes what is learned from and what is replayed, once. Each variant trains once a seed; its figures go to
+results.json. τ is pooled over the seeds, its interval is over prompts.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
+from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, complete_prompts, training_fields
+from draftsmith.train.data.collator import training_examples
+from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.models import load_model
+from draftsmith.train.provenance import environment, write_json
+
+WRITTEN = {  # temperature and tokens of the texts that the target writes
+    "sampled": (1, 96),
+    "greedy": (0, 96),
+    "searched": (0, 96),
+    "replayed-sampled": (1, 64),
+    "replayed-greedy": (0, 64),
+}
+
+
+@dataclass(kw_only=True)
+class VariantsConfig(BenchmarkConfig):
+    """The options of a benchmark that trains in several ways."""
+
+    known: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """All variants and their options."""
+
+    output: str
+    """Receives completions, what was trained, and results.json; a second run goes on from what is there."""
+    target: str = str(ASSETS / "tiny-target")
+    """The target, from which all learn."""
+    variants: list[str]
+    """Which variants; `NAME@STEPS` for other steps than `steps`."""
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    """Seeds of the order of the data, and of what drafts write."""
+    steps: int = 120
+    """Steps of each run."""
+    batch_size: int = 16
+    """Samples a step."""
+    learning_rate: float
+    """The peak of a cosine with 10 steps of warm-up."""
+    train_prompts: int = 640
+    """Prompts whose completions are learned from, two thirds of them sampled, one third greedy."""
+    replayed_prompts: int = 128
+    """Fresh prompts from held-out modules."""
+    baseline: str
+    """The variant that the others are compared with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for variant in [*self.variants, self.baseline]:
+            name, _, steps = variant.partition("@")
+            if name not in self.known or (steps and not steps.isdecimal()):
+                raise InputError(
+                    f"variants: expected NAME or NAME@STEPS out of {', '.join(self.known)}, found {variant}"
+                )
+
+    def figures_path(self) -> Path:
+        """Return where the results are written."""
+        return Path(self.output) / "results.json"
+
+    @property
+    def completions(self) -> Path:
+        """The directory of the target's completions."""
+        return Path(self.output) / "completions"
+
+    def training_arguments(self, variant: str, seed: int) -> dict[str, Any]:
+        """Return the fields of the Trainer's arguments for one run."""
+        return training_fields(
+            Path(self.output) / f"{variant}-{seed}",
+            int(variant.partition("@")[2] or self.steps),
+            self.batch_size,
+            self.learning_rate,
+            lr_scheduler_type="cosine",
+            warmup_steps=10,
+            max_grad_norm=1.0,
+            use_cpu=True,
+            seed=seed,
+        )
+
+
+def compare(
+    config: VariantsConfig,
+    train_and_replay: Callable[[str, int, PreTrainedModel, Dataset], dict[str, Any]],
+    untrained: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Run what is missing, and return the results by variant and seed.
+
+    Args:
+        config: says what to run.
+        train_and_replay: returns the figures of a variant and seed, given the target and what to learn from.
+        untrained: names for which it is called once, with seed 0, before all others.
+    """
+    path, prompts = config.figures_path(), stdlib_prompts(config.train_prompts, heldout=False)
+    sampled = len(prompts) * 2 // 3
+    write_texts(config, "sampled", prompts[:sampled])
+    write_texts(config, "greedy", prompts[sampled:])
+    for side in ("replayed-sampled", "replayed-greedy"):
+        write_texts(config, side, stdlib_prompts(config.replayed_prompts, heldout=True, seed=2))
+    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    target = load_model(config.target, field="target", device="cpu")
+    train = training_examples([str(config.completions / side) for side in ("sampled", "greedy")])
+    remember(target, train["input_ids"])
+    for seed, variant in [*product((0,), untrained), *product(config.seeds, config.variants)]:
+        if str(seed) not in results.get(variant, {}):
+            print(f"{variant}, seed {seed}", flush=True)
+            results.setdefault(variant, {})[str(seed)] = train_and_replay(variant, seed, target, train)
+            results["environment"] = environment(target.device, "float32")
+            write_json(path, results)
+    return results
+
+
+def write_texts(
+    config: VariantsConfig,
+    side: str,
+    records: list[dict[str, str]] | None,
+    target: str | None = None,
+    completions: Path | None = None,
+) -> None:
+    """Have a target complete prompts.
+
+    Args:
+        config: the benchmark's.
+        side: one of `WRITTEN`.
+        records: the prompts; those that were written before if None.
+        target: the benchmark's own if None.
+        completions: the parent of the directory that receives the texts; the benchmark's own if None.
+    """
+    prompts, texts = Path(config.output) / "prompts" / f"{side}.jsonl", (completions or config.completions) / side
+    temperature, tokens = WRITTEN[side]
+    options = {"temperature": temperature, "max_new_tokens": tokens, "batch_size": 64}
+    complete_prompts(target or config.target, records, prompts, texts, **options)
+
+
+def remember(target: PreTrainedModel, rows: list[list[int]]) -> None:
+    """Keep the target's hidden states of some texts, which every run asks for, from the first time on."""
+    decoder: Any = target.get_decoder()
+    original, wanted = decoder.forward, {tuple(row) for row in rows}
+    known: dict[tuple[int, ...], Tensor] = {}
+
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        lengths = [input_ids.shape[1]] * len(input_ids) if attention_mask is None else attention_mask.sum(1).tolist()
+        keys = [tuple(ids[:n].tolist()) for ids, n in zip(input_ids, lengths, strict=True)]
+        if all(key in known for key in keys):
+            hidden = torch.nn.utils.rnn.pad_sequence([known[key] for key in keys], batch_first=True)
+            return BaseModelOutputWithPast(last_hidden_state=hidden)
+        output = original(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        for key, states in zip(keys, output.last_hidden_state, strict=True):
+            if key in wanted:
+                known[key] = states[: len(key)].clone()
+        return output
+
+    decoder.forward = forward
+
+
+def pooled(runs: Mapping[str, Any], name: str) -> dict[str, list[float]]:
+    """Return each prompt's sums of one figure: their means over the seeds."""
+    columns = [run[name] for run in runs.values()]
+    return {
+        key: [sum(values) / len(columns) for values in zip(*(column[key] for column in columns), strict=True)]
+        for key in columns[0]
+    }
+
+
+def variants_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the results by variant and seed alone."""
+    return {name: runs for name, runs in results.items() if name != "environment"}
+
+
+def taus(
+    config: VariantsConfig, results: Mapping[str, Any], runs: Mapping[str, Any], name: str, title: str
+) -> dict[str, Any]:
+    """Return a variant's τ of one figure, and its difference from the baseline's, paired over prompts."""
+    sums = pooled(runs, name)
+    figures: dict[str, Any] = {"seeds": len(runs), f"{title} τ": ratio(sums["tokens"], sums["rounds"])}
+    base = results.get(config.baseline)
+    if base is not None and base is not runs:
+        figures[f"{title} against {config.baseline}"] = tau_difference(sums, pooled(base, name))
+    return figures
+
+
+def tau_difference(sums: Mapping[str, list[float]], others: Mapping[str, list[float]]) -> Estimate:
+    """Estimate the difference of two τ, paired over prompts."""
+    return ratio_difference(sums["tokens"], sums["rounds"], others["tokens"], others["rounds"])
