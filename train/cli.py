@@ -66,7 +66,7 @@ def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
 def _flags(arguments: Sequence[str], switches: set[str]) -> list[str]:
     """Return flags as the parser knows them: with underscores, and switches that stand alone with `true`."""
     flags: list[str] = []
-    for argument, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+    for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         flag, equals, value = argument.partition("=")
         if argument.startswith("--"):
             flag = f"--{flag[2:].replace('-', '_')}"
