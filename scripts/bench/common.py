@@ -115,8 +115,11 @@ def run_benchmark(
     # Wide tables are to be read in files too, where rich would fold them to 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
     console.print(f"{where['device']}, {where['threads']} threads, {where['dtype']}")
-    for name, value in shown(config, figures).items():
-        if name not in ("environment", "config"):
+    printed = {name: v for name, v in shown(config, figures).items() if name not in ("environment", "config")}
+    groups = {name: value for name, value in printed.items() if isinstance(value, Mapping | list)}
+    single = {name: value for name, value in printed.items() if name not in groups}
+    for name, value in {**groups, "figures": single}.items():
+        if value:
             console.print(_table(name, value))
     return 0
 

@@ -27,7 +27,7 @@ Method = Callable[[Tensor], DecodeOutput]
 
 
 @dataclass
-class BenchConfig(DecodingConfig):
+class BenchDecodeConfig(DecodingConfig):
     """Time the decoder at T=0 beside plain decoding and the library's assisted generation."""
 
     draft_length: int = 3
@@ -44,7 +44,7 @@ class BenchConfig(DecodingConfig):
 class Decoder:
     """A pair and its ways of decoding prompts, (B, T)."""
 
-    config: BenchConfig
+    config: BenchDecodeConfig
     target: PreTrainedModel
     draft: PreTrainedModel
 
@@ -66,7 +66,7 @@ class Decoder:
         return DecodeOutput(generate(ids, **options), Counts(), ())
 
 
-def bench(config: BenchConfig) -> dict[str, Any]:
+def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     target, draft, prompts = common.load_pair(config, load_tokenizer(config.target, field="target"))
     draft.generation_config.update(
@@ -165,4 +165,4 @@ def _batches(decoder: Decoder, prompts: list[Tensor]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(common.run_benchmark, BenchConfig, bench)))
+    sys.exit(run(partial(common.run_benchmark, BenchDecodeConfig, bench)))

@@ -67,7 +67,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass
-class ObjectivesConfig(VariantsConfig):
+class BenchObjectivesConfig(VariantsConfig):
     """Distil by several objectives side by side, and compare what their drafts have accepted."""
 
     known = VARIANTS
@@ -83,13 +83,13 @@ class ObjectivesConfig(VariantsConfig):
     baseline: str = "forward_kl"
 
 
-def bench(config: ObjectivesConfig) -> dict[str, Any]:
+def bench(config: BenchObjectivesConfig) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed."""
     return compare(config, partial(_train_and_replay, config), untrained=(STOCK,))
 
 
 def _train_and_replay(
-    config: ObjectivesConfig, variant: str, seed: int, target: PreTrainedModel, train: Dataset
+    config: BenchObjectivesConfig, variant: str, seed: int, target: PreTrainedModel, train: Dataset
 ) -> dict[str, dict[str, list[float]]]:
     """Return by temperature, for each prompt, the tokens, expected rounds and summed overlaps."""
     draft = load_model(config.draft, device="cpu")
@@ -106,7 +106,12 @@ def _train_and_replay(
 
 
 def _distil(
-    config: ObjectivesConfig, variant: str, seed: int, draft: PreTrainedModel, target: PreTrainedModel, train: Dataset
+    config: BenchObjectivesConfig,
+    variant: str,
+    seed: int,
+    draft: PreTrainedModel,
+    target: PreTrainedModel,
+    train: Dataset,
 ) -> None:
     name, training = variant.partition("@")[0], config.training_arguments(variant, seed)
     options = dict(VARIANTS[name])
@@ -150,7 +155,7 @@ def _distil(
     trainer.train()
 
 
-def shown(config: ObjectivesConfig, results: dict[str, Any]) -> dict[str, Any]:
+def shown(config: BenchObjectivesConfig, results: dict[str, Any]) -> dict[str, Any]:
     """Return τ and α of every variant, and its τ against the baseline's, paired over prompts."""
 
     def row(runs: dict[str, Any], temperature: str) -> dict[str, Any]:
@@ -166,4 +171,4 @@ def shown(config: ObjectivesConfig, results: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, ObjectivesConfig, bench, shown)))
+    sys.exit(run(partial(run_benchmark, BenchObjectivesConfig, bench, shown)))

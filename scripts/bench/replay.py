@@ -236,7 +236,7 @@ def sampled_part(decoder: Decoder, proposer: Proposer) -> dict[str, Any]:
             "own_texts_rounds_equal": int((np.abs(decoded - of_same_texts) < 1e-6).sum()),
             "decoded_variance": variances[0],
             "replayed_variance": variances[1],
-            "variance_ratio": variances[0] / variances[1],
+            "variance_ratio": variances[0] / variances[1] if variances[1] else None,
         }
     return {"texts": len(plain), "draft_lengths": by_length}
 

@@ -29,7 +29,7 @@ AHEAD_THREADS = 1
 
 
 @dataclass
-class RunAheadConfig(DecodingConfig):
+class BenchRunAheadConfig(DecodingConfig):
     """Time a draft that runs ahead beside plain decoding and a draft that does not, at T=0."""
 
     draft_device: str | None = None
@@ -62,7 +62,7 @@ class Ahead:
         return output
 
 
-def bench(config: RunAheadConfig) -> dict[str, Any]:
+def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     threads = torch.get_num_threads()
     tokenizer = load_tokenizer(config.target, field="target")
@@ -129,4 +129,4 @@ def _medians(runs: list[list[Decoded]]) -> list[Decoded]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(common.run_benchmark, RunAheadConfig, bench)))
+    sys.exit(run(partial(common.run_benchmark, BenchRunAheadConfig, bench)))

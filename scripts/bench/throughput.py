@@ -35,7 +35,7 @@ WARMUP = 2
 
 
 @dataclass
-class ThroughputConfig(PairConfig):
+class BenchThroughputConfig(PairConfig):
     """Time the Trainer against a bare loop."""
 
     completions: list[str]
@@ -63,7 +63,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         return self.times[-1] - self.times[WARMUP - 1]
 
 
-def with_trainer(config: ThroughputConfig, target: PreTrainedModel, train: Dataset) -> float:
+def with_trainer(config: BenchThroughputConfig, target: PreTrainedModel, train: Dataset) -> float:
     """Return the seconds that the timed steps took in the Trainer."""
     steps = StepClock()
     with TemporaryDirectory() as directory:
@@ -81,7 +81,7 @@ def with_trainer(config: ThroughputConfig, target: PreTrainedModel, train: Datas
     return steps.seconds()
 
 
-def by_hand(config: ThroughputConfig, target: PreTrainedModel, batches: list[dict[str, Tensor]]) -> float:
+def by_hand(config: BenchThroughputConfig, target: PreTrainedModel, batches: list[dict[str, Tensor]]) -> float:
     """Return the seconds that the timed steps took in a bare loop."""
     draft = load_model(config.draft).requires_grad_(True).train()
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3, weight_decay=0.0)
@@ -102,7 +102,7 @@ def by_hand(config: ThroughputConfig, target: PreTrainedModel, batches: list[dic
     return steps.seconds()
 
 
-def bench(config: ThroughputConfig) -> dict[str, Any]:
+def bench(config: BenchThroughputConfig) -> dict[str, Any]:
     """Time both in turns; return tokens per second of each, and their ratio with its interval over rounds."""
     train = training_examples(config.completions)
     target = load_model(config.target)
@@ -125,7 +125,7 @@ def bench(config: ThroughputConfig) -> dict[str, Any]:
     }
 
 
-def _order(count: int, config: ThroughputConfig) -> list[list[int]]:
+def _order(count: int, config: BenchThroughputConfig) -> list[list[int]]:
     """Return the rows of each of the Trainer's batches, out of `count` samples."""
     set_seed(42)
     sampler = torch.utils.data.RandomSampler(range(count), generator=torch.Generator().manual_seed(42))
@@ -136,4 +136,4 @@ def _order(count: int, config: ThroughputConfig) -> list[list[int]]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, ThroughputConfig, bench)))
+    sys.exit(run(partial(run_benchmark, BenchThroughputConfig, bench)))

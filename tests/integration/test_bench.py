@@ -1,0 +1,127 @@
+"""The benchmarks: every config and every command line of the documentation parses, and the cheap ones run."""
+
+import json
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.bench import common, decode, divergence, medusa, objectives, replay
+from draftsmith.train.cli import parse_config
+
+ROOT = Path(__file__).parents[2]
+NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "variants"}
+COMMAND = re.compile(r"python -m draftsmith\.scripts\.bench\.(\w+)([^`\n]*)")
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Return the benchmarks and arguments of all command lines in the documentation; what is optional is given."""
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    found = [match for page in pages for match in COMMAND.findall(page.read_text("utf-8").replace("\\\n", ""))]
+    return [(name, shlex.split(re.sub(r"\[(--[^]]*)\]", r"\1", flags), comments=True)) for name, flags in found]
+
+
+def config_of(name: str, arguments: list[str]) -> common.BenchmarkConfig:
+    config_class = f"Bench{name.title().replace('_', '')}Config"
+    return parse_config(getattr(import_module(f"draftsmith.scripts.bench.{name}"), config_class), arguments)
+
+
+def test_every_command_line_of_the_documentation_parses():
+    lines = commands()
+    assert {name for name, _ in lines} == NAMES
+    for name, arguments in lines:
+        if name != "throughput" or arguments:  # a table names it without what it needs
+            assert config_of(name, arguments).threads in (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "error"),
+    [
+        ("decode", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
+        ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
+        ("replay", ["--draws", "1"], "draws: expected at least 2, found 1"),
+        ("run_ahead", ["--draft_lengths", "[0]"], "draft_lengths: expected at least 1, found 0"),
+        ("teacher_cache", ["--k", "[]"], "k: expected at least one number, found none"),
+        ("objectives", ["--variants", '["tvd@x"]'], "variants: expected NAME or NAME@STEPS"),
+        ("medusa", ["--baseline", "none"], "variants: expected NAME or NAME@STEPS"),
+    ],
+)
+def test_bad_options_are_told(name, arguments, error):
+    with pytest.raises(InputError, match=error):
+        config_of(name, arguments)
+
+
+@pytest.fixture
+def pair(pair_dirs, tmp_path) -> list[str]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "import os"}\n')
+    return ["--target", str(pair_dirs[0]), "--draft", str(pair_dirs[1]), "--prompts", str(prompts)]
+
+
+def figures_of(bench, config_class, arguments, tmp_path, *shown):
+    path = tmp_path / "figures.json"
+    assert common.run_benchmark(config_class, bench, *shown, argv=[*arguments, "--output", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def test_decode(pair, tmp_path, capsys):
+    arguments = [*pair, "--max_new_tokens", "6", "--batch_size", "2", "--compiled", "false"]
+    figures = figures_of(decode.bench, decode.BenchDecodeConfig, arguments, tmp_path)
+    assert figures["config"]["draft_length"] == 3 and figures["environment"]["dtype"] == "float32"
+    assert (
+        set(figures["methods"]) == set(figures["outside_forwards"]) == {"plain", "speculative", "assisted generation"}
+    )
+    assert figures["methods"]["plain"]["over_plain"]["value"] == pytest.approx(1)
+    assert figures["methods"]["plain"]["mean_acceptance_length"] == 1
+    assert 1 <= figures["methods"]["speculative"]["mean_acceptance_length"] <= 4
+    assert figures["methods"]["speculative"]["over_assisted_generation"]["value"] > 0
+    assert all(0 < share < 1 for share in figures["outside_forwards"].values())
+    assert figures["limit"]["speculative"]["limit"] > 0
+    assert figures["batch"]["plain"]["rows_identical"] == figures["batch"]["speculative"]["rows_identical"] == "2 of 2"
+    printed = capsys.readouterr().out
+    assert "assisted generation" in printed and "outside forwards" in printed
+
+
+def test_divergence(tmp_path):
+    arguments = ["--tokens", "64", "--vocab_size", "300", "--hidden", "16", "--target_hidden", "8", "--repeats", "2"]
+    arguments += ["--chunk_size", "16"]
+    figures = figures_of(divergence.bench, divergence.BenchDivergenceConfig, arguments, tmp_path)
+    assert set(figures["seconds"]) == set(figures["peak_bytes"]) == {"eager", "lean"}
+    assert figures["gradient_bytes"] == 4 * 16 * (64 + 300)
+    assert max(figures["relative_error"].values()) < 1e-4
+
+
+def test_replay_counts_what_the_decoder_counts_and_keeps_what_is_done(pair, tmp_path, capsys):
+    arguments = [*pair, "--max_new_tokens", "6", "--longest", "2", "--sampled_lengths", "2", "--batch_size", "2"]
+    figures = figures_of(replay.bench, replay.BenchReplayConfig, arguments, tmp_path, replay.shown)
+    greedy = figures["parts"]["greedy: draft"]
+    assert greedy["integers_equal"] == greedy["integers"] > 0
+    assert [length["texts_identical"] for length in greedy["draft_lengths"].values()] == [2, 2]
+    assert figures["parts"]["sampled: greedy draft"]["draft_lengths"]["2"]["own_texts_rounds_equal"] == 4
+    assert "greedy: draft\n" in capsys.readouterr().out
+    assert figures_of(replay.bench, replay.BenchReplayConfig, arguments, tmp_path, replay.shown) == figures
+    assert "greedy: draft\n" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="output: expected figures of this configuration"):
+        figures_of(replay.bench, replay.BenchReplayConfig, [*arguments, "--draws", "3"], tmp_path)
+
+
+@pytest.mark.parametrize("benchmark", [objectives, medusa])
+def test_variants_are_compared_with_the_baseline(benchmark):
+    config_class = objectives.BenchObjectivesConfig if benchmark is objectives else medusa.BenchMedusaConfig
+    config = config_class(variants=["hydra"] if benchmark is medusa else ["jsd"])
+    runs = {}
+    for variant, rounds in ((config.baseline, [4.0, 2.0, 3.0]), (*config.variants, [2.0, 1.0, 2.0])):
+        sums = {"tokens": [8.0, 4.0, 6.0], "rounds": rounds, "overlap": [4.0, 2.0, 3.0]}
+        names = ("0", "1") if benchmark is objectives else ("chain", "reference", "searched", "sampled")
+        figures = {name: sums for name in names} | {"accuracies": [[0.5, 0.2]], "moved": None}
+        runs[variant] = {str(seed): figures for seed in (0, 1)}
+    (table,) = benchmark.shown(config, {**runs, "environment": {}}).values()
+    assert set(table) == set(runs)
+    title = "T=0" if benchmark is objectives else "chain"
+    row = table[config.variants[0]]
+    assert row["seeds"] == 2 and row[f"{title} τ"].value == pytest.approx(18 / 5)
+    assert row[f"{title} against {config.baseline}"].value == pytest.approx(18 / 5 - 2)
+    assert f"{title} against {config.baseline}" not in table[config.baseline]
