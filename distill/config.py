@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import SHARE, InputError, at_least, require
 from draftsmith.distill.draft_init import DraftInit
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.recipe import RecipeConfig
@@ -45,14 +45,10 @@ class DistillConfig(RecipeConfig):
         super().__post_init__()
         _ = self.objective
         self.init.check_source(self.draft)
-        if not 0 <= self.curriculum <= 1:
-            raise InputError(f"curriculum: expected a value between 0 and 1, found {self.curriculum}")
+        require(self, SHARE, "curriculum", "on_policy")
+        require(self, at_least(1), "on_policy_tokens")
         if self.teacher_cache and self.target_sharded:
             raise InputError("target_sharded: expected false with teacher_cache, found true")
-        if not 0 <= self.on_policy <= 1:
-            raise InputError(f"on_policy: expected a share between 0 and 1, found {self.on_policy}")
-        if self.on_policy_tokens < 1:
-            raise InputError(f"on_policy_tokens: expected at least 1, found {self.on_policy_tokens}")
         if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
             raise InputError(
                 "prompt_loss: expected false with teacher_cache, which has no laws of prompts, and with cross_entropy "

@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, one_of, require
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
 from draftsmith.train.files import files_written_aside
@@ -62,14 +62,12 @@ class DraftInit:
     def __post_init__(self) -> None:
         if self.layers is not None and self.config is not None:
             raise InputError("init: expected one of layers and config, found both")
-        for name in ("hidden_size", "attention_heads", "intermediate_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"init.{name}: expected at least 1, found {value}")
-            if value is not None and self.layers is None:
+        sizes = ("hidden_size", "attention_heads", "intermediate_size")
+        require(self, at_least(1), *sizes, prefix="init.")
+        require(self, one_of(("none", "embeddings")), "share", prefix="init.")
+        for name in sizes:
+            if getattr(self, name) is not None and self.layers is None:
                 raise InputError(f"init.layers: expected the layers to carve beside init.{name}, found none")
-        if self.share not in ("none", "embeddings"):
-            raise InputError(f"init.share: expected none or embeddings, found {self.share!r}")
         if self.share == "embeddings" and self.layers is None and self.config is None:
             raise InputError("init.share: expected init.layers or init.config beside it, found neither")
         if self.share == "embeddings" and self.hidden_size is not None:

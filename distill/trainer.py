@@ -14,13 +14,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import coin, continued, prompts_of
-from draftsmith.train.acceptance import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
+from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.teacher.cache_reader import cached_distributions
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts

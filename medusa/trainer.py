@@ -19,7 +19,6 @@ from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.train.acceptance import replay_features
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
@@ -27,6 +26,7 @@ from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.optimizer import MuonAdamW
+from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts

@@ -88,11 +88,17 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="session")
-def road(tmp_path_factory, tokenizer):
+def pipeline(tmp_path_factory, tokenizer):
     """A pair, and completions of 3 and of up to 12 tokens that the target wrote: 20 to train on, 5 held out."""
-    from pipelines import make_road
+    from pipelines import make_pipeline
 
-    return make_road(tmp_path_factory.mktemp("road"), tokenizer)
+    return make_pipeline(tmp_path_factory.mktemp("pipeline"), tokenizer)
+
+
+@pytest.fixture(scope="session")
+def road(pipeline):
+    """The older name of `pipeline`."""
+    return pipeline
 
 
 @pytest.fixture

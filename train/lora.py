@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, less_than, more_than, require, require_some
 
 ADAPTER = "default"
 
@@ -28,14 +28,11 @@ class LoraOptions:
     embeddings nor the head, whose weight the loss takes in pieces."""
 
     def __post_init__(self) -> None:
-        if self.r < 1:
-            raise InputError(f"lora.r: expected at least 1, found {self.r}")
-        if self.alpha <= 0:
-            raise InputError(f"lora.alpha: expected more than 0, found {self.alpha}")
-        if not 0 <= self.dropout < 1:
-            raise InputError(f"lora.dropout: expected at least 0 and less than 1, found {self.dropout}")
-        if self.target_modules is not None and not self.target_modules:
-            raise InputError("lora.target_modules: expected at least one name, found none")
+        require(self, at_least(1), "r", prefix="lora.")
+        require(self, more_than(0), "alpha", prefix="lora.")
+        require(self, at_least(0) & less_than(1), "dropout", prefix="lora.")
+        if self.target_modules is not None:
+            require_some(self, "target_modules", "name", prefix="lora.")
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:

@@ -20,7 +20,7 @@ from transformers import (
     set_seed,
 )
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import at_least, require
 from draftsmith.train.data.corpus import Module, stdlib_modules
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
@@ -45,8 +45,7 @@ class PretrainConfig:
     """Go on from the last checkpoint in `output_dir` if there is one."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 2:
-            raise InputError(f"block_size: expected at least 2, found {self.block_size}")
+        require(self, at_least(2), "block_size")
 
 
 def pack(modules: list[Module], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:

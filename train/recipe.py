@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from transformers import TrainingArguments
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, one_of, require, require_some
 from draftsmith.train.models import QUANTIZATIONS
 
 
@@ -58,21 +58,15 @@ class RecipeConfig:
     """Run model code that a repository ships."""
 
     def __post_init__(self) -> None:
-        if not self.completions:
-            raise InputError("completions: expected at least one directory, found none")
-        if self.optimizer not in ("trainer", "muon"):
-            raise InputError(f"optimizer: expected trainer or muon, found {self.optimizer!r}")
+        require_some(self, "completions", "directory")
+        require(self, one_of(("trainer", "muon")), "optimizer")
+        require(self, one_of(QUANTIZATIONS), "target_quantization")
+        require(self, at_least(2), "max_length")
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
-        if self.target_quantization not in (None, *QUANTIZATIONS):
-            raise InputError(
-                f"target_quantization: expected one of {', '.join(QUANTIZATIONS)}, found {self.target_quantization!r}"
-            )
         for name in ("target_device", "target_quantization"):
             if self.target_sharded and getattr(self, name):
                 raise InputError(f"target_sharded: expected false with {name}, found true")
-        if self.max_length is not None and self.max_length < 2:
-            raise InputError(f"max_length: expected at least 2, found {self.max_length}")
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
         self._select_on_acceptance()
@@ -93,7 +87,4 @@ class RecipeConfig:
         if training.metric_for_best_model == "loss":  # the library's default
             training.metric_for_best_model, training.greater_is_better = "mean_acceptance_length", True
         metric = str(training.metric_for_best_model).removeprefix("eval_")
-        if metric not in self.acceptance_metrics:
-            raise InputError(
-                f"training.metric_for_best_model: expected one of {', '.join(self.acceptance_metrics)}, found {metric}"
-            )
+        one_of(self.acceptance_metrics).check("training.metric_for_best_model", metric)

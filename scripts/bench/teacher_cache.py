@@ -20,13 +20,13 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts.bench.common import PairConfig, complete_prompts, read_texts, run_benchmark, training_fields
-from draftsmith.train.acceptance import replay_features
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment
+from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 

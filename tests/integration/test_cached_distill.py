@@ -15,34 +15,35 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import training_examples
+from draftsmith.train.teacher import cache_reader
 from draftsmith.train.teacher import cache_writer as teacher_cache
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
-def completions(road):
-    return [str(road / name) for name in ("short", "long", "heldout")]
+def completions(pipeline):
+    return [str(pipeline / name) for name in ("short", "long", "heldout")]
 
 
 TRAINING = {"max_steps": 8, "eval_on_start": True, "per_device_eval_batch_size": 2}
 
 
 @pytest.fixture(scope="module")
-def cached(road, tmp_path_factory):
+def cached(pipeline, tmp_path_factory):
     """Caches of all and of 8 tokens; and the target as it is without its weights."""
     root = tmp_path_factory.mktemp("cached")
     for name, k in (("whole", 300), ("top", 8)):
-        make_cache(CacheConfig(str(road / "target"), completions(road), str(root / name), k=k, temperature=0.8))
-    shutil.copytree(road / "target", root / "target")
+        make_cache(CacheConfig(str(pipeline / "target"), completions(pipeline), str(root / name), k=k, temperature=0.8))
+    shutil.copytree(pipeline / "target", root / "target")
     (root / "target" / "model.safetensors").unlink()
     return root
 
 
-def distilled(road, output, cached=None, name="whole", **options):
-    options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(road / "heldout")]} | options
+def distilled(pipeline, output, cached=None, name="whole", **options):
+    options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(pipeline / "heldout")]} | options
     options["training"] = TRAINING | options.get("training", {})
     if cached is not None:
         options |= {"target": str(cached / "target"), "teacher_cache": [str(cached / name)]}
-    return command.distill(configured(road, output, **options))
+    return command.distill(configured(pipeline, output, **options))
 
 
 METRICS = ("alpha", "greedy_alpha", "agreement", "mean_acceptance_length", "loss")
@@ -57,20 +58,25 @@ METRICS = ("alpha", "greedy_alpha", "agreement", "mean_acceptance_length", "loss
     ],
     ids=str,
 )
-def test_with_all_tokens_it_is_what_it_is_with_the_target(road, cached, tmp_path, monkeypatch, divergence, precision):
+def test_with_all_tokens_it_is_what_it_is_with_the_target(
+    pipeline, cached, tmp_path, monkeypatch, divergence, precision
+):
     """Completions of 3 and of 12 tokens, some of them cut. The 11 bits of log p on disk are all that differs."""
     tolerance = 1e-2
     if precision == torch.float32:
         tolerance = 1e-5
         columns = teacher_cache.COLUMNS
         wide = columns.set(columns.get_field_index("log_p"), pa.field("log_p", pa.list_(pa.float32())))
-        monkeypatch.setattr(teacher_cache, "COLUMNS", wide)
+        for module in (teacher_cache, cache_reader):
+            monkeypatch.setattr(module, "COLUMNS", wide)
         monkeypatch.setitem(teacher_cache.NUMBERS, "log_p", precision)
-        make_cache(CacheConfig(str(road / "target"), completions(road), str(tmp_path / "wide"), 300, temperature=0.8))
+        make_cache(
+            CacheConfig(str(pipeline / "target"), completions(pipeline), str(tmp_path / "wide"), 300, temperature=0.8)
+        )
     options = {"divergence": divergence, "max_length": 16, "curriculum": 0.5}
-    live = distilled(road, tmp_path / "live", **options)
+    live = distilled(pipeline, tmp_path / "live", **options)
     name = tmp_path / "wide" if precision == torch.float32 else "whole"
-    from_cache = distilled(road, tmp_path / "cached", cached, name, **options)
+    from_cache = distilled(pipeline, tmp_path / "cached", cached, name, **options)
     losses = history(live, "loss")
     assert len(losses) == 8 and len(set(losses)) == 8
     assert history(from_cache, "loss") == pytest.approx(losses, rel=tolerance)
@@ -81,11 +87,11 @@ def test_with_all_tokens_it_is_what_it_is_with_the_target(road, cached, tmp_path
         assert furthest(weights(tmp_path / "cached"), weights(tmp_path / "live")) < 2e-5
 
 
-def test_replay_is_exact_but_for_its_bounds(road, cached, tmp_path):
+def test_replay_is_exact_but_for_its_bounds(pipeline, cached, tmp_path):
     """Before the first step: τ and agreement need no tail, α is bounded from above, p(argmax q) from below."""
     options = {"training": {"max_steps": 1}}
-    live = distilled(road, tmp_path / "live", **options)
-    from_cache = distilled(road, tmp_path / "cached", cached, "top", **options)
+    live = distilled(pipeline, tmp_path / "live", **options)
+    from_cache = distilled(pipeline, tmp_path / "cached", cached, "top", **options)
     full, found = ({name: history(trainer, f"eval_{name}")[0] for name in METRICS} for trainer in (live, from_cache))
     assert found["mean_acceptance_length"] == pytest.approx(full["mean_acceptance_length"], rel=1e-5)
     assert found["agreement"] == full["agreement"]
@@ -95,35 +101,35 @@ def test_replay_is_exact_but_for_its_bounds(road, cached, tmp_path):
 
 
 @pytest.mark.parametrize("divergence", ["reverse_kl", "skew_reverse_kl", "tvd", "reached_tvd"])
-def test_every_divergence_is_learned_from_the_top(road, cached, tmp_path, divergence):
+def test_every_divergence_is_learned_from_the_top(pipeline, cached, tmp_path, divergence):
     training = {"max_steps": 20, "logging_steps": 20}
-    heldout = {"heldout": [str(road / "short"), str(road / "long")]}
-    trainer = distilled(road, tmp_path / "out", cached, "top", divergence=divergence, training=training, **heldout)
+    heldout = {"heldout": [str(pipeline / "short"), str(pipeline / "long")]}
+    trainer = distilled(pipeline, tmp_path / "out", cached, "top", divergence=divergence, training=training, **heldout)
     before, after = history(trainer, "eval_loss")
     assert after < 0.9 * before
 
 
-def test_packed_rows_are_trained_on_from_a_cache_too(road, cached, tmp_path):
+def test_packed_rows_are_trained_on_from_a_cache_too(pipeline, cached, tmp_path):
     options = {"packing": True, "max_length": 60, "training": {"per_device_train_batch_size": 2, "max_steps": 4}}
-    live = distilled(road, tmp_path / "live", **options)
-    from_cache = distilled(road, tmp_path / "cached", cached, **options)
+    live = distilled(pipeline, tmp_path / "live", **options)
+    from_cache = distilled(pipeline, tmp_path / "cached", cached, **options)
     assert "position_ids" in from_cache.train_dataset.column_names
     assert len(from_cache.train_dataset) < 20
     assert history(from_cache, "loss") == pytest.approx(history(live, "loss"), rel=1e-2)
 
 
-def test_the_split_of_a_batch_changes_nothing(road, cached, tmp_path):
-    whole = distilled(road, tmp_path / "whole", cached, "top")
+def test_the_split_of_a_batch_changes_nothing(pipeline, cached, tmp_path):
+    whole = distilled(pipeline, tmp_path / "whole", cached, "top")
     training = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "dataloader_num_workers": 1}
-    split = distilled(road, tmp_path / "split", cached, "top", training=training)
+    split = distilled(pipeline, tmp_path / "split", cached, "top", training=training)
     assert history(split, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
     assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "split")) < 1e-5
 
 
-def test_processes_collate_their_own_samples(road, cached, tmp_path):
+def test_processes_collate_their_own_samples(pipeline, cached, tmp_path):
     """accelerate's shards of a loader hand out what one loader does: each batch with its own positions' laws."""
-    trainer = distilled(road, tmp_path / "out", cached, "top", training={"max_steps": 1})
-    examples = training_examples([str(road / "short"), str(road / "long")])
+    trainer = distilled(pipeline, tmp_path / "out", cached, "top", training={"max_steps": 1})
+    examples = training_examples([str(pipeline / "short"), str(pipeline / "long")])
 
     def batches(rank: int | None) -> list[dict]:
         loader = DataLoader(examples, batch_size=2, collate_fn=trainer.data_collator)
@@ -140,9 +146,9 @@ def test_processes_collate_their_own_samples(road, cached, tmp_path):
         assert all(torch.equal(column, other["teacher"][name]) for name, column in batch["teacher"].items())
 
 
-def test_under_deepspeed_the_laws_keep_their_bits(road, cached, tmp_path, monkeypatch):
+def test_under_deepspeed_the_laws_keep_their_bits(pipeline, cached, tmp_path, monkeypatch):
     """The Trainer casts floats of a batch to the engine's dtype there; seen by what it does to a batch."""
-    trainer = distilled(road, tmp_path / "out", cached, "top", training={"max_steps": 1})
+    trainer = distilled(pipeline, tmp_path / "out", cached, "top", training={"max_steps": 1})
     batch = next(iter(trainer.get_train_dataloader()))
     trainer.is_deepspeed_enabled = True
     plugin = SimpleNamespace(hf_ds_config=SimpleNamespace(dtype=lambda: torch.bfloat16))
@@ -152,10 +158,10 @@ def test_under_deepspeed_the_laws_keep_their_bits(road, cached, tmp_path, monkey
     assert all(torch.equal(column, prepared["teacher"][name]) for name, column in batch["teacher"].items())
 
 
-def test_what_does_not_fit_is_refused_in_one_line(road, cached, tmp_path, capsys):
+def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, capsys):
     training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
-    argv = ["--target", str(cached / "target"), "--draft", str(road / "draft"), "--temperature", "0.8"]
-    argv += ["--completions", f"[{road / 'short'}]", "--teacher_cache", f"[{cached / 'top'}]"]
+    argv = ["--target", str(cached / "target"), "--draft", str(pipeline / "draft"), "--temperature", "0.8"]
+    argv += ["--completions", f"[{pipeline / 'short'}]", "--teacher_cache", f"[{cached / 'top'}]"]
     argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
 
     def fails(*more: str) -> str:
@@ -176,6 +182,6 @@ def test_what_does_not_fit_is_refused_in_one_line(road, cached, tmp_path, capsys
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_without_a_cache_the_weights_are_needed(road, cached, tmp_path):
+def test_without_a_cache_the_weights_are_needed(pipeline, cached, tmp_path):
     with pytest.raises(InputError, match="target: expected a causal LM"):
-        command.distill(configured(road, tmp_path / "out", target=str(cached / "target")))
+        command.distill(configured(pipeline, tmp_path / "out", target=str(cached / "target")))

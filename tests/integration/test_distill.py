@@ -28,20 +28,20 @@ from draftsmith.train.tokenizer import train_bpe
 
 
 @pytest.fixture(scope="module")
-def trained(road, tmp_path_factory):
+def trained(pipeline, tmp_path_factory):
     """Four steps with held-out measurement, and what the trainer knows after them."""
     output = tmp_path_factory.mktemp("trained") / "draft"
     training = {"max_steps": 4, "report_to": ["tensorboard"], "eval_strategy": "steps", "eval_steps": 2}
     training["per_device_eval_batch_size"] = 2  # 2 + 2 + 1: an incomplete last batch
-    options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(road / "heldout")]}
-    return command.distill(configured(road, output, training=training, **options)), output
+    options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(pipeline / "heldout")]}
+    return command.distill(configured(pipeline, output, training=training, **options)), output
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_each_divergence_is_learned(road, tmp_path, name):
-    data = [str(road / "short"), str(road / "long")]
+def test_each_divergence_is_learned(pipeline, tmp_path, name):
+    data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
-    trainer = command.distill(configured(road, tmp_path / "out", divergence=name, heldout=data, training=training))
+    trainer = command.distill(configured(pipeline, tmp_path / "out", divergence=name, heldout=data, training=training))
     (before, after), alpha = history(trainer, "eval_loss"), history(trainer, "eval_alpha")
     assert after < 0.9 * before
     if name in ("forward_kl", "tvd", "expected_length"):
@@ -52,14 +52,14 @@ def test_each_divergence_is_learned(road, tmp_path, name):
         assert [before, after] == pytest.approx([1 - a for a in alpha], abs=1e-5)
 
 
-def test_a_sum_of_terms_is_learned_after_a_curriculum(road, tmp_path):
-    data = [str(road / "short"), str(road / "long")]
+def test_a_sum_of_terms_is_learned_after_a_curriculum(pipeline, tmp_path):
+    data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 1}
     terms = {"tvd": 1.0, "forward_kl": 0.1}
-    config = configured(road, tmp_path / "out", divergence=terms, curriculum=0.5, heldout=data, training=training)
+    config = configured(pipeline, tmp_path / "out", divergence=terms, curriculum=0.5, heldout=data, training=training)
     trainer = command.distill(config)
     kl = command.distill(
-        configured(road, tmp_path / "kl", training=training | {"max_steps": 1, "eval_on_start": False})
+        configured(pipeline, tmp_path / "kl", training=training | {"max_steps": 1, "eval_on_start": False})
     )
     assert history(trainer, "loss")[0] == history(kl, "loss")[0]  # it begins with the forward KL alone
     before, after = history(trainer, "eval_loss")
@@ -68,19 +68,19 @@ def test_a_sum_of_terms_is_learned_after_a_curriculum(road, tmp_path):
     assert alpha[1] > alpha[0] + 0.05
 
 
-def test_the_target_is_untouched_and_the_draft_is_not(road, trained):
+def test_the_target_is_untouched_and_the_draft_is_not(pipeline, trained):
     trainer, output = trained
-    for name, value in weights(road / "target").items():
+    for name, value in weights(pipeline / "target").items():
         assert torch.equal(trainer.target.state_dict()[name], value)
     assert all(p.grad is None and not p.requires_grad for p in trainer.target.parameters())
     assert not any(module.training for module in trainer.target.modules())
     updated = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     assert updated == {id(p) for p in trainer.model.parameters()}
-    before, after = weights(road / "draft"), weights(output)
+    before, after = weights(pipeline / "draft"), weights(output)
     assert all(not torch.equal(value, after[name]) for name, value in before.items())
 
 
-def test_the_draft_trains_in_training_mode(road, tmp_path, monkeypatch):
+def test_the_draft_trains_in_training_mode(pipeline, tmp_path, monkeypatch):
     modes = []
     real = DistillTrainer.compute_loss
 
@@ -89,12 +89,12 @@ def test_the_draft_trains_in_training_mode(road, tmp_path, monkeypatch):
         return real(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(DistillTrainer, "compute_loss", spy)
-    command.distill(configured(road, tmp_path / "out", training={"max_steps": 2}))
+    command.distill(configured(pipeline, tmp_path / "out", training={"max_steps": 2}))
     assert modes == [(True, False)] * 2
 
 
-def collated(road: Path, trainer: DistillTrainer) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    samples = training_examples([str(road / "short"), str(road / "heldout")]).to_list()[6:12]
+def collated(pipeline: Path, trainer: DistillTrainer) -> tuple[list[dict], dict[str, torch.Tensor]]:
+    samples = training_examples([str(pipeline / "short"), str(pipeline / "heldout")]).to_list()[6:12]
     return samples, CompletionCollator(trainer.processing_class)(samples)
 
 
@@ -108,11 +108,11 @@ def forwards(trainer: DistillTrainer, sample: dict) -> tuple[torch.Tensor, torch
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "cross_entropy"])
-def test_the_loss_is_that_of_the_completion_tokens(road, trained, monkeypatch, name):
+def test_the_loss_is_that_of_the_completion_tokens(pipeline, trained, monkeypatch, name):
     """Trap 17: position t − 1 predicts token t; the first counted token is the completion's first."""
     trainer, _ = trained
     monkeypatch.setattr(trainer, "objective", Objective({name: 1.0}, temperature=0.8))
-    samples, batch = collated(road, trainer)
+    samples, batch = collated(pipeline, trainer)
     terms = []
     for sample in samples:
         p, q, start = forwards(trainer, sample)
@@ -130,9 +130,9 @@ def test_the_loss_is_that_of_the_completion_tokens(road, trained, monkeypatch, n
     assert part == pytest.approx(sum(terms) / 100, rel=1e-5)
 
 
-def test_prompts_and_padding_carry_no_loss(road, trained):
+def test_prompts_and_padding_carry_no_loss(pipeline, trained):
     trainer, _ = trained
-    samples, batch = collated(road, trainer)
+    samples, batch = collated(pipeline, trainer)
     hidden = []
     hook = trainer.model.model.norm.register_forward_hook(lambda module, inputs, output: hidden.append(output))
     loss = trainer.compute_loss(trainer.model.eval(), batch)
@@ -150,7 +150,7 @@ def test_prompts_and_padding_carry_no_loss(road, trained):
         assert trainer.compute_loss(trainer.model, batch).item() == pytest.approx(loss.item(), rel=1e-6)
 
 
-def test_the_split_of_a_batch_changes_nothing(road, tmp_path, monkeypatch):
+def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path, monkeypatch):
     """4 × 1 and 2 × 2: the mean is over the tokens of the whole batch, and completions differ in length."""
     parts = []
     real = DistillTrainer.compute_loss
@@ -161,10 +161,10 @@ def test_the_split_of_a_batch_changes_nothing(road, tmp_path, monkeypatch):
         parts.append((loss.item() * float(num_items_in_batch), count, int(num_items_in_batch)))
         return loss
 
-    whole = command.distill(configured(road, tmp_path / "whole", training={"max_steps": 8}))
+    whole = command.distill(configured(pipeline, tmp_path / "whole", training={"max_steps": 8}))
     monkeypatch.setattr(DistillTrainer, "compute_loss", spy)
     training = {"max_steps": 8, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    split = command.distill(configured(road, tmp_path / "split", training=training))
+    split = command.distill(configured(pipeline, tmp_path / "split", training=training))
     # Eight steps of float32 in which the sums of a batch are taken in two parts.
     assert history(split, "loss") == pytest.approx(history(whole, "loss"), rel=1e-5)
     assert history(split, "grad_norm") == pytest.approx(history(whole, "grad_norm"), rel=1e-4)
@@ -188,30 +188,33 @@ class KillAfterSave(TrainerCallback):
         raise Killed
 
 
-def test_a_killed_run_resumes_exactly_in_a_later_epoch(road, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_exactly_in_a_later_epoch(pipeline, tmp_path, monkeypatch):
     training = {"max_steps": 12, "save_strategy": "steps", "save_steps": 7, "lr_scheduler_type": "linear"}
-    options = {"draft": str(road / "dropping"), "training": training}  # dropout: the generators must be restored, too
-    whole = command.distill(configured(road, tmp_path / "whole", **options))
+    options = {
+        "draft": str(pipeline / "dropping"),
+        "training": training,
+    }  # dropout: the generators must be restored, too
+    whole = command.distill(configured(pipeline, tmp_path / "whole", **options))
     with monkeypatch.context() as patch:
         patch.setattr(command, "DistillTrainer", functools.partial(DistillTrainer, callbacks=[KillAfterSave()]))
         with pytest.raises(Killed):
-            command.distill(configured(road, tmp_path / "cut", **options))
+            command.distill(configured(pipeline, tmp_path / "cut", **options))
     state = json.loads((tmp_path / "cut/checkpoint-7/trainer_state.json").read_text())
     assert state["global_step"] == 7 and 1 < state["epoch"] < 2  # in the second epoch, not at its start
     assert not (tmp_path / "cut/model.safetensors").exists()
     steps = []
     real = DistillTrainer.training_step
     monkeypatch.setattr(DistillTrainer, "training_step", lambda *a, **k: steps.append(1) or real(*a, **k))
-    resumed = command.distill(configured(road, tmp_path / "cut", **options))
+    resumed = command.distill(configured(pipeline, tmp_path / "cut", **options))
     assert len(steps) == 5
     assert history(resumed, "loss") == pytest.approx(history(whole, "loss"), rel=1e-6)
     assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "cut")) < 1e-6
 
 
-def test_without_resume_a_run_begins_again(road, tmp_path):
+def test_without_resume_a_run_begins_again(pipeline, tmp_path):
     training = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
-    first = command.distill(configured(road, tmp_path / "out", training=training))
-    again = command.distill(configured(road, tmp_path / "out", training=training | {"max_steps": 3}, resume=False))
+    first = command.distill(configured(pipeline, tmp_path / "out", training=training))
+    again = command.distill(configured(pipeline, tmp_path / "out", training=training | {"max_steps": 3}, resume=False))
     assert len(history(again, "loss")) == 3
     assert history(again, "loss")[:2] == history(first, "loss")
 
@@ -233,10 +236,10 @@ def test_the_result_is_an_ordinary_directory(trained, tokenizer):
     assert record["environment"]["torch"] == torch.__version__
 
 
-def test_held_out_metrics_are_those_computed_by_hand(road, trained):
+def test_held_out_metrics_are_those_computed_by_hand(pipeline, trained):
     trainer, _ = trained
     temperature, overlap, greedy, agree, rounds, loss, tokens = 0.8, 0.0, 0.0, 0, 0.0, 0.0, 0
-    for sample in training_examples([str(road / "heldout")]):
+    for sample in training_examples([str(pipeline / "heldout")]):
         p_logits, q_logits, start = forwards(trainer, sample)
         a = []
         for t in range(start, len(sample["input_ids"])):
@@ -270,12 +273,12 @@ def test_the_tracker_receives_them(trained):
     assert len(scalars.Scalars("train/loss")) == 4
 
 
-def test_padded_heads_are_cut_to_the_tokens(road, tmp_path, tokenizer):
+def test_padded_heads_are_cut_to_the_tokens(pipeline, tmp_path, tokenizer):
     """Trap 10: entries that are no token have no law, in training as in measuring, whatever their logits."""
     for name, seed, rows, layers in (("target", 0, 13, 2), ("draft", 1, 20, 1)):
         model = tiny_llama(seed, len(tokenizer) + rows, layers=layers)
         loud = model.lm_head.weight[len(tokenizer) :] * 50  # would draw nearly all of the mass
-        own = weights(road / name)
+        own = weights(pipeline / name)
         for key in ("model.embed_tokens.weight", "lm_head.weight"):
             own[key] = torch.cat([own[key], loud])
         model.load_state_dict(own)
@@ -284,11 +287,11 @@ def test_padded_heads_are_cut_to_the_tokens(road, tmp_path, tokenizer):
     plain, padded = (
         command.distill(
             configured(
-                road, output, target=str(pair / "target"), draft=str(pair / "draft"), training=training,
-                heldout=[str(road / "heldout")],
+                pipeline, output, target=str(pair / "target"), draft=str(pair / "draft"), training=training,
+                heldout=[str(pipeline / "heldout")],
             )
         )
-        for pair, output in ((road, tmp_path / "plain"), (tmp_path, tmp_path / "padded"))
+        for pair, output in ((pipeline, tmp_path / "plain"), (tmp_path, tmp_path / "padded"))
     )  # fmt: skip
     for key in ("loss", "eval_loss", "eval_alpha", "eval_agreement"):
         assert history(padded, key) == pytest.approx(history(plain, key), rel=1e-5)
@@ -299,9 +302,9 @@ def test_padded_heads_are_cut_to_the_tokens(road, tmp_path, tokenizer):
     assert furthest({"head": found[: len(tokenizer)]}, {"head": weights(tmp_path / "plain")["lm_head.weight"]}) < 1e-5
 
 
-def without_loss(road: Path, output: Path, ids: set[str] | None = None) -> Path:
+def without_loss(pipeline: Path, output: Path, ids: set[str] | None = None) -> Path:
     """A copy of the short completions in which those ids, or all, have an empty loss mask."""
-    shutil.copytree(road / "short", output)
+    shutil.copytree(pipeline / "short", output)
     for path in output.glob("shard-*.parquet"):
         table = pq.ParquetFile(path).read()
         rows = [
@@ -312,26 +315,26 @@ def without_loss(road: Path, output: Path, ids: set[str] | None = None) -> Path:
     return output
 
 
-def test_samples_without_loss_are_left_out_and_named(road, tmp_path, monkeypatch):
+def test_samples_without_loss_are_left_out_and_named(pipeline, tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr("draftsmith.train.data.collator.logger", SimpleNamespace(warning=said.append))
-    kept = training_examples([str(without_loss(road, tmp_path / "some", {"3", "7"}))])
+    kept = training_examples([str(without_loss(pipeline, tmp_path / "some", {"3", "7"}))])
     assert len(kept) == 8
     (line,) = said
     assert "2 of 10 samples" in line and "3" in line and "7" in line
 
 
-def test_a_cut_that_leaves_no_completion_counts_as_no_loss(road, monkeypatch):
+def test_a_cut_that_leaves_no_completion_counts_as_no_loss(pipeline, monkeypatch):
     said = []
     monkeypatch.setattr("draftsmith.train.data.collator.logger", SimpleNamespace(warning=said.append))
-    samples = training_examples([str(road / "long")]).to_list()
+    samples = training_examples([str(pipeline / "long")]).to_list()
     prompts = sorted(sum(label == -100 for label in sample["labels"]) for sample in samples)
-    cut = training_examples([str(road / "long")], max_length=prompts[5])
+    cut = training_examples([str(pipeline / "long")], max_length=prompts[5])
     assert 0 < len(cut) < 10 and said
     assert all(len(ids) <= prompts[5] for ids in cut["input_ids"])
     assert all(any(label != -100 for label in labels) for labels in cut["labels"])
     with pytest.raises(InputError, match="empty loss mask in all 10 samples"):
-        training_examples([str(road / "long")], max_length=prompts[0])
+        training_examples([str(pipeline / "long")], max_length=prompts[0])
 
 
 def fails(capsys, argv: list[str]) -> str:
@@ -343,10 +346,10 @@ def fails(capsys, argv: list[str]) -> str:
     return lines[0]
 
 
-def test_the_command_refuses_bad_input_in_one_line(road, tmp_path, tokenizer, capsys):
+def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer, capsys):
     good = tmp_path / "good.yaml"
     text = (
-        f"target: {road / 'target'}\ndraft: {road / 'draft'}\ncompletions: [{road / 'short'}]\n"
+        f"target: {pipeline / 'target'}\ndraft: {pipeline / 'draft'}\ncompletions: [{pipeline / 'short'}]\n"
         f"training: {{output_dir: {tmp_path / 'out'}, max_steps: 1, use_cpu: true, report_to: none}}\n"
     )
     good.write_text(text)
@@ -363,7 +366,7 @@ def test_the_command_refuses_bad_input_in_one_line(road, tmp_path, tokenizer, ca
     assert f"{gone}: expected a directory of completions, found none" in fails(
         capsys, [*flags, "--completions", f"[{gone}]"]
     )
-    empty = without_loss(road, tmp_path / "empty")
+    empty = without_loss(pipeline, tmp_path / "empty")
     assert "empty loss mask in all 10 samples" in fails(capsys, [*flags, "--completions", f"[{empty}]"])
 
     other = train_bpe(["zebra quagga okapi giraffe", "wildebeest hartebeest " * 3, "the quick brown fox"], 300)
@@ -374,8 +377,15 @@ def test_the_command_refuses_bad_input_in_one_line(road, tmp_path, tokenizer, ca
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_the_command_distils(road, tmp_path, capsys):
-    argv = ["--target", str(road / "target"), "--draft", str(road / "draft"), "--completions", f"[{road / 'short'}]"]
+def test_the_command_distils(pipeline, tmp_path, capsys):
+    argv = [
+        "--target",
+        str(pipeline / "target"),
+        "--draft",
+        str(pipeline / "draft"),
+        "--completions",
+        f"[{pipeline / 'short'}]",
+    ]
     training = {"output_dir": tmp_path / "out", "max_steps": 1, "use_cpu": "true", "report_to": "none"}
     argv += [part for name, value in training.items() for part in (f"--training.{name}", str(value))]
     assert run(lambda: command.main(argv)) == 0
@@ -383,31 +393,31 @@ def test_the_command_distils(road, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_the_target_may_lie_elsewhere(road, tmp_path, device):
+def test_the_target_may_lie_elsewhere(pipeline, tmp_path, device):
     training = {"max_steps": 3}
     here, there = (
-        command.distill(configured(road, tmp_path / str(where), target_device=where, training=training))
+        command.distill(configured(pipeline, tmp_path / str(where), target_device=where, training=training))
         for where in (None, device)
     )
     assert history(there, "loss") == history(here, "loss")
     assert there.target.device == torch.device("cpu")
 
 
-def test_a_quantised_target_needs_its_library(road, tmp_path):
+def test_a_quantised_target_needs_its_library(pipeline, tmp_path):
     with pytest.raises(InputError, match="target_quantization: expected one of 8bit, 4bit, found '2bit'"):
-        configured(road, tmp_path / "out", target_quantization="2bit")
+        configured(pipeline, tmp_path / "out", target_quantization="2bit")
     if importlib.util.find_spec("bitsandbytes") is None:
         with pytest.raises(InputError, match="target: expected bitsandbytes for 4bit weights"):
-            command.distill(configured(road, tmp_path / "out", target_quantization="4bit"))
+            command.distill(configured(pipeline, tmp_path / "out", target_quantization="4bit"))
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_prompts_may_be_learned_from_too(road, tmp_path, packing):
+def test_prompts_may_be_learned_from_too(pipeline, tmp_path, packing):
     """The first step's loss is the mean KL over all positions of its texts but the first of each."""
     options = {"packing": packing, "max_length": 64, "training": {"max_steps": 1, "per_device_train_batch_size": 20}}
-    trainer = command.distill(configured(road, tmp_path / "out", prompt_loss=True, **options))
-    draft, total, count = AutoModelForCausalLM.from_pretrained(road / "draft"), 0.0, 0
-    for ids in training_examples([str(road / "short"), str(road / "long")])["input_ids"]:
+    trainer = command.distill(configured(pipeline, tmp_path / "out", prompt_loss=True, **options))
+    draft, total, count = AutoModelForCausalLM.from_pretrained(pipeline / "draft"), 0.0, 0
+    for ids in training_examples([str(pipeline / "short"), str(pipeline / "long")])["input_ids"]:
         with torch.no_grad():
             log_p, log_q = (m(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for m in (trainer.target, draft))
         total += float((log_p.exp() * (log_p - log_q)).sum())
@@ -415,6 +425,6 @@ def test_prompts_may_be_learned_from_too(road, tmp_path, packing):
     assert history(trainer, "loss")[0] == pytest.approx(total / count, rel=1e-5)
 
 
-def test_prompts_are_not_learned_by_heart(road, tmp_path):
+def test_prompts_are_not_learned_by_heart(pipeline, tmp_path):
     with pytest.raises(InputError, match="prompt_loss: expected false with teacher_cache"):
-        configured(road, tmp_path / "out", prompt_loss=True, divergence="cross_entropy")
+        configured(pipeline, tmp_path / "out", prompt_loss=True, divergence="cross_entropy")

@@ -173,8 +173,8 @@ def test_the_key_is_read_from_the_environment_and_written_nowhere(remote, server
         ({"answers": "given"}, "endpoint: expected none with --answers given"),
         ({"answers": "mine"}, "answers: expected one of target, given, found 'mine'"),
         ({"endpoint_concurrency": 0}, "endpoint_concurrency: expected at least 1, found 0"),
-        ({"endpoint_timeout": 0.0}, "endpoint_timeout: expected seconds, more than 0, found 0.0"),
-        ({"endpoint_retries": -1}, "endpoint_retries: expected 0 or more, found -1"),
+        ({"endpoint_timeout": 0.0}, "endpoint_timeout: expected a finite number, more than 0, found 0.0"),
+        ({"endpoint_retries": -1}, "endpoint_retries: expected at least 0, found -1"),
     ],
 )
 def test_settings_are_checked(settings, message, remote):

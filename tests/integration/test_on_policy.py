@@ -32,8 +32,8 @@ def test_coins_are_uniform_and_depend_on_their_seeds_alone():
     assert thrown == [coin(0, step, 0) for step in range(2000)] and coin(1, 0, 0) != coin(0, 0, 0) != coin(0, 0, 1)
 
 
-def test_prompts_end_where_the_loss_begins_packed_or_not(road, tokenizer):
-    examples = training_examples([str(road / "short"), str(road / "long")])
+def test_prompts_end_where_the_loss_begins_packed_or_not(pipeline, tokenizer):
+    examples = training_examples([str(pipeline / "short"), str(pipeline / "long")])
     expected = {
         tuple(ids[: next(i for i, label in enumerate(labels) if label != IGNORED)])
         for ids, labels in zip(examples["input_ids"], examples["labels"], strict=True)
@@ -108,7 +108,7 @@ def test_first_tokens_have_the_drafts_law():
     assert chisquare(observed.numpy(), (expected * observed.sum() / expected.sum()).numpy()).pvalue > 1e-3
 
 
-def test_the_loss_is_that_of_the_drafts_text_over_its_own_tokens(road, tmp_path, monkeypatch):
+def test_the_loss_is_that_of_the_drafts_text_over_its_own_tokens(pipeline, tmp_path, monkeypatch):
     """With λ = 1 each micro-batch is written by the draft, and the step's loss is the mean over what it wrote."""
     seen, real = [], DistillTrainer.compute_loss
 
@@ -119,7 +119,9 @@ def test_the_loss_is_that_of_the_drafts_text_over_its_own_tokens(road, tmp_path,
 
     monkeypatch.setattr(DistillTrainer, "compute_loss", spy)
     training = {"max_steps": 1, "gradient_accumulation_steps": 2, "learning_rate": 0.0}
-    trainer = command.distill(configured(road, tmp_path / "out", on_policy=1.0, on_policy_tokens=7, training=training))
+    trainer = command.distill(
+        configured(pipeline, tmp_path / "out", on_policy=1.0, on_policy_tokens=7, training=training)
+    )
     (one, a), (two, b) = seen
     tokens = [int((batch["labels"] != IGNORED).sum()) for batch in (one, two)]
     p, q = trainer.target, trainer.model
@@ -135,13 +137,13 @@ def test_the_loss_is_that_of_the_drafts_text_over_its_own_tokens(road, tmp_path,
     assert history(trainer, "on_policy_seconds")[0] > 0
 
 
-def test_a_share_of_the_batches_is_the_drafts_own_and_it_learns(road, tmp_path, monkeypatch):
+def test_a_share_of_the_batches_is_the_drafts_own_and_it_learns(pipeline, tmp_path, monkeypatch):
     written, real = [], DistillTrainer._on_policy
     monkeypatch.setattr(DistillTrainer, "_on_policy", lambda self, *args: written.append(1) or real(self, *args))
-    data = [str(road / "short"), str(road / "long")]
+    data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
     config = configured(
-        road, tmp_path / "out", on_policy=0.5, on_policy_tokens=8, packing=True, max_length=64, heldout=data,
+        pipeline, tmp_path / "out", on_policy=0.5, on_policy_tokens=8, packing=True, max_length=64, heldout=data,
         training=training,
     )  # fmt: skip
     alpha = history(command.distill(config), "eval_alpha")
@@ -149,8 +151,8 @@ def test_a_share_of_the_batches_is_the_drafts_own_and_it_learns(road, tmp_path, 
     assert alpha[1] > alpha[0] + 0.05
 
 
-def test_nonsense_is_refused(road, tmp_path):
+def test_nonsense_is_refused(pipeline, tmp_path):
     with pytest.raises(InputError, match=r"on_policy: expected a share between 0 and 1, found 1.5"):
-        configured(road, tmp_path / "out", on_policy=1.5)
+        configured(pipeline, tmp_path / "out", on_policy=1.5)
     with pytest.raises(InputError, match="on_policy_tokens: expected at least 1, found 0"):
-        configured(road, tmp_path / "out", on_policy_tokens=0)
+        configured(pipeline, tmp_path / "out", on_policy_tokens=0)

@@ -371,9 +371,9 @@ def test_samples_with_an_empty_mask_are_counted_and_named(config):
     ("name", "value", "expected"),
     [
         *((name, 0, "at least 1") for name in ("limit", "max_prompt_tokens", "max_new_tokens", "batch_size")),
-        *((name, -1, "0 or more") for name in ("top_k", "seed")),
-        ("temperature", -0.1, "a finite number, 0 or more"),
-        ("temperature", float("nan"), "a finite number, 0 or more"),
+        *((name, -1, "at least 0") for name in ("top_k", "seed")),
+        ("temperature", -0.1, "a finite number, at least 0"),
+        ("temperature", float("nan"), "a finite number, at least 0"),
         ("top_p", 0.0, "more than 0 and at most 1"),
         ("dtype", "int8", "one of float32, bfloat16, float16, float64"),
     ],

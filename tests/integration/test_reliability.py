@@ -22,7 +22,7 @@ from draftsmith.train.runs import last_checkpoint
 STEPS = 8  # of 4 samples out of 10: the third epoch begins at step 7
 
 
-def options(road: Path) -> dict:
+def options(pipeline: Path) -> dict:
     """Everything that draws numbers: dropout, the draft's own text, a shuffled order, epochs; with evaluations."""
     training = {
         "max_steps": STEPS,
@@ -33,9 +33,9 @@ def options(road: Path) -> dict:
     }
     training |= {"eval_strategy": "steps", "eval_steps": 3, "lr_scheduler_type": "cosine"}
     return {
-        "draft": str(road / "dropping"),
-        "completions": [str(road / "long")],
-        "heldout": [str(road / "heldout")],
+        "draft": str(pipeline / "dropping"),
+        "completions": [str(pipeline / "long")],
+        "heldout": [str(pipeline / "heldout")],
         "on_policy": 0.5,
         "on_policy_tokens": 6,
         "optimizer": "muon",
@@ -61,9 +61,9 @@ def losses(directory: Path) -> dict[int, tuple]:
 
 
 @pytest.fixture(scope="module")
-def whole(road, tmp_path_factory):
+def whole(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "draft"
-    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
     return output
 
 
@@ -88,17 +88,17 @@ def with_callback(callback: TrainerCallback):
 
 # Before there is a checkpoint, where one is due, within the second epoch, and as the third begins.
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
-def test_a_run_killed_at_any_step_goes_on_as_if_it_had_not_been(road, whole, tmp_path, step):
+def test_a_run_killed_at_any_step_goes_on_as_if_it_had_not_been(pipeline, whole, tmp_path, step):
     output = tmp_path / "draft"
 
     def killed() -> None:
         with_callback(KilledAt(step))
-        command.distill(configured(road, output, **options(road)))
+        command.distill(configured(pipeline, output, **options(pipeline)))
 
     assert forked(killed) == -signal.SIGKILL
     last = last_checkpoint(str(output))
     assert (last is None) == (step <= 2)
-    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
     assert losses(output) == losses(whole)  # to the bit
     assert furthest(weights(output), weights(whole)) == 0.0
 
@@ -106,7 +106,7 @@ def test_a_run_killed_at_any_step_goes_on_as_if_it_had_not_been(road, whole, tmp
 @pytest.mark.parametrize(
     "written", ["_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_save_checkpoint"], ids=lambda n: n[1:]
 )
-def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(road, whole, tmp_path, written):
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(pipeline, whole, tmp_path, written):
     """Killed right after a part of the second checkpoint was written; the last part is all of it."""
     output = tmp_path / "draft"
 
@@ -119,18 +119,18 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(road, wh
                 os.kill(os.getpid(), signal.SIGKILL)
 
         setattr(DistillTrainer, written, save)
-        command.distill(configured(road, output, **options(road)))
+        command.distill(configured(pipeline, output, **options(pipeline)))
 
     assert forked(killed) == -signal.SIGKILL
     assert Path(last_checkpoint(str(output))).name == f"checkpoint-{4 if written == '_save_checkpoint' else 2}"
-    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
     assert losses(output) == losses(whole)
     assert furthest(weights(output), weights(whole)) == 0.0
     assert not (output / ".checkpoint.partial").exists() and not (output / ".files.partial").exists()
 
 
 @pytest.mark.parametrize("limit", [20_000, 60_000])
-def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(road, whole, tmp_path, limit):
+def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipeline, whole, tmp_path, limit):
     """A limit on the size of a file stands in for the disk: the weights (or then the optimizer) do not fit."""
     output, said = tmp_path / "draft", tmp_path / "said"
 
@@ -148,7 +148,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(road,
 
         DistillTrainer._save_checkpoint = save
         try:
-            command.distill(configured(road, output, **options(road)))
+            command.distill(configured(pipeline, output, **options(pipeline)))
         except InputError as error:
             said.write_text(str(error))
 
@@ -156,37 +156,40 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(road,
     message = said.read_text()
     assert "no space left" in message and "checkpoint-2" in message and "\n" not in message
     assert Path(last_checkpoint(str(output))).name == "checkpoint-2"
-    assert forked(lambda: command.distill(configured(road, output, **options(road)))) == 0
+    assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
     assert losses(output) == losses(whole)
 
 
-def spoiled(road: Path, directory: Path, token: int) -> str:
+def spoiled(pipeline: Path, directory: Path, token: int) -> str:
     """The target with a token whose embedding is not a number."""
-    shutil.copytree(road / "target", directory)
+    shutil.copytree(pipeline / "target", directory)
     tensors = load_file(directory / "model.safetensors")
     tensors["model.embed_tokens.weight"][token] = float("nan")
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_samples(road, tmp_path):
-    texts = load_completions(str(road / "long"))
+def test_a_loss_that_is_not_finite_stops_with_the_samples(pipeline, tmp_path):
+    texts = load_completions(str(pipeline / "long"))
     holders: dict[int, set[str]] = {}
     for name, ids in zip(texts["id"], texts["input_ids"], strict=True):
         for token in ids:
             holders.setdefault(token, set()).add(name)
     token, holding = min(holders.items(), key=lambda item: abs(len(item[1]) - 3))
     config = configured(
-        road, tmp_path / "out", target=spoiled(road, tmp_path / "spoiled", token), completions=[str(road / "long")],
+        pipeline,
+        tmp_path / "out",
+        target=spoiled(pipeline, tmp_path / "spoiled", token),
+        completions=[str(pipeline / "long")],
         training={"per_device_train_batch_size": 1, "max_steps": 10},
-    )  # fmt: skip
+    )
     with pytest.raises(InputError, match="loss: expected a finite number, found nan in step") as error:
         command.distill(config)
     (named,) = str(error.value).partition("on the samples ")[2].partition(";")[0].split(", ")
     assert named in holding
 
 
-def test_a_gradient_that_is_not_finite_stops_with_the_samples_before_it_is_learned(road, tmp_path, monkeypatch):
+def test_a_gradient_that_is_not_finite_stops_with_the_samples_before_it_is_learned(pipeline, tmp_path, monkeypatch):
     real, trainers = DistillTrainer.training_step, []
 
     def step(self, model, *args):
@@ -197,14 +200,14 @@ def test_a_gradient_that_is_not_finite_stops_with_the_samples_before_it_is_learn
         return loss
 
     monkeypatch.setattr(DistillTrainer, "training_step", step)
-    config = configured(road, tmp_path / "out", training={"max_steps": 5, "gradient_accumulation_steps": 2})
+    config = configured(pipeline, tmp_path / "out", training={"max_steps": 5, "gradient_accumulation_steps": 2})
     with pytest.raises(InputError, match="gradient norm: expected a finite number") as error:
         command.distill(config)
     assert len(str(error.value).partition("on the samples ")[2].partition(";")[0].split(", ")) == 8
     assert all(p.isfinite().all() for p in trainers[-1].model.parameters())
 
 
-def test_training_ends_when_acceptance_no_longer_rises_and_the_best_draft_is_kept(road, tmp_path, monkeypatch):
+def test_training_ends_when_acceptance_no_longer_rises_and_the_best_draft_is_kept(pipeline, tmp_path, monkeypatch):
     """Whatever the loss does: acceptance is made to peak at the second evaluation."""
     heights, real = iter([1.5, 2.5, 2.0, 1.9, 1.8]), DistillTrainer.evaluate
 
@@ -216,17 +219,17 @@ def test_training_ends_when_acceptance_no_longer_rises_and_the_best_draft_is_kep
     monkeypatch.setattr(DistillTrainer, "_evaluate", lambda self, trial, ignore: evaluate(self))
     training = {"max_steps": 10, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     training |= {"load_best_model_at_end": True}
-    config = configured(road, tmp_path / "out", heldout=[str(road / "heldout")], patience=2, training=training)
+    config = configured(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], patience=2, training=training)
     assert config.training.metric_for_best_model == "mean_acceptance_length" and config.training.greater_is_better
     trainer = command.distill(config)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "out" / "checkpoint-4")
     assert furthest(weights(tmp_path / "out"), weights(tmp_path / "out" / "checkpoint-4")) == 0.0
 
 
-def test_selection_on_the_loss_is_refused(road, tmp_path):
+def test_selection_on_the_loss_is_refused(pipeline, tmp_path):
     training = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     training |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     with pytest.raises(InputError, match="metric_for_best_model: expected one of mean_acceptance_length"):
-        configured(road, tmp_path / "out", heldout=[str(road / "heldout")], training=training)
+        configured(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], training=training)
     with pytest.raises(InputError, match=r"patience: expected at least 1, and training\.load_best_model_at_end"):
-        configured(road, tmp_path / "out", patience=2)
+        configured(pipeline, tmp_path / "out", patience=2)

@@ -39,10 +39,10 @@ ORDINARY = {"config.json", "generation_config.json", "model.safetensors", "token
 
 
 @pytest.fixture(scope="module")
-def ground(road, tmp_path_factory, tokenizer) -> Path:
-    """The road, with a draft of another family, a padded target, one that ends texts early, and one prompt alone."""
+def ground(pipeline, tmp_path_factory, tokenizer) -> Path:
+    """A pipeline with a draft of another family, a padded target, one that ends texts early, and one prompt alone."""
     root = tmp_path_factory.mktemp("ground")
-    shutil.copytree(road, root, dirs_exist_ok=True)
+    shutil.copytree(pipeline, root, dirs_exist_ok=True)
     vocab = len(tokenizer)
     torch.manual_seed(3)
     small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512, "vocab_size": vocab}

@@ -1,4 +1,4 @@
-"""A road small enough for tests: a random target, a draft, and completions that the target wrote."""
+"""A pipeline small enough for tests: a random target, a draft, and completions that the target wrote."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from draftsmith.train.runs import save_model
 WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]
 
 
-def make_road(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+def make_pipeline(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write `target`, `draft`, one with dropout (`dropping`), and completions `short`, `long`, `heldout`."""
     from conftest import tiny_llama
 
@@ -35,20 +35,20 @@ def make_road(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     return root
 
 
-def configured(road: Path, output: Path, **options) -> DistillConfig:
-    return _configured(DistillConfig, road, output, **{"draft": str(road / "draft")} | options)
+def configured(pipeline: Path, output: Path, **options) -> DistillConfig:
+    return _configured(DistillConfig, pipeline, output, **{"draft": str(pipeline / "draft")} | options)
 
 
-def heads_configured(road: Path, output: Path, **options) -> MedusaTrainingConfig:
-    return _configured(MedusaTrainingConfig, road, output, **{"num_heads": 3} | options)
+def heads_configured(pipeline: Path, output: Path, **options) -> MedusaTrainingConfig:
+    return _configured(MedusaTrainingConfig, pipeline, output, **{"num_heads": 3} | options)
 
 
-def _configured(kind, road: Path, output: Path, **options):
+def _configured(kind, pipeline: Path, output: Path, **options):
     training = {"learning_rate": 3e-3, "logging_steps": 1, "save_strategy": "no", "lr_scheduler_type": "constant"}
     training |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True}
     training |= options.pop("training", {})
-    options = {"completions": [str(road / "short"), str(road / "long")]} | options
-    options = {"target": str(road / "target")} | options
+    options = {"completions": [str(pipeline / "short"), str(pipeline / "long")]} | options
+    options = {"target": str(pipeline / "target")} | options
     return kind(training=TrainingArguments(output_dir=str(output), **training), **options)
 
 

@@ -28,25 +28,27 @@ gc.freeze()
 
 
 def distilled(
-    strategy: str, road: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
+    strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Distil several times, one run after the other; return of each what it ran on, logged and saw.
 
     A run is the options of a `DistillConfig`; batches are 4 in one process and 2 in each of two, if it says nothing.
     `resumes` is a checkpoint to begin from.
     """
-    return {name: _distilled(strategy, road, output / name, dict(options), launched) for name, options in runs.items()}
+    return {
+        name: _distilled(strategy, pipeline, output / name, dict(options), launched) for name, options in runs.items()
+    }
 
 
 def headed(
-    strategy: str, road: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
+    strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]], launched: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Train Medusa heads several times; as `distilled`, with the options of a `MedusaTrainingConfig`."""
-    return {name: _headed(strategy, road, output / name, dict(options), launched) for name, options in runs.items()}
+    return {name: _headed(strategy, pipeline, output / name, dict(options), launched) for name, options in runs.items()}
 
 
-def _headed(strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
-    config = _config(heads_configured, strategy, road, output, options, launched)
+def _headed(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
+    config = _config(heads_configured, strategy, pipeline, output, options, launched)
     trainer = heads_command.train_heads(config)
     model: Any = trainer.model_wrapped
     model.eval()
@@ -83,7 +85,7 @@ def _logits(heads: MedusaHeads) -> torch.Tensor:
 
 
 def _config(
-    configure: Callable[..., Any], strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool
+    configure: Callable[..., Any], strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool
 ) -> Any:
     entered = enter(strategy, launched)
     batch = 4 if strategy == "one" else 2
@@ -92,14 +94,14 @@ def _config(
     checkpoint = options.pop("resumes", None)
     if checkpoint is not None and os.environ.get("RANK", "0") == "0":
         shutil.copytree(checkpoint, output / Path(checkpoint).name)
-    config = configure(road, output, training=training, temperature=0.9, **options)
+    config = configure(pipeline, output, training=training, temperature=0.9, **options)
     if checkpoint is not None:
         config.training.distributed_state.wait_for_everyone()
     return config
 
 
-def _distilled(strategy: str, road: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
-    config = _config(configured, strategy, road, output, options, launched)
+def _distilled(strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool) -> dict[str, Any]:
+    config = _config(configured, strategy, pipeline, output, options, launched)
     trainer, seen = _watched(config)
     share = next(trainer.target.get_decoder().parameters())
     return {

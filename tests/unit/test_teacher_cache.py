@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cache as command
-from draftsmith.train.acceptance import replay_features
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
@@ -23,6 +22,7 @@ from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.losses.objective import NAMES, Objective
 from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import cache_writer as teacher_cache
 from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
@@ -195,9 +195,9 @@ def test_a_live_law_and_a_cached_one_are_interchangeable():
 
 
 @pytest.fixture(scope="module")
-def road(tmp_path_factory, tokenizer):
+def pipeline(tmp_path_factory, tokenizer):
     """A target whose head is padded beyond its tokenizer, and two directories of completions with the same ids."""
-    root = tmp_path_factory.mktemp("road")
+    root = tmp_path_factory.mktemp("pipeline")
     target = tiny_llama(0, len(tokenizer) + 13)
     target.generation_config.eos_token_id = tokenizer.eos_token_id
     save_model(target, tokenizer, root / "target")
@@ -208,27 +208,27 @@ def road(tmp_path_factory, tokenizer):
     return root
 
 
-def configured(road: Path, output: Path, **options) -> CacheConfig:
-    options = {"completions": [str(road / "short"), str(road / "long")], "k": 8, "batch_size": 2} | options
-    return CacheConfig(str(road / "target"), output=str(output), **options)
+def configured(pipeline: Path, output: Path, **options) -> CacheConfig:
+    options = {"completions": [str(pipeline / "short"), str(pipeline / "long")], "k": 8, "batch_size": 2} | options
+    return CacheConfig(str(pipeline / "target"), output=str(output), **options)
 
 
-def found_in(road: Path, *caches: Path, **options):
-    options = {"completions": [str(road / "short"), str(road / "long")], "temperature": 1.0} | options
-    options = {"top_k": 0, "top_p": 1.0, "target": str(road / "target"), "vocab_size": 300} | options
+def found_in(pipeline: Path, *caches: Path, **options):
+    options = {"completions": [str(pipeline / "short"), str(pipeline / "long")], "temperature": 1.0} | options
+    options = {"top_k": 0, "top_p": 1.0, "target": str(pipeline / "target"), "vocab_size": 300} | options
     return find_distributions([str(cache) for cache in caches], **options)
 
 
 @pytest.fixture(scope="module")
-def whole(road, tmp_path_factory):
+def whole(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "cache"
     said: list[str] = []
-    return make_cache(configured(road, output), said.append), output, said
+    return make_cache(configured(pipeline, output), said.append), output, said
 
 
-def by_hand(road: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
+def by_hand(pipeline: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
     """A sample's laws, from the library's own forward of the sample alone."""
-    model = AutoModelForCausalLM.from_pretrained(road / "target", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(pipeline / "target", dtype=torch.float32)
     ids = torch.tensor([sample["input_ids"]])
     with torch.no_grad():
         logits = model(ids).logits[0, :-1, :300]
@@ -237,18 +237,20 @@ def by_hand(road: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistrib
 
 
 @pytest.mark.parametrize("k", [8, 300])
-def test_what_is_written_is_read(road, tmp_path, tokenizer, k):
+def test_what_is_written_is_read(pipeline, tmp_path, tokenizer, k):
     sampler = {"temperature": 0.8, "top_p": 0.95}
-    make_cache(configured(road, tmp_path / "cache", k=k, **sampler))
-    distributions = found_in(road, tmp_path / "cache", **sampler)
-    examples = training_examples([str(road / "short"), str(road / "long")])
+    make_cache(configured(pipeline, tmp_path / "cache", k=k, **sampler))
+    distributions = found_in(pipeline, tmp_path / "cache", **sampler)
+    examples = training_examples([str(pipeline / "short"), str(pipeline / "long")])
     collate = CachedCollator(CompletionCollator(tokenizer), distributions)
     samples = [examples[i] for i in (3, 11, 0, 7)]
     batch = collate(samples)
     assert next(iter(batch)) == "input_ids" and next(reversed(batch)) == "teacher"
     assert not any(column.is_floating_point() for column in batch["teacher"].values())
     found = cached_distributions(batch["teacher"])
-    expected = CachedDistributions.concatenated([by_hand(road, sample, Sampler.of(**sampler), k) for sample in samples])
+    expected = CachedDistributions.concatenated(
+        [by_hand(pipeline, sample, Sampler.of(**sampler), k) for sample in samples]
+    )
     assert len(found) == len(expected) == int((batch["labels"][:, 1:] != -100).sum())
     assert torch.equal(found.ids.long()[:, 0], expected.ids[:, 0])
     assert (found.log_p.dtype, found.log_tail.dtype) == (torch.float16, torch.float32)
@@ -262,13 +264,13 @@ def test_what_is_written_is_read(road, tmp_path, tokenizer, k):
     assert torch.allclose(found.bucketed().exp().sum(-1), torch.ones(len(found)))
 
 
-def test_cut_samples_have_the_first_of_their_laws(road, whole, tokenizer):
+def test_cut_samples_have_the_first_of_their_laws(pipeline, whole, tokenizer):
     _, output, _ = whole
-    path = [str(road / "long")]
+    path = [str(pipeline / "long")]
     long = training_examples(path)
     most = max(len(ids) for ids in long["input_ids"]) - 4
     cut = training_examples(path, most)
-    whole_laws, cut_laws = found_in(road, output), found_in(road, output, max_length=most)
+    whole_laws, cut_laws = found_in(pipeline, output), found_in(pipeline, output, max_length=most)
     at = max(range(len(long)), key=lambda i: len(long[i]["input_ids"]))
     a, b = (
         cached_distributions(CachedCollator(CompletionCollator(tokenizer), distributions)([examples[at]])["teacher"])
@@ -278,10 +280,10 @@ def test_cut_samples_have_the_first_of_their_laws(road, whole, tokenizer):
     assert torch.equal(a.ids[:-4], b.ids) and torch.equal(a.log_p_of_text[:-4], b.log_p_of_text)
 
 
-def test_packed_rows_have_their_samples_laws_in_order(road, whole, tokenizer):
+def test_packed_rows_have_their_samples_laws_in_order(pipeline, whole, tokenizer):
     _, output, _ = whole
-    collate = CachedCollator(CompletionCollator(tokenizer), found_in(road, output))
-    examples = training_examples([str(road / "short"), str(road / "long")])
+    collate = CachedCollator(CompletionCollator(tokenizer), found_in(pipeline, output))
+    examples = training_examples([str(pipeline / "short"), str(pipeline / "long")])
     order = [(9, 2), (4, 6, 1)]
     rows = []
     for members in order:
@@ -300,9 +302,11 @@ def test_packed_rows_have_their_samples_laws_in_order(road, whole, tokenizer):
         assert torch.equal(column, torch.cat([part[name] for part in alone]))
 
 
-def test_the_estimate_comes_first_and_is_not_exceeded(road, whole):
+def test_the_estimate_comes_first_and_is_not_exceeded(pipeline, whole):
     summary, output, said = whole
-    positions = sum(sum(mask) for path in ("short", "long") for mask in load_completions(str(road / path))["loss_mask"])
+    positions = sum(
+        sum(mask) for path in ("short", "long") for mask in load_completions(str(pipeline / path))["loss_mask"]
+    )
     assert (summary.samples, summary.written, summary.kept) == (12, 12, 0)
     assert summary.positions == summary.positions_written == positions
     assert summary.size == sum(file.stat().st_size for file in output.glob("*.parquet"))
@@ -319,7 +323,7 @@ class Killed(Exception):
     pass
 
 
-def test_a_killed_run_goes_on_where_it_stopped(road, whole, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkeypatch):
     output, calls = tmp_path / "cache", []
     real = teacher_cache._write_shard
 
@@ -333,23 +337,23 @@ def test_a_killed_run_goes_on_where_it_stopped(road, whole, tmp_path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(teacher_cache, "_write_shard", killed)
         with pytest.raises(Killed):
-            make_cache(configured(road, output))
+            make_cache(configured(pipeline, output))
     assert len(list(output.glob("*.parquet"))) == 2
     said: list[str] = []
-    summary = make_cache(configured(road, output), said.append)
+    summary = make_cache(configured(pipeline, output), said.append)
     assert (summary.kept, summary.written, summary.samples) == (5, 7, 12)
     assert contents(output) == contents(whole[1])
     monkeypatch.setattr(teacher_cache, "load_model", None)  # nothing is missing: no model is loaded
-    again = make_cache(configured(road, output), said.append)
+    again = make_cache(configured(pipeline, output), said.append)
     assert (again.kept, again.written, again.bytes_per_token) == (12, 0, whole[0].bytes_per_token)
     assert len(said) == 1
 
 
-def test_a_damaged_shard_is_written_again(road, whole, tmp_path):
+def test_a_damaged_shard_is_written_again(pipeline, whole, tmp_path):
     output = tmp_path / "cache"
     shutil.copytree(whole[1], output)
     damage(output / "001-shard-00001.parquet")
-    summary = make_cache(configured(road, output))
+    summary = make_cache(configured(pipeline, output))
     assert (summary.kept, summary.written) == (9, 3)
     assert contents(output) == contents(whole[1])
 
@@ -363,14 +367,14 @@ def damage(file: Path) -> None:
     file.write_bytes(bytes(data))
 
 
-def test_less_space_than_the_estimate_is_refused(road, tmp_path, monkeypatch):
+def test_less_space_than_the_estimate_is_refused(pipeline, tmp_path, monkeypatch):
     monkeypatch.setattr(teacher_cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(InputError, match=r"^output: expected 0\.0 MB of free space for .*, found 0\.0 MB; free"):
-        make_cache(configured(road, tmp_path / "cache"))
+        make_cache(configured(pipeline, tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("*.parquet"))
 
 
-def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(road, whole, tmp_path, monkeypatch):
+def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, whole, tmp_path, monkeypatch):
     output, real = tmp_path / "cache", teacher_cache.write_shard
 
     def full(path, *args, **options):
@@ -381,9 +385,9 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(road, whole, tm
     with monkeypatch.context() as patch:
         patch.setattr(teacher_cache, "write_shard", full)
         with pytest.raises(InputError, match=r"no space left .* the laws of 5 of 12 samples are kept; free") as error:
-            make_cache(configured(road, output))
+            make_cache(configured(pipeline, output))
     assert "\n" not in str(error.value)
-    assert make_cache(configured(road, output)).kept == 5
+    assert make_cache(configured(pipeline, output)).kept == 5
     assert contents(output) == contents(whole[1])
 
 
@@ -397,21 +401,21 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(road, whole, tm
         ({"k": 301}, "^k: expected at most the target's 300 tokens, found 301"),
     ],
 )
-def test_a_cache_is_not_resumed_otherwise(road, whole, options, message):
+def test_a_cache_is_not_resumed_otherwise(pipeline, whole, options, message):
     if "completions" in options:
-        options = {"completions": [str(road / name) for name in options["completions"]]}
+        options = {"completions": [str(pipeline / name) for name in options["completions"]]}
     with pytest.raises(InputError, match=message):
-        make_cache(configured(road, whole[1], **options))
+        make_cache(configured(pipeline, whole[1], **options))
 
 
-def test_laws_of_another_target_are_refused(road, whole, tmp_path, tokenizer):
+def test_laws_of_another_target_are_refused(pipeline, whole, tmp_path, tokenizer):
     save_model(tiny_llama(5, len(tokenizer) + 13), tokenizer, tmp_path / "other")
     with pytest.raises(InputError, match=r"^target: expected .* as it was \(model\.safetensors"):
-        make_cache(CacheConfig(str(tmp_path / "other"), configured(road, whole[1]).completions, str(whole[1]), k=8))
+        make_cache(CacheConfig(str(tmp_path / "other"), configured(pipeline, whole[1]).completions, str(whole[1]), k=8))
     with pytest.raises(InputError, match=r"^teacher_cache: expected laws of .*other, found in .*safetensors is a"):
-        found_in(road, whole[1], target=str(tmp_path / "other"))
+        found_in(pipeline, whole[1], target=str(tmp_path / "other"))
     with pytest.raises(InputError, match=r"^teacher_cache: expected 299 tokens, found 300 in"):
-        found_in(road, whole[1], vocab_size=299)
+        found_in(pipeline, whole[1], vocab_size=299)
 
 
 @pytest.mark.parametrize(
@@ -422,61 +426,61 @@ def test_laws_of_another_target_are_refused(road, whole, tmp_path, tokenizer):
         ({"top_p": 0.9}, r"^top_p: expected 1\.0, .* found 0\.9"),
     ],
 )
-def test_training_under_another_law_is_refused(road, whole, options, message):
+def test_training_under_another_law_is_refused(pipeline, whole, options, message):
     with pytest.raises(InputError, match=message):
-        found_in(road, whole[1], **options)
+        found_in(pipeline, whole[1], **options)
 
 
-def test_what_is_missing_is_named(road, whole, tmp_path):
+def test_what_is_missing_is_named(pipeline, whole, tmp_path):
     output = tmp_path / "cache"
     with pytest.raises(InputError, match=f"expected a cache written by draftsmith cache, found none at {output}"):
-        found_in(road, output)
+        found_in(pipeline, output)
     shutil.copytree(whole[1], output)
     (output / "001-shard-00001.parquet").unlink()
-    lacking = load_completions(str(road / "long"))["id"][3:6]
+    lacking = load_completions(str(pipeline / "long"))["id"][3:6]
     message = f"the laws of all 7 samples of .*long, found none in {output} for {', '.join(lacking)}; run draftsmith"
     with pytest.raises(InputError, match=message):
-        found_in(road, output)
+        found_in(pipeline, output)
     (output / "001-shard-00000.parquet").write_bytes(b"PAR1")
     with pytest.raises(InputError, match=r"001-shard-00000\.parquet: expected a shard of a teacher cache, found a"):
-        found_in(road, output)
+        found_in(pipeline, output)
     (output / "manifest.json").write_text(json.dumps({"schema": "draftsmith.completions/1"}))
     with pytest.raises(InputError, match=r"expected schema 'draftsmith\.teacher/1', found 'draftsmith\.completions/1'"):
-        found_in(road, output)
+        found_in(pipeline, output)
 
 
-def test_other_completions_are_refused(road, whole, tmp_path):
+def test_other_completions_are_refused(pipeline, whole, tmp_path):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("x = 1\n")
-    prepare(PrepareConfig(str(road / "target"), str(prompts), str(tmp_path / "other"), max_new_tokens=4))
+    prepare(PrepareConfig(str(pipeline / "target"), str(prompts), str(tmp_path / "other"), max_new_tokens=4))
     with pytest.raises(InputError, match=r"^teacher_cache: expected a cache of the completions .*other as they are"):
-        found_in(road, whole[1], completions=[str(tmp_path / "other")])
+        found_in(pipeline, whole[1], completions=[str(tmp_path / "other")])
     # A shard of other texts under the manifest of these.
-    shutil.copytree(road / "short", tmp_path / "short")
-    shutil.copy(road / "long" / "shard-00000.parquet", tmp_path / "short" / "shard-00000.parquet")
+    shutil.copytree(pipeline / "short", tmp_path / "short")
+    shutil.copy(pipeline / "long" / "shard-00000.parquet", tmp_path / "short" / "shard-00000.parquet")
     with pytest.raises(InputError, match=r"found none in .* for "):
-        found_in(road, whole[1], completions=[str(tmp_path / "short")])
+        found_in(pipeline, whole[1], completions=[str(tmp_path / "short")])
 
 
-def test_damage_among_the_numbers_is_found_when_they_are_read(road, whole, tmp_path, tokenizer):
+def test_damage_among_the_numbers_is_found_when_they_are_read(pipeline, whole, tmp_path, tokenizer):
     output = tmp_path / "cache"
     shutil.copytree(whole[1], output)
     damage(output / "000-shard-00000.parquet")
-    collate = CachedCollator(CompletionCollator(tokenizer), found_in(road, output))
-    examples = training_examples([str(road / "short")])
+    collate = CachedCollator(CompletionCollator(tokenizer), found_in(pipeline, output))
+    examples = training_examples([str(pipeline / "short")])
     with pytest.raises(InputError, match=r"000-shard-00000\.parquet: expected a shard of a teacher cache, found a dam"):
         for example in examples:
             collate([example])
 
 
-def test_caches_of_one_k_cover_completions_together(road, tmp_path):
+def test_caches_of_one_k_cover_completions_together(pipeline, tmp_path):
     for name, k in (("short", 8), ("long", 8), ("fine", 9)):
-        completions = [str(road / ("long" if name == "fine" else name))]
-        make_cache(configured(road, tmp_path / name, completions=completions, k=k))
-    distributions = found_in(road, tmp_path / "short", tmp_path / "long")
+        completions = [str(pipeline / ("long" if name == "fine" else name))]
+        make_cache(configured(pipeline, tmp_path / name, completions=completions, k=k))
+    distributions = found_in(pipeline, tmp_path / "short", tmp_path / "long")
     assert (distributions.k, len(distributions.places)) == (8, 12)
     with pytest.raises(InputError, match=r"expected caches of one k, found 8 in .*short and 9 in .*fine"):
-        found_in(road, tmp_path / "short", tmp_path / "fine")
+        found_in(pipeline, tmp_path / "short", tmp_path / "fine")
 
 
 @pytest.mark.parametrize(
@@ -485,7 +489,7 @@ def test_caches_of_one_k_cover_completions_together(road, tmp_path):
         ({"completions": []}, "completions: expected at least one directory"),
         ({"k": 0}, "k: expected at least 1, found 0"),
         ({"temperature": 0.0}, "temperature: expected a finite number, more than 0"),
-        ({"top_k": -1}, "top_k: expected 0 or more"),
+        ({"top_k": -1}, "top_k: expected at least 0"),
         ({"top_p": 1.5}, "top_p: expected more than 0 and at most 1"),
         ({"dtype": "int8"}, "dtype: expected one of float32"),
     ],
@@ -495,8 +499,15 @@ def test_bad_settings_are_named(options, message):
         CacheConfig("target", **({"completions": ["c"]} | options), output="o")
 
 
-def test_the_command_writes_a_cache(road, tmp_path, capsys):
-    argv = ["--target", str(road / "target"), "--completions", f"[{road / 'short'}]", "--output", str(tmp_path / "c")]
+def test_the_command_writes_a_cache(pipeline, tmp_path, capsys):
+    argv = [
+        "--target",
+        str(pipeline / "target"),
+        "--completions",
+        f"[{pipeline / 'short'}]",
+        "--output",
+        str(tmp_path / "c"),
+    ]
     assert run(lambda: command.main([*argv, "--k", "4"])) == 0
     out = capsys.readouterr().out
     assert "positions × 32 bytes at k=4" in out and "bytes a token" in out and "5 written now, 0 kept" in out

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields
 from urllib.parse import urlsplit
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.train.models import DTYPES
 
 ANSWERS = ("target", "given")
@@ -62,27 +62,18 @@ class PrepareConfig:
     """Tries after the first, at growing intervals, where the server is busy, failing or out of reach."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_prompt_tokens", "max_new_tokens", "samples", "batch_size", "endpoint_concurrency"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InputError(f"{name}: expected at least 1, found {value}")
-        for name in ("top_k", "seed", "endpoint_retries"):
-            if getattr(self, name) < 0:
-                raise InputError(f"{name}: expected 0 or more, found {getattr(self, name)}")
-        if not 0 <= self.temperature < float("inf"):
-            raise InputError(f"temperature: expected a finite number, 0 or more, found {self.temperature}")
+        require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens", "samples", "batch_size")
+        require(self, at_least(1), "endpoint_concurrency")
+        require(self, at_least(0), "top_k", "seed", "endpoint_retries")
+        require(self, finite(at_least(0)), "temperature")
+        require(self, more_than(0) & at_most(1), "top_p")
+        require(self, finite(more_than(0)), "endpoint_timeout")
+        require(self, one_of(DTYPES), "dtype")
+        require(self, one_of(ANSWERS), "answers")
         if self.samples > 1 and (self.temperature == 0 or self.answers == "given"):
             raise InputError(
                 f"samples: expected 1 where a prompt has one answer (temperature 0, or given), found {self.samples}"
             )
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
-        if not 0 < self.endpoint_timeout < float("inf"):
-            raise InputError(f"endpoint_timeout: expected seconds, more than 0, found {self.endpoint_timeout}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        if self.answers not in ANSWERS:
-            raise InputError(f"answers: expected one of {', '.join(ANSWERS)}, found {self.answers!r}")
         if self.endpoint is None:
             for name in ("endpoint_model", "endpoint_key_env"):
                 if getattr(self, name) is not None:

@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
@@ -103,8 +103,8 @@ def read_samples(source: str, *, split: str = "train", limit: int | None = None)
 def _read(
     source: str, split: str, limit: int | None, parse: Callable[[dict[str, Any], str, str], Prompt]
 ) -> list[Prompt]:
-    if limit is not None and limit < 1:
-        raise InputError(f"limit: expected at least 1, found {limit}")
+    if limit is not None:
+        at_least(1).check("limit", limit)
     located = list(islice(_records(source, split), limit))
     if not located:
         raise InputError(f"{source}: expected prompts, found none")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, between, more_than, one_of
 
 PerToken = Callable[[Tensor, Tensor, float], Tensor]
 """(log p, log q, mixture weight) → (N,); those without a mixture ignore its weight."""
@@ -115,13 +115,10 @@ def mixture_weight(name: str, beta: float, alpha: float) -> float:
 
 def check_divergence(name: str, temperature: float, beta: float, alpha: float) -> None:
     """Raise an InputError that names the argument that is out of range."""
-    if name not in NAMES:
-        raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found {name!r}")
-    if not temperature > 0:
-        raise InputError(f"temperature: expected more than 0, found {temperature}")
-    for field, value in (("beta", beta), ("alpha", alpha)):
-        if not 0 < value < 1:
-            raise InputError(f"{field}: expected a value between 0 and 1, found {value}")
+    one_of(NAMES).check("divergence", name)
+    more_than(0).check("temperature", temperature)
+    between(0, 1).check("beta", beta)
+    between(0, 1).check("alpha", alpha)
 
 
 def _mixture(log_a: Tensor, log_b: Tensor, weight: float) -> Tensor:

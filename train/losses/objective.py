@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, at_most, more_than, one_of, require
 from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, mixture_weight
 from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
 from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions
@@ -54,17 +54,13 @@ class Objective:
         if not self.terms:
             raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found none")
         for name, weight in self.terms.items():
-            if name not in NAMES:
-                raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found {name!r}")
+            one_of(NAMES).check("divergence", name)
             if not weight > 0:
                 raise InputError(f"divergence: expected weights above 0, found {weight} for {name}")
         check_divergence("forward_kl", self.temperature, self.beta, self.alpha)
-        if self.top_k < 0:
-            raise InputError(f"top_k: expected at least 0, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
-        if self.draft_length < 1:
-            raise InputError(f"draft_length: expected at least 1, found {self.draft_length}")
+        require(self, at_least(0), "top_k")
+        require(self, more_than(0) & at_most(1), "top_p")
+        require(self, at_least(1), "draft_length")
         if self.warps and "reverse_kl" in self.terms:
             raise InputError(
                 "divergence: expected a finite divergence under top_k or top_p, found reverse_kl, infinite wherever "

@@ -24,7 +24,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require, require_some
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train import models
 from draftsmith.train.data.shards import (
@@ -86,19 +86,12 @@ class CacheConfig:
     """Run model code that the target's repository ships."""
 
     def __post_init__(self) -> None:
-        if not self.completions:
-            raise InputError("completions: expected at least one directory, found none")
-        for name in ("k", "batch_size"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name}: expected at least 1, found {getattr(self, name)}")
-        if not 0 < self.temperature < float("inf"):
-            raise InputError(f"temperature: expected a finite number, more than 0, found {self.temperature}")
-        if self.top_k < 0:
-            raise InputError(f"top_k: expected 0 or more, found {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
+        require_some(self, "completions", "directory")
+        require(self, at_least(1), "k", "batch_size")
+        require(self, finite(more_than(0)), "temperature")
+        require(self, at_least(0), "top_k")
+        require(self, more_than(0) & at_most(1), "top_p")
+        require(self, one_of(DTYPES), "dtype")
 
 
 @dataclass
