@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.errors import at_least, require
@@ -23,7 +23,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
-from draftsmith.train.models import default_device, load_model
+from draftsmith.train.models import check_same_tokenizer, default_device, load_model, load_tokenizer
 from draftsmith.train.provenance import write_json
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -154,15 +154,15 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
 
 
 def load_pair(
-    config: DecodingConfig, tokenizer: PreTrainedTokenizerBase, draft_device: str | None = None
+    config: DecodingConfig, draft_device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedModel, list[Tensor]]:
-    """Return a target that passes over ends of text, its draft, and the prompts, (1, T) each.
+    """Return a target that passes over ends of text, its draft, on its own device if one is named, and the prompts.
 
-    Args:
-        config: names them.
-        tokenizer: the target's.
-        draft_device: where the draft runs; where the target does if None.
+    Raises:
+        InputError: models that cannot be loaded, or that have different tokenizers; no prompts.
     """
+    tokenizer = load_tokenizer(config.target, field="target")
+    check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
     target = load_model(config.target, field="target", dtype=config.dtype)
     draft = load_model(config.draft, field="draft", dtype=config.dtype, device=draft_device)
     target.generation_config.eos_token_id = None

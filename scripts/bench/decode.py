@@ -20,7 +20,6 @@ from draftsmith.decode import Counts, DecodeOutput, DraftModelProposer, autoregr
 from draftsmith.scripts.bench import common
 from draftsmith.scripts.bench.common import Decoded, DecodingConfig, timed
 from draftsmith.train.cli import run
-from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
 Method = Callable[[Tensor], DecodeOutput]
@@ -68,7 +67,7 @@ class Decoder:
 
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
-    target, draft, prompts = common.load_pair(config, load_tokenizer(config.target, field="target"))
+    target, draft, prompts = common.load_pair(config)
     draft.generation_config.update(
         num_assistant_tokens=config.draft_length,
         num_assistant_tokens_schedule="constant",

@@ -34,7 +34,6 @@ from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
 from draftsmith.scripts.bench.common import DecodingConfig, load_pair, padded, run_benchmark, timed
 from draftsmith.train.cli import Ints, numbers, run
-from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 GREEDY = {"do_sample": False}
@@ -118,7 +117,7 @@ class Decoder:
 
 def bench(config: BenchReplayConfig) -> dict[str, Any]:
     """Run what is missing and return the figures."""
-    target, draft, prompts = load_pair(config, load_tokenizer(config.target, field="target"))
+    target, draft, prompts = load_pair(config)
     decoder = Decoder(target, prompts, config)
     draft_lengths = range(1, config.longest + 1)
     parts = {"greedy: draft": partial(greedy_part, decoder, DraftModelProposer(draft), draft_lengths)}

@@ -6,6 +6,7 @@ either all of them or, to see what running ahead alone gives, those that the tar
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.decode import DecodeOutput, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import at_least, require, require_some
@@ -22,7 +22,6 @@ from draftsmith.decode.proposers.run_ahead import RunAheadProposer
 from draftsmith.scripts.bench import common
 from draftsmith.scripts.bench.common import Decoded, DecodingConfig, over, summary
 from draftsmith.train.cli import run
-from draftsmith.train.models import check_same_tokenizer, load_tokenizer
 from draftsmith.train.provenance import environment
 
 AHEAD_THREADS = 1
@@ -45,52 +44,40 @@ class BenchRunAheadConfig(DecodingConfig):
         require(self, at_least(1), "draft_lengths")
 
 
-class Ahead:
-    """Decodes with a draft that runs ahead, and counts how often what it drafted was used."""
-
-    def __init__(self, target: PreTrainedModel, draft: PreTrainedModel, draft_length: int, options: dict[str, Any]):
-        self.target, self.draft, self.options = target, draft, {"draft_length": draft_length, **options}
-        self.rounds = self.used = 0
-
-    def __call__(self, ids: Tensor) -> DecodeOutput:
-        """Decode one prompt, (1, T)."""
-        proposer = RunAheadProposer(self.draft, threads=AHEAD_THREADS)
-        output = speculative_generate(self.target, proposer, ids, **self.options)
-        proposer.close()
-        self.rounds += output.counts.num_drafts
-        self.used += proposer.num_used
-        return output
-
-
 def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     threads = torch.get_num_threads()
-    tokenizer = load_tokenizer(config.target, field="target")
-    check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
-    target, draft, prompts = common.load_pair(config, tokenizer, config.draft_device)
+    target, draft, prompts = common.load_pair(config, config.draft_device)
     fewer = max(1, threads - AHEAD_THREADS) if draft.device.type == "cpu" else threads
     with_fewer = partial(_with_threads, fewer, threads)
 
+    proposers = {k: RunAheadProposer(draft, threads=AHEAD_THREADS) for k in config.draft_lengths}
+    rounds: Counter[int] = Counter()
+
+    def waiting(k: int, ids: Tensor) -> DecodeOutput:
+        return speculative_generate(target, DraftModelProposer(draft), ids, draft_length=k, **config.options)
+
+    def ahead(k: int, ids: Tensor) -> DecodeOutput:
+        output = speculative_generate(target, proposers[k], ids, draft_length=k, **config.options)
+        proposers[k].close()  # or it would draft on in another method's turn
+        rounds[k] += output.counts.num_drafts
+        return output
+
     plain: Callable[[Tensor], DecodeOutput] = partial(autoregressive_generate, target, **config.options)
     methods = {"plain": plain}
-    aheads = {k: Ahead(target, draft, k, config.options) for k in config.draft_lengths}
-    for k, ahead in aheads.items():
-
-        def waiting(ids: Tensor, k: int = k) -> DecodeOutput:
-            return speculative_generate(target, DraftModelProposer(draft), ids, draft_length=k, **config.options)
-
-        methods[f"in turns, γ={k}"] = waiting
+    for k in config.draft_lengths:
+        methods[f"in turns, γ={k}"] = partial(waiting, k)
         if fewer < threads:
-            methods[f"in turns, fewer threads, γ={k}"] = with_fewer(waiting)
-        methods[f"ahead, γ={k}"] = with_fewer(ahead)
+            methods[f"in turns, fewer threads, γ={k}"] = with_fewer(partial(waiting, k))
+        methods[f"ahead, γ={k}"] = with_fewer(partial(ahead, k))
     runs = [common.decode_in_turns(methods, prompts) for _ in range(config.repeats)]
     results = {name: _medians([run[name] for run in runs]) for name in methods}
 
     by_length = {}
-    for k, ahead in aheads.items():
+    for k, proposer in proposers.items():
         in_turns, running = results[f"in turns, γ={k}"], results[f"ahead, γ={k}"]
         alike = results.get(f"in turns, fewer threads, γ={k}", in_turns)
-        share = ahead.used / ahead.rounds
+        share = proposer.num_used / rounds[k]
         _, block, step = with_fewer(common.forward_seconds)(target, draft, k, config.middle)
         by_length[k] = {
             "in_turns": summary(in_turns, results["plain"]),
