@@ -15,7 +15,14 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, DecodeOutput
+from draftsmith.decode import (
+    Counts,
+    DecodeOutput,
+    DraftModelProposer,
+    Proposer,
+    autoregressive_generate,
+    speculative_generate,
+)
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
 from draftsmith.decode.planner import verification_costs
@@ -73,11 +80,6 @@ class DecodingConfig(PairConfig):
     """Keep the last so many tokens of a longer prompt."""
     dtype: str = "float32"
     """Weights and arithmetic of both models."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How every method decodes: greedily, to one length."""
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": False}
 
     @property
     def middle(self) -> int:
@@ -153,26 +155,46 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
     return {name.replace("_", " "): text}
 
 
-def load_pair(
-    config: DecodingConfig, draft_device: str | None = None
-) -> tuple[PreTrainedModel, PreTrainedModel, list[Tensor]]:
-    """Return a target that passes over ends of text, its draft, on its own device if one is named, and the prompts.
+@dataclass(frozen=True)
+class Pair:
+    """A target that passes over ends of text, its draft, the prompts, (1, T) each, and how they are decoded."""
 
-    Raises:
-        InputError: models that cannot be loaded, or that have different tokenizers; no prompts.
-    """
-    tokenizer = load_tokenizer(config.target, field="target")
-    check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
-    target = load_model(config.target, field="target", dtype=config.dtype)
-    draft = load_model(config.draft, field="draft", dtype=config.dtype, device=draft_device)
-    target.generation_config.eos_token_id = None
-    if config.prompts is not None:
-        prompts = read_prompts(config.prompts, limit=config.limit)
-        encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
-    else:
-        records = stdlib_prompts(config.limit, heldout=True, seed=1)
-        encoded = [tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :] for record in records]
-    return target, draft, [torch.tensor([ids], device=default_device()) for ids in encoded]
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    prompts: list[Tensor]
+    options: dict[str, Any]
+
+    @classmethod
+    def load(cls, config: DecodingConfig, draft_device: str | None = None) -> "Pair":
+        """Load a pair and its prompts; the draft on a device of its own if one is named.
+
+        Raises:
+            InputError: models that cannot be loaded, or that have different tokenizers; no prompts.
+        """
+        tokenizer = load_tokenizer(config.target, field="target")
+        check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
+        target = load_model(config.target, field="target", dtype=config.dtype)
+        draft = load_model(config.draft, field="draft", dtype=config.dtype, device=draft_device)
+        target.generation_config.eos_token_id = None
+        if config.prompts is not None:
+            prompts = read_prompts(config.prompts, limit=config.limit)
+            encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
+        else:
+            records = stdlib_prompts(config.limit, heldout=True, seed=1)
+            encoded = [tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :] for record in records]
+        options = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
+        return cls(target, draft, [torch.tensor([ids], device=default_device()) for ids in encoded], options)
+
+    def plain(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> DecodeOutput:
+        """Decode one token per forward."""
+        return autoregressive_generate(self.target, ids, mask, **{**self.options, **options})
+
+    def speculative(
+        self, ids: Tensor, mask: Tensor | None = None, proposer: Proposer | None = None, **options: Any
+    ) -> DecodeOutput:
+        """Decode with a proposer: the draft if None."""
+        proposer = proposer or DraftModelProposer(self.draft)
+        return speculative_generate(self.target, proposer, ids, mask, **{**self.options, **options})
 
 
 def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -280,10 +302,8 @@ def _tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[flo
     return [result.tokens for result in results], [result.seconds for result in results]
 
 
-def forward_seconds(
-    target: PreTrainedModel, draft: PreTrainedModel, draft_length: int, context: int, compiled: bool = False
-) -> tuple[float, float, float]:
+def forward_seconds(pair: Pair, draft_length: int, context: int, compiled: bool = False) -> tuple[float, float, float]:
     """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, behind a context."""
-    seconds = verification_costs(target, 1, context, (1, draft_length + 1), repeats=40, compiled=compiled)
-    step = verification_costs(draft, 1, context, (1,), repeats=40, compiled=compiled)
-    return seconds[1], seconds[draft_length + 1], step[1]
+    measured = partial(verification_costs, rows=1, context=context, repeats=40, compiled=compiled)
+    seconds = measured(pair.target, tokens=(1, draft_length + 1))
+    return seconds[1], seconds[draft_length + 1], measured(pair.draft, tokens=(1,))[1]

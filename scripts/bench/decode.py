@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, DecodeOutput, DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.scripts.bench import common
-from draftsmith.scripts.bench.common import Decoded, DecodingConfig, timed
+from draftsmith.scripts.bench.common import DecodingConfig, timed
 from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
 
@@ -39,78 +38,60 @@ class BenchDecodeConfig(DecodingConfig):
     """Also time the library's assisted generation."""
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """A pair and its ways of decoding prompts, (B, T)."""
-
-    config: BenchDecodeConfig
-    target: PreTrainedModel
-    draft: PreTrainedModel
-
-    def plain(self, ids: Tensor, mask: Tensor | None = None, compiled: bool = False) -> DecodeOutput:
-        """Decode one token per forward."""
-        return autoregressive_generate(self.target, ids, mask, compiled=compiled, **self.config.options)
-
-    def speculative(self, ids: Tensor, mask: Tensor | None = None, compiled: bool = False) -> DecodeOutput:
-        """Decode with the draft."""
-        proposer, options = DraftModelProposer(self.draft), self.config.options
-        return speculative_generate(
-            self.target, proposer, ids, mask, self.config.draft_length, compiled=compiled, **options
-        )
-
-    def assisted(self, ids: Tensor) -> DecodeOutput:
-        """Decode with the draft by the library's own loop, which counts nothing."""
-        generate: Any = self.target.generate
-        options = {"attention_mask": torch.ones_like(ids), "assistant_model": self.draft, **self.config.options}
-        return DecodeOutput(generate(ids, **options), Counts(), ())
-
-
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
-    target, draft, prompts = common.load_pair(config)
-    draft.generation_config.update(
-        num_assistant_tokens=config.draft_length,
-        num_assistant_tokens_schedule="constant",
-        assistant_confidence_threshold=0.0,
-    )
-    decoder = Decoder(config, target, draft)
-    methods: dict[str, Method] = {"plain": decoder.plain, "speculative": decoder.speculative}
+    pair = common.Pair.load(config)
+    plain, speculative = pair.plain, partial(pair.speculative, draft_length=config.draft_length)
+    methods: dict[str, Method] = {"plain": plain, "speculative": speculative}
     if config.peer:
-        methods["assisted generation"] = decoder.assisted
+        methods["assisted generation"] = partial(_assisted, pair, config.draft_length)
     clocked_methods = list(methods.items())
     if config.compiled:
-        methods["plain, compiled"] = partial(decoder.plain, compiled=True)
-        methods["speculative, compiled"] = partial(decoder.speculative, compiled=True)
-    results = common.decode_in_turns(methods, prompts)
+        methods["plain, compiled"] = partial(plain, compiled=True)
+        methods["speculative, compiled"] = partial(speculative, compiled=True)
+    results = common.decode_in_turns(methods, pair.prompts)
     speeds = {name: common.summary(result, results["plain"]) for name, result in results.items()}
     if config.peer:
         for name, result in results.items():
             speeds[name]["over_assisted_generation"] = common.over(result, results["assisted generation"])
+    limits = {"speculative": _limit(config, pair, results["speculative"], results["plain"])}
     if config.compiled:
-        speedup = common.over(results["speculative, compiled"], results["plain, compiled"])
-        speeds["speculative, compiled"]["over_plain_compiled"] = speedup
-    outside = {name: _share_outside_forwards(method, (target, draft), prompts[:4]) for name, method in clocked_methods}
+        compiled = results["speculative, compiled"], results["plain, compiled"]
+        speeds["speculative, compiled"]["over_plain_compiled"] = common.over(*compiled)
+        limits["speculative, compiled"] = _limit(config, pair, *compiled, compiled=True)
     figures = {
-        "environment": environment(target.device, config.dtype),
+        "environment": environment(pair.target.device, config.dtype),
         "config": vars(config),
         "methods": speeds,
-        "outside_forwards": outside,
-        "limit": _limits(decoder, results),
+        "outside_forwards": {name: _share_outside_forwards(method, pair) for name, method in clocked_methods},
+        "limit": limits,
     }
-    return figures | ({"batch": _batches(decoder, prompts)} if config.batch_size > 1 else {})
+    if config.batch_size > 1:
+        batch = {name: _batch(config, methods[name], pair.prompts) for name in ("plain", "speculative")}
+        figures["batch"] = {"batch_size": config.batch_size, **batch}
+    return figures
 
 
-def _share_outside_forwards(decode: Method, models: Sequence[PreTrainedModel], prompts: list[Tensor]) -> float:
-    """Return the share of the time that is spent outside the models' eager forwards, the median over prompts."""
+def _assisted(pair: common.Pair, draft_length: int, ids: Tensor) -> DecodeOutput:
+    """Decode with the draft by the library's own loop, which counts nothing: γ is constant, and it is never unsure."""
+    settings = {"num_assistant_tokens": draft_length, "num_assistant_tokens_schedule": "constant"}
+    pair.draft.generation_config.update(**settings, assistant_confidence_threshold=0.0)
+    generate: Any = pair.target.generate
+    options = {"attention_mask": torch.ones_like(ids), "assistant_model": pair.draft, **pair.options}
+    return DecodeOutput(generate(ids, **options), Counts(), ())
+
+
+def _share_outside_forwards(decode: Method, pair: common.Pair) -> float:
+    """Return the share of the time that is spent outside the models' eager forwards, the median over four prompts."""
     shares = []
-    for ids in prompts:
+    for ids in pair.prompts[:4]:
         edges: list[float] = []  # where forwards begin and end, by turns
 
         def note(*_: Any, edges: list[float] = edges) -> None:
             edges.append(common.clock())
 
         with contextlib.ExitStack() as hooks:
-            for model in models:
+            for model in (pair.target, pair.draft):
                 hooks.enter_context(model.register_forward_pre_hook(note))
                 hooks.enter_context(model.register_forward_hook(note))
             seconds, _ = timed(partial(decode, ids))
@@ -118,49 +99,46 @@ def _share_outside_forwards(decode: Method, models: Sequence[PreTrainedModel], p
     return median_high(shares)
 
 
-def _limits(decoder: Decoder, results: dict[str, list[Decoded]]) -> dict[str, Any]:
-    """Compare the speed-ups with τ·t(1) ÷ (d(γ) + t(γ + 1)): a loop that costs nothing, forwards as measured."""
-    draft_length, limits = decoder.config.draft_length, {}
-    for suffix in ("", ", compiled") if decoder.config.compiled else ("",):
-        speculative, plain = results[f"speculative{suffix}"], results[f"plain{suffix}"]
-        one, block, step = common.forward_seconds(
-            decoder.target, decoder.draft, draft_length, decoder.config.middle, compiled=bool(suffix)
-        )
-        limit = (common.mean_acceptance_length(speculative) or 0.0) * one / (draft_length * step + block)
-        speedup = common.over(speculative, plain)
-        limits[f"speculative{suffix}"] = {
-            "target_milliseconds": {"1": 1e3 * one, str(draft_length + 1): 1e3 * block},
-            "draft_step_milliseconds": 1e3 * step,
-            "limit": limit,
-            "speedup": speedup,
-            "share_of_limit": (speedup.value or float("nan")) / limit,
-        }
-    return limits
+def _limit(
+    config: BenchDecodeConfig,
+    pair: common.Pair,
+    speculative: Sequence[common.Decoded],
+    plain: Sequence[common.Decoded],
+    compiled: bool = False,
+) -> dict[str, Any]:
+    """Compare the speed-up with τ·t(1) ÷ (d(γ) + t(γ + 1)): a loop that costs nothing, forwards as measured."""
+    one, block, step = common.forward_seconds(pair, config.draft_length, config.middle, compiled)
+    tau, speedup = common.mean_acceptance_length(speculative) or 0.0, common.over(speculative, plain)
+    limit = tau * one / (config.draft_length * step + block)
+    return {
+        "target_milliseconds": {"1": 1e3 * one, str(config.draft_length + 1): 1e3 * block},
+        "draft_step_milliseconds": 1e3 * step,
+        "limit": limit,
+        "speedup": speedup,
+        "share_of_limit": (speedup.value or float("nan")) / limit,
+    }
 
 
-def _batches(decoder: Decoder, prompts: list[Tensor]) -> dict[str, Any]:
+def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], prompts: list[Tensor]) -> dict[str, Any]:
     """Compare tokens per second of `batch_size` rows together with those of one row at a time, taken in turns."""
-    count, new = decoder.config.batch_size, decoder.config.max_new_tokens
+    count, new = config.batch_size, config.max_new_tokens
     rows = (prompts * count)[:count]
-    batch, mask = common.padded(rows)
-    figures: dict[str, Any] = {"batch_size": count}
-    for name, decode in (("plain", decoder.plain), ("speculative", decoder.speculative)):
-        calls: dict[str, Callable[[], Any]] = {
-            "together": partial(decode, batch, mask),
-            "alone": lambda decode=decode: [decode(ids) for ids in rows],  # type: ignore[misc]
-        }
-        turns = [common.in_turns(calls, turn) for turn in range(4)]
-        seconds = {way: [turn[way][0] for turn in turns[1:]] for way in calls}  # the first turn warms up
-        ratios = [alone / together for together, alone in zip(*seconds.values(), strict=True)]
-        together, alone = (turns[-1][way][1] for way in calls)
-        pairs = zip(together.sequences, alone, strict=True)
-        same = sum(torch.equal(row[-new:], single.sequences[0, -new:]) for row, single in pairs)
-        figures[name] = {
-            "tokens_per_second": count * new / median_high(seconds["together"]),
-            "over_one_row_at_a_time": {"value": median_high(ratios), "range": [min(ratios), max(ratios)]},
-            "rows_identical": f"{same} of {count}",
-        }
-    return figures
+    calls: dict[str, Callable[[], Any]] = {
+        "together": partial(decode, *common.padded(rows)),
+        "alone": lambda: [decode(ids) for ids in rows],
+    }
+    turns = [common.in_turns(calls, turn) for turn in range(4)][1:]  # the first warms up
+    together, alone = ([turn[name][0] for turn in turns] for name in calls)
+    ratios = [apart / joint for joint, apart in zip(together, alone, strict=True)]
+    texts = [row[-new:] for row in turns[-1]["together"][1].sequences]
+    same = sum(
+        torch.equal(text, one.sequences[0, -new:]) for text, one in zip(texts, turns[-1]["alone"][1], strict=True)
+    )
+    return {
+        "tokens_per_second": count * new / median_high(together),
+        "over_one_row_at_a_time": {"value": median_high(ratios), "range": [min(ratios), max(ratios)]},
+        "rows_identical": f"{same} of {count}",
+    }
 
 
 if __name__ == "__main__":

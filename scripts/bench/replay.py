@@ -21,9 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import Counts, DraftModelProposer
 from draftsmith.decode.errors import InputError, at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import replay_acceptance
@@ -32,11 +31,10 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
-from draftsmith.scripts.bench.common import DecodingConfig, load_pair, padded, run_benchmark, timed
+from draftsmith.scripts.bench.common import DecodingConfig, Pair, padded, run_benchmark, timed
 from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.provenance import environment, write_json
 
-GREEDY = {"do_sample": False}
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -80,34 +78,32 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A target and its prompts, (1, T) each, decoded in the same batches by every method."""
+    """A pair whose prompts every method decodes in the same batches."""
 
-    target: PreTrainedModel
-    prompts: list[Tensor]
+    pair: Pair
     config: BenchReplayConfig
 
     @property
     def prompt_lengths(self) -> list[int]:
         """Tokens of each prompt."""
-        return [ids.shape[1] for ids in self.prompts]
+        return [ids.shape[1] for ids in self.pair.prompts]
 
     def plain(self, seed: int = 0, **sampling: Any) -> list[Tensor]:
         """Return the texts of plain decoding."""
-        return self._decoded(partial(autoregressive_generate, self.target), seed, sampling).texts
+        return self._decoded(self.pair.plain, seed, sampling).texts
 
     def speculative(self, proposer: Proposer, draft_length: int, seed: int = 0, **sampling: Any) -> Decoded:
         """Decode every prompt at one draft length."""
-        decode = partial(speculative_generate, self.target, proposer, draft_length=draft_length)
+        decode = partial(self.pair.speculative, proposer=proposer, draft_length=draft_length)
         return self._decoded(decode, seed, sampling)
 
     def _decoded(self, decode: Callable[..., DecodeOutput], seed: int, sampling: dict[str, Any]) -> Decoded:
         result = Decoded(0.0, [], [])
-        for first in range(0, len(self.prompts), self.config.batch_size):
-            rows = self.prompts[first : first + self.config.batch_size]
+        for first in range(0, len(self.pair.prompts), self.config.batch_size):
+            rows = self.pair.prompts[first : first + self.config.batch_size]
             ids, mask = padded(rows)
             # Row i of a batch draws with seed + i: no row of a pass draws as another does.
-            options = {"seed": seed + first, "max_new_tokens": self.config.max_new_tokens, **sampling}
-            seconds, output = timed(partial(decode, input_ids=ids, attention_mask=mask, **options))
+            seconds, output = timed(partial(decode, ids, mask, seed=seed + first, **sampling))
             result.seconds += seconds
             pairs = zip(output.sequences, rows, strict=True)
             result.texts += [text[ids.shape[1] - prompt.shape[1] :] for text, prompt in pairs]
@@ -117,8 +113,8 @@ class Decoder:
 
 def bench(config: BenchReplayConfig) -> dict[str, Any]:
     """Run what is missing and return the figures."""
-    target, draft, prompts = load_pair(config)
-    decoder = Decoder(target, prompts, config)
+    pair = Pair.load(config)
+    decoder, target, draft = Decoder(pair, config), pair.target, pair.draft
     draft_lengths = range(1, config.longest + 1)
     parts = {"greedy: draft": partial(greedy_part, decoder, DraftModelProposer(draft), draft_lengths)}
     if config.medusa is not None:
@@ -134,7 +130,7 @@ def bench(config: BenchReplayConfig) -> dict[str, Any]:
         "parts": _parts_done(config),
         "environment": environment(target.device, config.dtype),
         "config": vars(config),
-        "prompts": len(prompts),
+        "prompts": len(pair.prompts),
     }
     path = config.figures_path()
     for name, part in parts.items():
@@ -160,15 +156,15 @@ def _parts_done(config: BenchReplayConfig) -> dict[str, Any]:
 
 def greedy_part(decoder: Decoder, proposer: Proposer, draft_lengths: Sequence[int]) -> dict[str, Any]:
     """Compare every integer of every text at T=0, and the seconds of replay with those of decoding."""
-    texts = decoder.plain(**GREEDY)
+    texts = decoder.plain()
     lengths = decoder.prompt_lengths
-    replay = partial(replay_acceptance, decoder.target, proposer, texts, lengths, draft_lengths, temperature=0)
+    replay = partial(replay_acceptance, decoder.pair.target, proposer, texts, lengths, draft_lengths, temperature=0)
     replayed = replay().texts  # warms up, as plain decoding did for the decoder
     by_length, seconds = {}, []
     for k in tqdm(draft_lengths, desc="decode", unit="draft length"):
         # In turns, for a busy machine to slow both alike.
         seconds.append(timed(replay)[0])
-        decoded = decoder.speculative(proposer, k, **GREEDY)
+        decoded = decoder.speculative(proposer, k)
         compared = [
             pair
             for counts, text in zip(decoded.counts, replayed, strict=True)
@@ -207,13 +203,13 @@ def _integers(expected: Any, actual: Any) -> list[tuple[Any, Any]]:
 
 def sampled_part(decoder: Decoder, proposer: Proposer) -> dict[str, Any]:
     """Compare τ of decoder and replay at T=1, and the variance of their rounds among draws of one prompt."""
-    config, count = decoder.config, len(decoder.prompts)
+    config, count = decoder.config, len(decoder.prompt_lengths)
     draws, tokens = config.draws, count * config.draws * config.max_new_tokens
 
     def replayed_rounds(texts: list[Tensor], draft_lengths: Sequence[int]) -> dict[int, np.ndarray]:
         """Return the expected rounds of each draw and prompt, by draft length."""
         lengths = decoder.prompt_lengths * draws
-        replay = replay_acceptance(decoder.target, proposer, texts, lengths, draft_lengths, SAMPLED["temperature"])
+        replay = replay_acceptance(decoder.pair.target, proposer, texts, lengths, draft_lengths, SAMPLED["temperature"])
         return {k: np.array(replay.tokens_and_rounds(k)[1]).reshape(draws, count) for k in draft_lengths}
 
     plain = [text for i in range(draws) for text in decoder.plain(seed=i * count, **SAMPLED)]

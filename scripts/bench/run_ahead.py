@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.decode import DecodeOutput, DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import DecodeOutput
 from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.proposers.run_ahead import RunAheadProposer
 from draftsmith.scripts.bench import common
@@ -47,30 +47,27 @@ class BenchRunAheadConfig(DecodingConfig):
 def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     threads = torch.get_num_threads()
-    target, draft, prompts = common.load_pair(config, config.draft_device)
-    fewer = max(1, threads - AHEAD_THREADS) if draft.device.type == "cpu" else threads
+    pair = common.Pair.load(config, config.draft_device)
+    fewer = max(1, threads - AHEAD_THREADS) if pair.draft.device.type == "cpu" else threads
     with_fewer = partial(_with_threads, fewer, threads)
 
-    proposers = {k: RunAheadProposer(draft, threads=AHEAD_THREADS) for k in config.draft_lengths}
+    proposers = {k: RunAheadProposer(pair.draft, threads=AHEAD_THREADS) for k in config.draft_lengths}
     rounds: Counter[int] = Counter()
 
-    def waiting(k: int, ids: Tensor) -> DecodeOutput:
-        return speculative_generate(target, DraftModelProposer(draft), ids, draft_length=k, **config.options)
-
-    def ahead(k: int, ids: Tensor) -> DecodeOutput:
-        output = speculative_generate(target, proposers[k], ids, draft_length=k, **config.options)
-        proposers[k].close()  # or it would draft on in another method's turn
-        rounds[k] += output.counts.num_drafts
+    def ahead(ids: Tensor, draft_length: int) -> DecodeOutput:
+        output = pair.speculative(ids, proposer=proposers[draft_length], draft_length=draft_length)
+        proposers[draft_length].close()  # or it would draft on in another method's turn
+        rounds[draft_length] += output.counts.num_drafts
         return output
 
-    plain: Callable[[Tensor], DecodeOutput] = partial(autoregressive_generate, target, **config.options)
-    methods = {"plain": plain}
+    methods: dict[str, Callable[[Tensor], DecodeOutput]] = {"plain": pair.plain}
     for k in config.draft_lengths:
-        methods[f"in turns, γ={k}"] = partial(waiting, k)
+        waiting = partial(pair.speculative, draft_length=k)
+        methods[f"in turns, γ={k}"] = waiting
         if fewer < threads:
-            methods[f"in turns, fewer threads, γ={k}"] = with_fewer(partial(waiting, k))
-        methods[f"ahead, γ={k}"] = with_fewer(partial(ahead, k))
-    runs = [common.decode_in_turns(methods, prompts) for _ in range(config.repeats)]
+            methods[f"in turns, fewer threads, γ={k}"] = with_fewer(waiting)
+        methods[f"ahead, γ={k}"] = with_fewer(partial(ahead, draft_length=k))
+    runs = [common.decode_in_turns(methods, pair.prompts) for _ in range(config.repeats)]
     results = {name: _medians([run[name] for run in runs]) for name in methods}
 
     by_length = {}
@@ -78,7 +75,7 @@ def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
         in_turns, running = results[f"in turns, γ={k}"], results[f"ahead, γ={k}"]
         alike = results.get(f"in turns, fewer threads, γ={k}", in_turns)
         share = proposer.num_used / rounds[k]
-        _, block, step = with_fewer(common.forward_seconds)(target, draft, k, config.middle)
+        _, block, step = with_fewer(common.forward_seconds)(pair, k, config.middle)
         by_length[k] = {
             "in_turns": summary(in_turns, results["plain"]),
             "in_turns_fewer_threads": summary(alike, results["plain"]),
@@ -91,7 +88,7 @@ def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
             "at_most": (k * step + block) / ((1 - share) * k * step + block),
         }
     return {
-        "environment": environment(target.device, config.dtype),
+        "environment": environment(pair.target.device, config.dtype),
         "config": vars(config),
         "threads": {"in_turns": threads, "target_while_ahead": fewer},
         "plain": summary(results["plain"], results["plain"]),
