@@ -109,3 +109,8 @@ def require_some(config: object, name: str, what: str, prefix: str = "") -> None
     """
     if not getattr(config, name):
         raise InputError(f"{prefix}{name}: expected at least one {what}, found none")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message that is not empty, or the name of its class."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

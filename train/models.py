@@ -19,7 +19,7 @@ from transformers import (
 from transformers.integrations import deepspeed
 from transformers.utils import logging
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -96,7 +96,7 @@ def load_model(
     except ImportError as error:
         raise InputError(f"{field}: expected bitsandbytes for {quantization} weights, found: {error}") from error
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise InputError(f"{field}: expected a causal LM in {path}, found: {_first_line(error)}") from error
+        raise InputError(f"{field}: expected a causal LM in {path}, found: {first_line(error)}") from error
     model, info = loaded
     if info["missing_keys"]:
         # The library fills them with random numbers and warns.
@@ -125,7 +125,7 @@ def load_tokenizer(
     except StrictDataclassError as error:  # of the model's config, which says what tokenizer to load
         raise InputError(f"{field}: expected a causal LM in {path}, found: {' '.join(str(error).split())}") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"{field}: expected a tokenizer in {path}, found: {_first_line(error)}") from error
+        raise InputError(f"{field}: expected a tokenizer in {path}, found: {first_line(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -214,7 +214,3 @@ def _require_config(path: str | Path, field: str) -> None:
         raise InputError(f"{field}: expected a model directory with config.json, found none in {path}")
     if looks_local(path) and not local.is_dir():
         raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

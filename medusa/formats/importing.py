@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa.formats.export import (
     CONFIG,
     FORMATS,
@@ -93,7 +93,7 @@ def _read_own(directory: Path) -> MedusaHeads:
     try:
         config = MedusaConfig.from_dict(raw)
     except Exception as error:  # the library stumbles over whatever it finds
-        raise InputError(f"{path}: expected a config of heads, found: {_first_line(error)}") from error
+        raise InputError(f"{path}: expected a config of heads, found: {first_line(error)}") from error
     return _built(directory, config, _read_safetensors(_shards(directory)), {})
 
 
@@ -184,7 +184,7 @@ def _read_fasterdecoding(directory: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise InputError(f"{pickled}: expected pickled tensors alone, found other objects or damage") from error
     except Exception as error:  # a damaged archive raises whatever its reader stumbles over
-        raise InputError(f"{pickled}: expected a whole file of tensors, found: {_first_line(error)}") from error
+        raise InputError(f"{pickled}: expected a whole file of tensors, found: {first_line(error)}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
         raise InputError(f"{pickled}: expected a state dict, found {type(found).__name__} of other things")
     return {str(name): tensor for name, tensor in found.items()}
@@ -255,7 +255,7 @@ def _shards(directory: Path) -> list[Path]:
             for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index}: expected an index of safetensors, found: {_first_line(error)}") from error
+        raise InputError(f"{index}: expected an index of safetensors, found: {first_line(error)}") from error
 
 
 def _read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
@@ -265,9 +265,5 @@ def _read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda na
             with safe_open(path, "pt") as file:
                 found |= {name: file.get_tensor(name) for name in file.keys() if keep(name)}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: expected safetensors, found: {_first_line(error)}") from error
+            raise InputError(f"{path}: expected safetensors, found: {first_line(error)}") from error
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

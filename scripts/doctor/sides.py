@@ -17,7 +17,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads import MedusaConfig
 from draftsmith.scripts.doctor.findings import Finding
@@ -133,7 +133,7 @@ def _empty_model(role: str, path: str, trust_remote_code: bool) -> tuple[PreTrai
                 config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
             )
     except Exception as error:  # a broken config raises whatever its architecture stumbles over
-        raise InputError(f"{role}: expected a causal LM in {path}, found: {_first_line(error)}") from error
+        raise InputError(f"{role}: expected a causal LM in {path}, found: {first_line(error)}") from error
     return model.eval(), config
 
 
@@ -148,7 +148,7 @@ def _empty_heads(path: str) -> MedusaHeads:
     except InputError:
         raise
     except Exception as error:  # as above
-        raise InputError(f"medusa: expected Medusa heads in {path}, found: {_first_line(error)}") from error
+        raise InputError(f"medusa: expected Medusa heads in {path}, found: {first_line(error)}") from error
 
 
 def _checkpoint(role: str, path: str, said: str) -> tuple[dict[str, tuple[str, tuple[int, ...]]], Finding]:
@@ -195,10 +195,6 @@ def _by_dtype(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Counter[str]:
     for dtype, shape in tensors.values():
         counts[dtype] += prod(shape)
     return counts
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _count(number: int) -> str:

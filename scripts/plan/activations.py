@@ -5,16 +5,20 @@ shapes and no data (`FakeTensorMode`), and every storage is counted from its all
 have what PyTorch keeps for the backward of each operation, two copies of a norm's input and a dropout's mask included,
 and follow the code when it changes.
 
+Of a deep model with equal layers three and four layers are traced: memory grows by the same number of bytes with each
+further layer (`at_full_depth`).
+
 For a GPT layer in half precision on s tokens of b rows with hidden size h, Korthikanti et al. 2022 (section 4.1) count
-34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). What is
-found here is above that by what eager kernels keep besides: intermediate results of activations and norms that are
-written in several operations, and with padding an additive mask of 2·b·s² bytes a layer.
+34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). The
+count here is above that: eager kernels also keep intermediate results of activations and norms that take several
+operations, and with padding an additive mask of 2·b·s² bytes a layer.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +29,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from draftsmith.scripts.plan.model_states import Precision
-from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.chunked import chunked_sum
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
+
+SHALLOW = (3, 4)
+"""Layers that are traced in place of more: a first, a last and one or two between them."""
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,16 +44,26 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, given: Iterable[Tensor] = ()):
         super().__init__()
         self.now = 0
-        self.peak = 0
+        self.peaks = [0]
+        """The most bytes at any time between one `mark` and the next."""
         self._sizes: dict[int, int] = {}
         self._given = list(given)
         """Not counted, and kept: a storage's number is that of another once it is released."""
         for tensor in self._given:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
+    @property
+    def peak(self) -> int:
+        """The most bytes at any time since `restart`."""
+        return max(self.peaks)
+
     def restart(self) -> None:
         """Look for the peak from here on."""
-        self.peak = self.now
+        self.peaks = [self.now]
+
+    def mark(self) -> None:
+        """Begin another of the `peaks`."""
+        self.peaks.append(self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -56,7 +73,7 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in self._sizes:
                     self._sizes[storage._cdata] = storage.nbytes()
                     self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
+                    self.peaks[-1] = max(self.peaks[-1], self.now)
                     weakref.finalize(storage, self._release, storage._cdata)
         return out
 
@@ -95,26 +112,21 @@ class Activations:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a model is fed."""
+class BatchShape:
+    """The shape of what a model is fed."""
 
     length: int
     """Tokens of a row."""
     rows: int = 1
-    """For which figures are exact. Peaks are the largest of several affine functions of the rows: between this number
-    and four times as many the figures are at most too high, beyond them by little too low."""
+    """Figures are exact for this number. Peaks are the largest of several affine functions of the rows: up to four
+    times as many rows the figures are at most too high, beyond them a little too low."""
     packed: bool = False
     """Rows have positions in place of a mask."""
 
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """The numbers of rows that traces are taken at."""
-        return self.rows, 4 * self.rows
-
-    def affine(self, at_few: float, at_many: float) -> Affine:
-        """Return what was found at `sizes`, for any number of rows."""
-        few, many = self.sizes
-        return Affine.through(few, at_few, many, at_many)
+    def affine(self, bytes_of: Callable[[int], list[float]]) -> list[Affine]:
+        """Return functions of the number of rows, from the bytes at this number and at four times as many."""
+        few, many = self.rows, 4 * self.rows
+        return [Affine.through(few, a, many, b) for a, b in zip(bytes_of(few), bytes_of(many), strict=True)]
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
         """Return a batch of so many rows, (B, T) each, of padded texts or packed ones."""
@@ -125,11 +137,6 @@ class Batch:
         """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""
         places = hidden.new_zeros(len(hidden) * (self.length - 1), dtype=torch.long)
         return hidden[:, :-1][places, places]
-
-
-def fake_mode() -> FakeTensorMode:
-    """Return a mode in which models are built and run without data."""
-    return FakeTensorMode()
 
 
 def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
@@ -159,7 +166,72 @@ def _precision(precision: Precision) -> Iterator[None]:
         yield
 
 
-def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: Batch, precision: Precision) -> Affine:
+def at_full_depth(model: PreTrainedModel, trace: Callable[[Sequence[nn.Module]], list[list[int]]]) -> list[float]:
+    """Return the most bytes of each phase of a trace, by tracing few layers where all layers are alike.
+
+    Each peak between two marks of `_marked` grows by the same bytes with each layer. Which of them is the
+    highest depends on the depth (a backward may be at its most in its last layer or in the embeddings), so each of them
+    is extrapolated, and then the highest is taken. Those in between the first and the last layers lie on a line.
+
+    Args:
+        model: what is traced.
+        trace: returns the `LiveBytes.peaks` of each phase, marked at the layers that it is called with; a number that
+            is no peak is a phase with one item.
+    """
+    decoder: Any = model.get_decoder()
+    depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
+    stacks = [
+        (parent, name, stack)
+        for parent in decoder.modules()
+        for name, stack in parent.named_children()
+        if isinstance(stack, nn.ModuleList) and len(stack) == depth
+    ]
+    if len(stacks) != 1 or depth <= sum(SHALLOW) or not _alike(model, stacks[0][2]):
+        return [float(max(peaks)) for peaks in trace([])]
+    (parent, name, stack), traces = stacks[0], []
+    try:
+        for count in SHALLOW:
+            layers = list(stack)[:count]
+            setattr(parent, name, nn.ModuleList(layers))
+            traces.append(trace(layers))
+    finally:
+        setattr(parent, name, stack)
+    highest = []
+    for few, more in zip(*traces, strict=True):
+        ends = 2 * (len(more) - len(few)) or 1  # peaks in two layers; a phase with one item has no layers
+        pairs = [*zip(few[:ends], more[:ends], strict=True), *zip(few[-ends:], more[-ends:], strict=True)]
+        highest.append(float(max(a + (b - a) * (depth - SHALLOW[0]) for a, b in pairs)))
+    return highest
+
+
+def _alike(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
+    """Say whether all layers have the same class, parameters and kind of attention."""
+    kinds = {
+        (type(layer), *((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()))
+        for layer in layers
+    }
+    return len(kinds) == len(set(getattr(model.config.get_text_config(), "layer_types", None) or [""])) == 1
+
+
+@contextmanager
+def _marked(layers: Sequence[nn.Module], live: LiveBytes) -> Iterator[None]:
+    """Mark where each layer's forward begins, and where its backward ends."""
+
+    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+        live.mark()
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if hidden.requires_grad:
+            hidden.register_hook(lambda grad: live.mark())
+
+    handles = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
     """Return the most bytes beyond its weights that a model's forward takes at any time without gradients.
 
     Args:
@@ -168,14 +240,16 @@ def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: Batch, pr
         batch: what it is fed.
         precision: "autocast", or anything else for the weights' own.
     """
-    peaks = []
-    for rows in batch.sizes:
+
+    def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
-            with LiveBytes([*_tensors(model), *inputs.values()]) as live, _precision(precision):
+            given = [*_tensors(model), *inputs.values()]
+            with LiveBytes(given) as live, _precision(precision), _marked(layers, live):
                 batch.chosen(last_hidden(model.eval(), **inputs))
-            peaks.append(live.peak)
-    return batch.affine(*peaks)
+        return [live.peaks]
+
+    return batch.affine(lambda rows: at_full_depth(model, partial(trace, rows)))[0]
 
 
 class _Loss(torch.autograd.Function):
@@ -192,7 +266,7 @@ class _Loss(torch.autograd.Function):
 
 
 def trace_draft(
-    mode: FakeTensorMode, draft: PreTrainedModel, batch: Batch, precision: Precision, checkpointing: bool
+    mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape, precision: Precision, checkpointing: bool
 ) -> Activations:
     """Return what a draft's training step holds, by running its forward and backward on fake tensors.
 
@@ -204,17 +278,15 @@ def trace_draft(
         precision: how it computes.
         checkpointing: recompute each layer's activations in the backward (Chen et al. 2016).
     """
-    found = []
-    for rows in batch.sizes:
+
+    def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:
         with mode:
             draft.train()
             if checkpointing:
                 draft.activation_checkpointing_enable({"use_reentrant": False})
-            # Held throughout: gradients add up in them.
-            for parameter in draft.parameters():
-                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            _hold_gradients(draft)
             inputs = batch.inputs(rows)
-            with LiveBytes([*_tensors(draft), *inputs.values()]) as live:
+            with LiveBytes([*_tensors(draft), *inputs.values()]) as live, _marked(layers, live):
                 with _precision(precision):
                     whole = last_hidden(draft, **inputs)  # the loss is taken while the forward still has it
                     hidden = batch.chosen(whole)
@@ -224,25 +296,27 @@ def trace_draft(
                 kept = live.now
                 live.restart()
                 total.backward()
-            backward = live.peak
             draft.activation_checkpointing_disable()
             draft.zero_grad()
-            found.append((in_loss, kept, backward))
-    return Activations(*(batch.affine(*pair) for pair in zip(*found, strict=True)))
+        return [[in_loss], [kept], live.peaks]
+
+    return Activations(*batch.affine(lambda rows: at_full_depth(draft, partial(trace, rows))))
 
 
-def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: Batch, precision: Precision) -> Affine:
+def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
     """Return the bytes of a draft's keys and values for texts as long as the batch."""
-    sizes = []
-    for rows in batch.sizes:
+
+    def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
             with LiveBytes([*_tensors(draft), *inputs.values()]) as live, _precision(precision):
                 decoder: Any = draft.eval().get_decoder()
                 cache = decoder(**inputs, use_cache=True).past_key_values
-                sizes.append(live.now)
+                held = live.now
                 del cache
-    return batch.affine(*sizes)
+        return [[held]]
+
+    return batch.affine(lambda rows: at_full_depth(draft, partial(trace, rows)))[0]
 
 
 def trace_loss(
@@ -262,10 +336,10 @@ def trace_loss(
         mode: that the models were built in.
         objective: what is minimised.
         draft: as in `trace_draft`.
-        target: in its own dtype; None for laws from a teacher cache.
+        target: in its own dtype; None for distributions from a teacher cache.
         positions: that the loss is taken over.
         precision: how the draft computes.
-        k: tokens of a cached law.
+        k: tokens of a cached distribution.
     """
     vocabulary = common_vocabulary(draft, target)
     with mode:
@@ -285,12 +359,11 @@ def trace_loss(
             hidden = _hidden(target, positions)
             teacher = LiveDistributions(hidden, head_of(target).cut(vocabulary))
             given = [*_tensors(target), hidden]
-        for parameter in draft.parameters():
-            parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+        _hold_gradients(draft)
         with LiveBytes([*_tensors(draft), *given, q_hidden, labels, weights]) as live:
             with _precision(precision):
                 head = head_of(draft).cut(vocabulary)
-                total = lean.chunked_sum(objective.features, weights, labels, q_hidden, head, teacher)[0]
+                total = chunked_sum(objective.features, weights, labels, q_hidden, head, teacher)[0]
             forward = live.peak
             live.restart()
             total.backward()
@@ -306,6 +379,12 @@ def common_vocabulary(*models: PreTrainedModel | None) -> int:
 def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = None) -> Tensor:
     head = head_of(model).weight
     return torch.zeros(positions, head.shape[1], dtype=dtype or head.dtype)
+
+
+def _hold_gradients(model: nn.Module) -> None:
+    # Held throughout: a step's gradients add up in them.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -1,18 +1,19 @@
-"""What a distillation run holds in memory at each moment of a step, reckoned without weights and without a GPU.
+"""What a distillation run holds in memory at each moment of a step, computed without weights and without a GPU.
 
 Some of it is there at all times (`model_states`), and some comes and goes (`activations`). Not counted: kernels'
 workspaces and the allocator's fragmentation, for which a plan sets an allowance aside.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from draftsmith.scripts.plan.activations import Activations, Affine, Batch, common_vocabulary, trace_loss
+from draftsmith.scripts.plan.activations import Activations, Affine, BatchShape, common_vocabulary, trace_loss
 from draftsmith.scripts.plan.model_states import Precision
-from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses import chunked
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of
 
@@ -38,7 +39,7 @@ class Footprint:
     draft: PreTrainedModel
     target: PreTrainedModel | None
     objective: Objective
-    batch: Batch
+    batch: BatchShape
     precision: Precision
     activations: Activations
     target_forward: Affine
@@ -50,16 +51,18 @@ class Footprint:
     step: float = 0.0
     """What the optimiser takes for a moment."""
     k: int = 32
-    """Tokens of a cached law."""
+    """Tokens of a cached distribution."""
     cache: Affine | None = None
     """`trace_cache` of a draft that writes texts of its own."""
+    _losses: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """`trace_loss` by the number of positions."""
 
     def positions(self, rows: int) -> int:
         """Return the positions that the loss is taken over, all of them completion tokens in the worst case."""
         return rows * (self.batch.length - 1)
 
     def teacher_bytes(self, rows: int) -> float:
-        """Return the bytes of what p is made from: the target's hidden states, or its cached laws."""
+        """Return the bytes of what p is made from: the target's hidden states, or its cached distributions."""
         if not self.objective.needs_target:
             return 0.0
         if self.target is None:
@@ -70,7 +73,7 @@ class Footprint:
     @property
     def _chunk(self) -> int:
         """Positions of a chunk of the loss."""
-        return max(1, lean.CHUNK_ENTRIES // common_vocabulary(self.draft, self.target))
+        return max(1, chunked.CHUNK_ENTRIES // common_vocabulary(self.draft, self.target))
 
     @cached_property
     def _chunks(self) -> list[Affine]:
@@ -79,7 +82,10 @@ class Footprint:
         return [Affine.through(2, two, 3, three) for two, three in pairs]
 
     def _traced_loss(self, positions: int) -> tuple[float, float]:
-        return trace_loss(self.mode, self.objective, self.draft, self.target, positions, self.precision, self.k)
+        if positions not in self._losses:
+            traced = trace_loss(self.mode, self.objective, self.draft, self.target, positions, self.precision, self.k)
+            self._losses[positions] = traced
+        return self._losses[positions]
 
     def loss_bytes(self, rows: int) -> tuple[float, float]:
         """Return `trace_loss` of so many rows."""
@@ -95,9 +101,9 @@ class Footprint:
         Those of both models, their float32 log-probabilities, and the gradient to the draft's.
         """
         size = self.positions(rows) * common_vocabulary(self.draft)
-        own = 4 if self.precision == "float32" else 2
+        width = 4 if self.precision == "float32" else 2
         theirs = head_of(self.target).weight.element_size() if self.target is not None else 0
-        return float(size * (2 * own + theirs + 8))
+        return float(size * (2 * width + theirs + 8))
 
     def moments(self, rows: int, eval_rows: int) -> list[Moment]:
         """Return the times at which memory may be at its most.
@@ -108,7 +114,7 @@ class Footprint:
         """
         parts, loss = self.activations, self.loss_bytes(rows)
         copies = max(0.0, parts.in_loss.constant)
-        found = [
+        moments = [
             Moment("the target's forward", {"target: activations": self.target_forward(rows)}),
             Moment(
                 "the loss",
@@ -128,14 +134,14 @@ class Footprint:
         ]
         if self.cache is not None:
             logits = 6 * 4 * rows * common_vocabulary(self.draft)  # processors sort and copy
-            found.append(
+            moments.append(
                 Moment("sampling", {"draft: keys and values": self.cache(rows), "sampling: logits": float(logits)})
             )
         if eval_rows:
             sampler, evaluated = self.teacher_bytes(eval_rows), self.loss_bytes(eval_rows)[0]
             most = max(self.target_forward(eval_rows), sampler + max(self.draft_forward(eval_rows), evaluated))
-            found.append(Moment("evaluation", {"both models: activations": most}))
-        return found
+            moments.append(Moment("evaluation", {"both models: activations": most}))
+        return moments
 
     def peak(self, rows: int, eval_rows: int = 0) -> Moment:
         """Return the moment with the most."""
@@ -146,11 +152,9 @@ class Footprint:
         return sum(self.held.values()) + self.peak(rows, eval_rows).total
 
     def largest(self, capacity: float, eval_rows: int = 0, limit: int = 4096) -> int:
-        """Return the most rows of a micro batch that fit in so many bytes; 0 if one does not."""
-        fits, over = 0, 1
+        """Return the most rows of a micro batch that fit in so many bytes, below twice `limit`; 0 if one does not."""
+        over = 1
         while over <= limit and self.total(over, eval_rows) <= capacity:
-            fits, over = over, 2 * over
-        while over - fits > 1:
-            middle = (fits + over) // 2
-            fits, over = (middle, over) if self.total(middle, eval_rows) <= capacity else (fits, middle)
-        return fits
+            over *= 2
+        # Between the last power of two that fits and the first that does not.
+        return bisect_right(range(over), capacity, lo=over // 2 + 1, key=lambda rows: self.total(rows, eval_rows)) - 1

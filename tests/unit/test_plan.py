@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     Adafactor,
     GPT2Config,
@@ -19,12 +20,11 @@ from transformers import (
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.plan import command as plan
+from draftsmith.scripts.plan import activations, command
 from draftsmith.scripts.plan.activations import (
     Affine,
-    Batch,
+    BatchShape,
     LiveBytes,
-    fake_mode,
     shadow,
     trace_cache,
     trace_draft,
@@ -32,10 +32,11 @@ from draftsmith.scripts.plan.activations import (
     trace_loss,
 )
 from draftsmith.scripts.plan.footprint import Footprint
+from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.scripts.plan.model_states import Weights, held_bytes, optimizer_bytes, target_bytes
-from draftsmith.train.cli import run
+from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.collator import training_examples
-from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses import chunked
 from draftsmith.train.losses.objective import NAMES, Objective
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
@@ -55,14 +56,14 @@ def nbytes(tensors) -> int:
 
 
 def padded(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    inputs = Batch(LENGTH, ROWS).inputs(rows)
+    inputs = BatchShape(LENGTH, ROWS).inputs(rows)
     inputs["attention_mask"][0, 100:] = 0  # without padding the library leaves the mask away
     return inputs
 
 
 @pytest.fixture(scope="module")
 def fake():
-    mode = fake_mode()
+    mode = FakeTensorMode()
     with mode:
         model = LlamaForCausalLM(SHAPE)
     return mode, model
@@ -92,7 +93,7 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("amp", [False, True])
 def test_activations_are_what_autograd_saves(fake, amp, checkpointing):
-    planned = trace_draft(*fake, Batch(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
+    planned = trace_draft(*fake, BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
     saved = really_saved(LlamaForCausalLM(SHAPE), amp, checkpointing)
     kept = planned.kept(ROWS)
     # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
@@ -105,7 +106,7 @@ def test_activations_are_what_autograd_saves(fake, amp, checkpointing):
 def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     mode, shape = fake
     precision = "autocast" if amp else "float32"
-    planned = trace_draft(mode, shape, Batch(LENGTH, ROWS), precision, checkpointing)
+    planned = trace_draft(mode, shape, BatchShape(LENGTH, ROWS), precision, checkpointing)
     model = LlamaForCausalLM(SHAPE).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -116,7 +117,7 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     with LiveBytes([*model.parameters(), *model.buffers(), *gradients, *inputs.values()]) as live:
         with torch.autocast("cpu", enabled=amp):
             whole = last_hidden(model, **inputs)
-            hidden = Batch(LENGTH, ROWS).chosen(whole)
+            hidden = BatchShape(LENGTH, ROWS).chosen(whole)
             in_loss = live.now
             total = hidden.sum()
             del hidden, whole
@@ -129,13 +130,37 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     assert live.peak - 8 <= planned.backward(ROWS) <= live.peak + states + 8
 
 
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "checkpointing", "lora"),
+    [(1, 20000, True, False), (8, 100, False, True)],
+)
+def test_a_deep_model_is_traced_by_few_of_its_layers(monkeypatch, rows, vocabulary, checkpointing, lora):
+    """Where the backward is at its most depends on the shape: in the embeddings' gradient, or in the last layer."""
+    mode, batch = FakeTensorMode(), BatchShape(48, rows)
+    with mode:
+        model = tiny_llama(vocab_size=vocabulary, layers=8, hidden=32).requires_grad_(not lora)
+        for layer in model.model.layers if lora else []:
+            layer.mlp.up_proj.weight.requires_grad_(True)
+    figures = []
+    for layers in (activations.SHALLOW, (8, 9)):
+        monkeypatch.setattr(activations, "SHALLOW", layers)
+        figures.append(
+            (
+                trace_draft(mode, model, batch, "autocast", checkpointing),
+                trace_forward(mode, model, batch, "autocast"),
+            )
+        )
+    assert figures[0] == figures[1]
+    assert len(model.model.layers) == 8
+
+
 def test_a_forward_without_gradients_is_what_it_allocates(fake):
-    planned = trace_forward(*fake, Batch(LENGTH, ROWS), "float32")
+    planned = trace_forward(*fake, BatchShape(LENGTH, ROWS), "float32")
     model, inputs = LlamaForCausalLM(SHAPE).eval(), padded()
     with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
-        Batch(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
+        BatchShape(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
     assert planned(ROWS) == live.peak
-    cache = trace_cache(*fake, Batch(LENGTH, ROWS), "float32")
+    cache = trace_cache(*fake, BatchShape(LENGTH, ROWS), "float32")
     assert cache(ROWS) == pytest.approx(2 * 4 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
 
 
@@ -143,7 +168,7 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
     """Korthikanti et al. 2022, section 4.1: 34·s·b·h less two dropout masks of s·b·h, without 5·a·s²·b."""
     h, kept = 256, []
     for layers in (1, 2):
-        mode = fake_mode()
+        mode = FakeTensorMode()
         with mode:
             config = GPT2Config(
                 vocab_size=512, n_embd=h, n_layer=layers, n_head=4, n_positions=LENGTH, activation_function="gelu",
@@ -151,7 +176,7 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
             )  # fmt: skip
             model = GPT2LMHeadModel(config)
         shadow(mode, model, half=True)
-        kept.append(trace_draft(mode, model, Batch(LENGTH, ROWS), "half", False).kept(ROWS))
+        kept.append(trace_draft(mode, model, BatchShape(LENGTH, ROWS), "half", False).kept(ROWS))
     mask = 2 * ROWS * LENGTH**2  # of padding, in half precision
     found = (kept[1] - kept[0] - mask) / (ROWS * LENGTH * h)
     # Moments of the norms, and the log of the sums that attention keeps.
@@ -244,15 +269,15 @@ def test_fsdp_gathers_two_layers_and_the_head():
 )
 def test_the_loss_is_what_it_allocates(monkeypatch, name, cached):
     """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
-    monkeypatch.setattr(lean, "CHUNK_ENTRIES", 40 * 97)
-    monkeypatch.setattr(lean, "PART_ENTRIES", 5 * 97)
-    mode = fake_mode()
+    monkeypatch.setattr(chunked, "CHUNK_ENTRIES", 40 * 97)
+    monkeypatch.setattr(chunked, "PART_ENTRIES", 5 * 97)
+    mode = FakeTensorMode()
     with mode:
         draft, target = tiny_llama(1, layers=1).requires_grad_(True), tiny_llama(0, layers=1)
     objective = Objective({name: 1.0})
     zero = Affine()
     footprint = Footprint(
-        mode, draft, None if cached else target, objective, Batch(11, 20), "float32", None, zero, zero, {}, k=8
+        mode, draft, None if cached else target, objective, BatchShape(11, 20), "float32", None, zero, zero, {}, k=8
     )
     positions = footprint.positions(20)
     assert positions == 200
@@ -283,17 +308,17 @@ def flags(pair: Path, **options: object) -> list[str]:
     return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
 
 
-def planned(pair: Path, **options: object) -> plan.Planner:
+def planned(pair: Path, **options: object) -> MemoryPlan:
     argv = [*flags(pair, **options), "--training.use_cpu", "true"]
-    return plan.Planner(plan.parse_config(plan.PlanConfig, argv))
+    return MemoryPlan(parse_config(PlanConfig, argv))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("amp", [False, True])
 def test_a_whole_step_of_the_trainer_takes_what_is_planned(road, pair, tokenizer, monkeypatch, amp, checkpointing):
     """Teacher, draft, loss and backward together, at their peak."""
-    monkeypatch.setattr(lean, "CHUNK_ENTRIES", 2**14)
-    monkeypatch.setattr(lean, "PART_ENTRIES", 2**11)
+    monkeypatch.setattr(chunked, "CHUNK_ENTRIES", 2**14)
+    monkeypatch.setattr(chunked, "PART_ENTRIES", 2**11)
     options = {"training.activation_checkpointing": checkpointing, "training.bf16": amp}
     planner = planned(pair, **options)
     footprint = planner.footprint(planner.setting)
@@ -343,7 +368,7 @@ def needed(pair) -> float:
 @pytest.mark.parametrize(("spare", "found"), [(1e-3, 0), (-1e-3, 3)])
 def test_the_verdict_is_the_exit_code(pair, needed, capsys, spare, found):
     options = {"gpu_memory": needed + spare, "gpus": 2, "training.gradient_accumulation_steps": 3}
-    assert run(lambda: plan.main(flags(pair, **options))) == found
+    assert run(lambda: command.main(flags(pair, **options))) == found
     out = capsys.readouterr().out
     assert f"4 rows × 3 accumulated × 2 GPUs = 24 samples, at most {24 * LENGTH:,} tokens" in out
     assert "k = 32: 200 bytes a completion token" in out
@@ -366,7 +391,7 @@ def test_where_no_change_is_enough_several_are(pair):
 
 
 def test_nothing_helps_a_pair_that_is_too_large(pair, capsys):
-    assert run(lambda: plan.main(flags(pair, gpu_memory=3.0001))) == 3
+    assert run(lambda: command.main(flags(pair, gpu_memory=3.0001))) == 3
     out = capsys.readouterr().out
     assert "not even one row" in out and "no change of this plan's makes it fit" in out
 
@@ -439,7 +464,7 @@ def test_a_padded_vocabulary_is_counted(tmp_path):
     ],
 )
 def test_bad_input_is_refused_in_one_line(pair, capsys, options, said):
-    assert run(lambda: plan.main(flags(pair, **options))) == 2
+    assert run(lambda: command.main(flags(pair, **options))) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith("error: ") and said in line
 
@@ -447,5 +472,5 @@ def test_bad_input_is_refused_in_one_line(pair, capsys, options, said):
 def test_a_length_is_needed(pair, capsys):
     argv = flags(pair)
     at = argv.index("--sequence_length")
-    assert run(lambda: plan.main(argv[:at] + argv[at + 2 :])) == 2
+    assert run(lambda: command.main(argv[:at] + argv[at + 2 :])) == 2
     assert "sequence_length: expected the tokens of a sample" in capsys.readouterr().err

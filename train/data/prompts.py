@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError, at_least
+from draftsmith.decode.errors import InputError, at_least, first_line
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
@@ -263,7 +263,7 @@ def _parquet(path: Path) -> Iterator[Located]:
             rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
             yield from _rows(rows, str(path))
     except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected a Parquet file, found: {_first_line(error)}") from error
+        raise InputError(f"{path}: expected a Parquet file, found: {first_line(error)}") from error
 
 
 def _dataset(source: str, split: str) -> Iterator[Located]:
@@ -273,7 +273,7 @@ def _dataset(source: str, split: str) -> Iterator[Located]:
         dataset = datasets.load_dataset(name, config or None, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise InputError(
-            f"{source}: expected a file, a directory or a data set with split {split!r}, found: {_first_line(error)}"
+            f"{source}: expected a file, a directory or a data set with split {split!r}, found: {first_line(error)}"
         ) from error
     return _rows(dataset, f"{source}[{split}]")
 
@@ -402,7 +402,3 @@ def _text(value: Any, where: str, field: str, *, may_be_empty: bool = False) -> 
 def _kind(value: Any) -> str:
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "nothing"}
     return names.get(type(value), f"the number {value}" if isinstance(value, int | float) else type(value).__name__)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,323 @@
+"""What a distillation run holds in GPU memory, from its config alone, and what to change where it does not fit."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from draftsmith.decode.errors import InputError, at_least, first_line, one_of, require
+from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.draft_init import make_draft
+from draftsmith.scripts.plan.activations import (
+    Affine,
+    BatchShape,
+    shadow,
+    trace_cache,
+    trace_draft,
+    trace_forward,
+)
+from draftsmith.scripts.plan.footprint import Footprint
+from draftsmith.scripts.plan.model_states import (
+    Placement,
+    Precision,
+    Strategy,
+    Weights,
+    held_bytes,
+    optimizer_bytes,
+    target_bytes,
+)
+from draftsmith.train.lora import add_lora
+from draftsmith.train.models import DTYPES, whole_weights
+
+GIB = 2**30
+ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+DROPOUT = ("attention_dropout", "attn_pdrop")
+
+
+@dataclass
+class PlanConfig(DistillConfig):
+    """Say whether a distillation run fits its GPUs, from the config that it will be started with.
+
+    The fields of `draftsmith.distill` are read as there; those from `gpus` on are those of the plan.
+    """
+
+    gpus: int = 1
+    """GPUs that train together."""
+    gpu_memory: float = 80.0
+    """Memory of each, in GiB."""
+    strategy: Strategy | None = None
+    """How the draft is spread: ddp, fsdp2, zero1, zero2 or zero3; by default what `training` says, or ddp. Where the
+    target lies is not changed by it."""
+    sequence_length: int | None = None
+    """Tokens of a sample, padding included; `max_length` if not given."""
+    target_config: str | None = None
+    """The target's config.json, where the target itself cannot be reached."""
+    draft_config: str | None = None
+    """Likewise the draft's."""
+    reserve: float = 3.0
+    """GiB of each GPU that are set aside, by assumption and not by reckoning: the CUDA context (about 0.5), buffers of
+    NCCL and cuBLAS (about 1), and what the allocator loses to fragmentation."""
+    cache_k: int = 32
+    """Tokens of a distribution in the teacher cache whose size is reported."""
+    cache_tokens: int = 100_000_000
+    """Completion tokens of that cache."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1), "gpus", "cache_k", "cache_tokens")
+        require(self, at_least(0), "reserve")
+        require(self, one_of(DTYPES), "target_dtype")
+        if self.gpu_memory <= self.reserve:
+            raise InputError(f"gpu_memory: expected more than the reserve of {self.reserve}, found {self.gpu_memory}")
+        self.sequence_length = self.sequence_length or self.max_length
+        if self.sequence_length is None:
+            raise InputError("sequence_length: expected the tokens of a sample, here or in max_length, found none")
+        require(self, at_least(2), "sequence_length")
+        if self.draft_config is not None and self.draft is None:
+            raise InputError("draft_config: expected none for a draft made from the target, found one")
+        if self.strategy is None:
+            self.strategy = self._configured_strategy()
+        if self.optimizer == "muon" and self.strategy != "ddp":
+            raise InputError(f"optimizer: expected trainer for a draft under {self.strategy}, found muon")
+
+    def _configured_strategy(self) -> Strategy:
+        if self.training.fsdp:
+            return "fsdp2"
+        if not self.training.deepspeed:
+            return "ddp"
+        deepspeed: Any = self.training.hf_deepspeed_config
+        stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+        return stages.get(deepspeed.get_value("zero_optimization.stage", 0), "ddp")
+
+
+@dataclass(frozen=True)
+class MemorySetting:
+    """What a plan may change of a run."""
+
+    strategy: Strategy
+    half: bool
+    """Whether the draft computes in bfloat16 or float16."""
+    checkpointing: bool
+    target_dtype: str
+    target: Placement | None
+    """How the target lies on the GPUs; None with a teacher cache."""
+    rows: int
+
+    @property
+    def precision(self) -> Precision:
+        """How the draft computes."""
+        return "float32" if not self.half else "autocast" if self.strategy == "ddp" else "half"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to try where a run does not fit."""
+
+    field: str
+    """Of a `MemorySetting`."""
+    name: str
+    """What the user is to write."""
+    value: Any
+
+    def __call__(self, setting: MemorySetting) -> MemorySetting:
+        """Return a setting with it."""
+        return replace(setting, **{self.field: self.value})
+
+
+class MemoryPlan:
+    """A pair of models without data, and what runs with them would hold."""
+
+    def __init__(self, config: PlanConfig):
+        self.config = config
+        self.mode = FakeTensorMode()
+        training = config.training
+        self.setting = MemorySetting(
+            config.strategy or "ddp",
+            bool(training.bf16 or training.fp16),
+            bool(training.activation_checkpointing),
+            config.target_dtype,
+            _placement(config),
+            int(training.per_device_train_batch_size),
+        )
+        self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
+        self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
+        self.capacity = (config.gpu_memory - config.reserve) * GIB
+        self._target_config: Any = read_config(config.target, config.target_config, "target", config.trust_remote_code)
+        self.target = lru_cache(self._target)
+        self.draft = lru_cache(self._draft)
+        self._forward = lru_cache(partial(trace_forward, self.mode))
+        self._activations = lru_cache(partial(trace_draft, self.mode))
+        self._footprint = lru_cache(self._computed_footprint)
+        self._check_length()
+
+    def _target(self, dtype: str) -> PreTrainedModel:
+        target = self._built(self._target_config, dtype, "target").requires_grad_(False)
+        shadow(self.mode, target)
+        return target
+
+    def _draft(self, half: bool) -> PreTrainedModel:
+        config, init = self.config, self.config.init
+        if config.draft is None:
+            target = self._built(self._target_config, self.setting.target_dtype, "target")
+            with torch.device("meta"):
+                draft, _ = make_draft(None, init, target, _Tokens(target))  # type: ignore[arg-type]
+        else:
+            draft_config: Any = read_config(config.draft, config.draft_config, "draft", config.trust_remote_code)
+            if init.pad_vocabulary:
+                text, target_size = draft_config.get_text_config(), self._target_config.get_text_config().vocab_size
+                text.vocab_size = max(text.vocab_size, target_size)
+            draft = self._built(draft_config, "float32", "draft").requires_grad_(True)
+            if init.lora is not None:
+                with torch.device("meta"):
+                    add_lora(draft, init.lora)
+        shadow(self.mode, draft, half)  # float16 takes the bytes of bfloat16
+        return draft
+
+    def _built(self, config: Any, dtype: str, field: str) -> PreTrainedModel:
+        for name in DROPOUT:  # fused kernels draw it anew in the backward; without a GPU it would be stored
+            if getattr(config, name, None):
+                setattr(config, name, 0.0)
+        try:
+            with torch.device("meta"), whole_weights():
+                code = self.config.trust_remote_code
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=code)
+        except (ValueError, TypeError, KeyError, ZeroDivisionError, RuntimeError) as error:
+            raise InputError(f"{field}: expected the config of a causal LM, found: {first_line(error)}") from error
+        return model
+
+    def _check_length(self) -> None:
+        for field, model in (("target", self.target(self.setting.target_dtype)), ("draft", self.draft(False))):
+            most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            if most is not None and self.batch.length > most:
+                raise InputError(f"sequence_length: expected at most the {field}'s {most}, found {self.batch.length}")
+
+    def footprint(self, setting: MemorySetting) -> Footprint:
+        """Return what a GPU holds under a setting, whatever its rows."""
+        return self._footprint(replace(setting, rows=0))
+
+    def _computed_footprint(self, setting: MemorySetting) -> Footprint:
+        config, precision, gpus = self.config, setting.precision, self.config.gpus
+        draft = self.draft(precision == "half")
+        weights = Weights.of(draft)
+        optim = str(getattr(config.training.optim, "value", config.training.optim))
+        name = "muon" if config.optimizer == "muon" else optim
+        held = held_bytes(weights, optimizer_bytes(draft, name), setting.strategy, gpus, precision)
+        target = None if setting.target is None else self.target(setting.target_dtype)
+        if target is not None and setting.target is not None:
+            held = target_bytes(target, setting.target, gpus) | held
+        needed = setting.target not in (None, "elsewhere") and config.objective.needs_target
+        share = 1 if setting.strategy == "ddp" else gpus
+        copies = (name == "adamw_torch") + setting.strategy.startswith("zero")  # √v of all tensors; float32 gradients
+        return Footprint(
+            mode=self.mode,
+            draft=draft,
+            target=target,
+            objective=config.objective,
+            batch=self.batch,
+            precision=precision,
+            activations=self._activations(draft, self.batch, precision, setting.checkpointing),
+            draft_forward=self._forward(draft, self.batch, precision) if self.eval_rows else Affine(),
+            cache=trace_cache(self.mode, draft, self.batch, precision) if config.on_policy else None,
+            target_forward=self._forward(target, self.batch, "float32") if needed else Affine(),
+            held=held,
+            step=4.0 * copies * weights.trained / share,
+            k=config.cache_k,
+        )
+
+    def total(self, setting: MemorySetting) -> float:
+        """Return the most bytes at any time, the reserve left out."""
+        return self.footprint(setting).total(setting.rows, self.eval_rows)
+
+    def fits(self, setting: MemorySetting) -> bool:
+        """Say whether they fit beside the reserve."""
+        return self.total(setting) <= self.capacity
+
+    def largest(self, setting: MemorySetting) -> int:
+        """Return the most rows of a micro batch that fit."""
+        return self.footprint(setting).largest(self.capacity, self.eval_rows)
+
+    def changes(self) -> Iterator[tuple[str, MemorySetting]]:
+        """Yield what would make a run fit that does not: each change that does alone, or else those that do together.
+
+        Cheap ones come first; a smaller micro batch with more accumulation is among them.
+        """
+        now, config = self.setting, self.config
+        known: list[Change] = []
+        if not now.checkpointing:
+            known.append(Change("checkpointing", "training.activation_checkpointing true", True))
+        if not now.half:
+            known.append(Change("half", "training.bf16 true", True))
+        if now.target_dtype in ("float32", "float64") and now.target is not None:
+            known.append(Change("target_dtype", "target_dtype bfloat16", "bfloat16"))
+        if config.gpus > 1 and config.optimizer != "muon" and now.strategy in ZERO:
+            stronger = ZERO[ZERO.index(now.strategy) + 1 :]
+            known += [Change("strategy", f"strategy {strategy}", strategy) for strategy in stronger]
+        if now.target == "whole":
+            if config.gpus > 1:
+                known.append(Change("target", "target_sharded true", "sharded"))
+            known += [Change("target", f"target_quantization {bits}", bits) for bits in ("8bit", "4bit")]
+        if now.target is not None and not config.on_policy:
+            known.append(Change("target", "teacher_cache", None))
+        fitting = [(change.name, change(now)) for change in known if self.fits(change(now))]
+        rows = self.largest(now)
+        if rows:
+            fitting.insert(0, (f"training.per_device_train_batch_size {rows}", replace(now, rows=rows)))
+        yield from fitting
+        if fitting:
+            return
+        together, names = now, dict[str, str]()
+        for change in known:
+            together = change(together)
+            names[change.field] = change.name  # of strategies and of places for the target the last is what counts
+            rows = min(now.rows, self.largest(together))
+            if rows:
+                if rows < now.rows:
+                    names["rows"] = f"training.per_device_train_batch_size {rows}"
+                yield ", ".join(names.values()), replace(together, rows=rows)
+                return
+
+
+def _placement(config: PlanConfig) -> Placement | None:
+    if config.teacher_cache:
+        return None
+    if config.target_device not in (None, "cuda"):
+        return "elsewhere"
+    if config.target_sharded:
+        return "sharded"
+    quantized: dict[str | None, Placement] = {"8bit": "8bit", "4bit": "4bit"}
+    return quantized.get(config.target_quantization, "whole")
+
+
+class _Tokens:
+    """Stands in for a tokenizer of as many tokens as a target has logits: of a carved draft's no more is asked."""
+
+    def __init__(self, target: PreTrainedModel):
+        self.size: int = target.config.get_text_config().vocab_size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"": self.size - 1}
+
+
+def read_config(path: str, file: str | None, field: str, trust_remote_code: bool = False) -> Any:
+    """Read a model's config, from a config.json if one is given.
+
+    Raises:
+        InputError: it cannot be read; says how to go on without a network.
+    """
+    if file is not None and not Path(file).is_file():
+        raise InputError(f"{field}_config: expected a config.json, found nothing at {file}")
+    try:
+        return AutoConfig.from_pretrained(file or path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        reason = first_line(error)
+        if file is not None:
+            raise InputError(f"{field}_config: expected a model's config in {file}, found: {reason}") from error
+        raise InputError(
+            f"{field}: expected a model directory or a hub id that can be reached, found {path}: {reason} (without a "
+            f"network, give its config.json as --{field}_config)"
+        ) from error
