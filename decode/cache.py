@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
 from draftsmith.decode.errors import InputError
@@ -375,3 +375,19 @@ def _compiled(model: PreTrainedModel) -> Any:
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         _compilations[model] = torch.compile(model.forward, dynamic=False)
     return _compilations[model]
+
+
+@torch.inference_mode()
+def cached_numbers(model: PreTrainedModel) -> int | None:
+    """Return how many numbers a cache holds for a token, by running a model; None where it has no keys and values.
+
+    Args:
+        model: any causal LM; one on the meta device is enough.
+    """
+    cache = DynamicCache()
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        layers: Any = cache.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
+    except Exception:  # recurrent states, or a step that needs real values: `check_model` judges those
+        return None

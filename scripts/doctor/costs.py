@@ -6,9 +6,10 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer
+from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
@@ -72,18 +73,6 @@ def check_memory(
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a GPU, or on this machine without swapping."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-@torch.inference_mode()
-def cached_numbers(model: PreTrainedModel) -> int | None:
-    """Return how many numbers a cache holds for a token, by running a model of no weights; None where it has none."""
-    cache = DynamicCache()
-    try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-        layers: Any = cache.layers
-        return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
-    except Exception:  # a recurrent state in the place of keys, or a step that needs values: `rollback` judges those
-        return None
 
 
 def size(count: float) -> str:

@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Replay
+from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement.intervals import Estimate, Interval, difference_interval, ratio, ratio_difference
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
-from draftsmith.scripts.doctor.costs import cached_numbers
 from draftsmith.scripts.measure.drafters import STOCK
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup

@@ -108,6 +108,19 @@ class MemorySetting:
     """How the target lies on the GPUs; None with a teacher cache."""
     rows: int
 
+    @classmethod
+    def of(cls, config: PlanConfig) -> "MemorySetting":
+        """Return what a config says."""
+        training = config.training
+        return cls(
+            config.strategy or "ddp",
+            bool(training.bf16 or training.fp16),
+            bool(training.activation_checkpointing),
+            config.target_dtype,
+            _placement(config),
+            int(training.per_device_train_batch_size),
+        )
+
     @property
     def precision(self) -> Precision:
         """How the draft computes."""
@@ -136,14 +149,7 @@ class MemoryPlan:
         self.config = config
         self.mode = FakeTensorMode()
         training = config.training
-        self.setting = MemorySetting(
-            config.strategy or "ddp",
-            bool(training.bf16 or training.fp16),
-            bool(training.activation_checkpointing),
-            config.target_dtype,
-            _placement(config),
-            int(training.per_device_train_batch_size),
-        )
+        self.setting = MemorySetting.of(config)
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
         self.capacity = (config.gpu_memory - config.reserve) * GIB

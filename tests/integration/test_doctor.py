@@ -15,6 +15,7 @@ from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
 
 from draftsmith.decode import DraftModelProposer
+from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import costs
 from draftsmith.decode.measurement.costs import drafting_seconds
@@ -25,7 +26,6 @@ from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
 from draftsmith.scripts.doctor.command import main
 from draftsmith.scripts.doctor.costs import (
-    cached_numbers,
     draft_costs,
     heads_costs,
 )
