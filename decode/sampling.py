@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -36,16 +38,33 @@ class Sampler:
         return all(isinstance(p, CONTEXT_FREE) for p in self.processors)
 
     @classmethod
-    def of(cls, temperature: float, top_k: int = 0, top_p: float = 1.0) -> "Sampler":
-        """Return the law of these settings, as `generate` would prepare it; T=0 takes no notice of the others."""
-        warpers = LogitsProcessorList()
+    def of(
+        cls,
+        temperature: float,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        no_repeat_ngram_size: int = 0,
+    ) -> "Sampler":
+        """Return the sampler of these settings (see `decode.options.Sampling`), as `generate` would prepare it.
+
+        T=0 takes no notice of top-k, top-p and min-p.
+        """
+        processors = LogitsProcessorList()
+        if repetition_penalty != 1:
+            processors.append(RepetitionPenaltyLogitsProcessor(repetition_penalty))
+        if no_repeat_ngram_size:
+            processors.append(NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
         if temperature not in (0, 1):
-            warpers.append(TemperatureLogitsWarper(temperature))
+            processors.append(TemperatureLogitsWarper(temperature))
         if temperature > 0 and top_k:
-            warpers.append(TopKLogitsWarper(top_k))
+            processors.append(TopKLogitsWarper(top_k))
         if temperature > 0 and top_p < 1:
-            warpers.append(TopPLogitsWarper(top_p))
-        return cls(warpers, do_sample=temperature > 0)
+            processors.append(TopPLogitsWarper(top_p))
+        if temperature > 0 and min_p:
+            processors.append(MinPLogitsWarper(min_p))
+        return cls(processors, do_sample=temperature > 0)
 
     def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return processed logits in at least float32.

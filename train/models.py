@@ -1,6 +1,8 @@
 """Loading models and tokenizers safely, and checking that a drafter and a target speak the same tokens."""
 
 import hashlib
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +33,53 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 def default_device() -> torch.device:
     """Return the first CUDA device where there is one, the CPU otherwise."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(
+    dtype: str,
+    path: str | Path,
+    *,
+    field: str = "target",
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """Return a dtype's name; that of "auto", with a line on standard error that says why.
+
+    Args:
+        dtype: a name of `DTYPES`, or "auto": as the model is stored, or float32 where the device has no fast arithmetic
+            for that: CPUs have it for float32, and for bfloat16 by instructions (AVX-512 BF16, AMX) that newer ones
+            have; GPUs from Ampere on have both.
+        path: the model's directory or hub id.
+        field: the config field or flag that named it, for the error message.
+        device: where it will run; the default device if None.
+        trust_remote_code: run configuration code that the repository ships.
+
+    Raises:
+        InputError: no model's config there.
+    """
+    if dtype != "auto":
+        return dtype
+    _require_config(path, field)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise InputError(f"{field}: expected a causal LM in {path}, found: {_first_line(error)}") from error
+    kind = (device or default_device()).type
+    stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    slow = not _has_fast(stored, kind)
+    chosen = "float32" if slow or stored not in DTYPES else stored
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        why = "" if chosen == stored else f", for which this {kind.upper()} has no fast arithmetic"
+        print(f"dtype: {chosen}; {path} is stored in {stored}{why}", file=sys.stderr)
+    return chosen
+
+
+def _has_fast(dtype: str, device: str) -> bool:
+    if device == "cuda":
+        return dtype != "bfloat16" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if dtype == "bfloat16":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return dtype != "float16"
 
 
 @contextmanager
@@ -65,7 +114,7 @@ def load_model(
     Args:
         path: a local directory or a hub id.
         field: the config field or flag that named it, for the error message.
-        dtype: one of `float32`, `bfloat16`, `float16`, `float64`.
+        dtype: one of `float32`, `bfloat16`, `float16`, `float64`, or `auto` (`resolve_dtype`).
         trust_remote_code: run model code that the repository ships.
         device: where to put it; "auto" spreads its layers over all GPUs, and the CPU's memory behind them.
         quantization: `8bit` or `4bit` weights, by bitsandbytes; the checkpoint's own if None.
@@ -73,11 +122,13 @@ def load_model(
     Raises:
         InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if dtype not in (*DTYPES, "auto"):
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, auto, found {dtype!r}")
     if quantization not in (None, *QUANTIZATIONS):
         raise InputError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
     _require_config(path, field)
+    where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
+    dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
     if device == "auto" or quantization:
         placed["device_map"] = "auto" if device == "auto" else {"": device or default_device()}

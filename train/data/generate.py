@@ -42,7 +42,7 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
-from draftsmith.train.models import identity, load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.models import identity, load_model, load_tokenizer, resolve_dtype, tokenizer_size
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
             message names the first), or a full disk (what was written so far is kept).
     """
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    if config.endpoint is None and config.answers == "target":  # before the manifest is compared, which says it
+        dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=config.trust_remote_code)
+        config = replace(config, dtype=dtype)
     output = Path(config.output)
     summary = CompletionsSummary(output, 0)
     masks: dict[str, list[int]] | None = None
@@ -134,10 +137,9 @@ def set_generation_config(
 
     `generate` fills whatever a config leaves open from the model's generation_config (a temperature, a repetition
     penalty, …) and then from the library's defaults (top_k=50). So the model's is replaced, its end-of-sequence ids
-    kept, and every warper that we have is written out.
+    kept, and every setting that we have is written out.
     """
     ends = end_of_sequence_ids(model.generation_config, tokenizer)
-    warpers = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
     # Rows that pad the vocabulary to a round number are no tokens, but an untruncated distribution reaches them.
     no_tokens = list(range(tokenizer_size(tokenizer), model.config.get_text_config().vocab_size))
     model.generation_config = GenerationConfig(
@@ -145,8 +147,7 @@ def set_generation_config(
         eos_token_id=ends or None,
         pad_token_id=tokenizer.pad_token_id,
         suppress_tokens=no_tokens or None,
-        do_sample=config.temperature > 0,
-        **(warpers if config.temperature > 0 else {}),
+        **config.generate_kwargs(),
     )
     return model.generation_config
 

@@ -1,16 +1,17 @@
 """The settings of `draftsmith prepare`: where completions come from, and how they are sampled."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from urllib.parse import urlsplit
 
-from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require
-from draftsmith.train.models import DTYPES
+from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require
+from draftsmith.decode.options import Sampling
+from draftsmith.train.options import ModelOptions
 
 ANSWERS = ("target", "given")
 
 
 @dataclass
-class PrepareConfig:
+class PrepareConfig(Sampling, ModelOptions):
     """Let the target complete prompts, and keep what it wrote for a draft to learn from; resumable."""
 
     target: str
@@ -29,20 +30,12 @@ class PrepareConfig:
     """Tokens of a completion at most."""
     samples: int = 1
     """Completions of each prompt; the second and later ones have ids that end in #2, #3, …"""
-    temperature: float = 1.0
+    temperature: float = field(default=1.0, kw_only=True)
     """Sample at this temperature; 0 takes the most likely token each time."""
-    top_k: int = 0
-    """Sample among the k most likely tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample among the most likely tokens that hold this much probability; 1 for all."""
     batch_size: int = 16
     """Prompts completed together, of similar length; also the samples in a shard, and the unit of a resume."""
     seed: int = 0
     """Seeds the sampling."""
-    dtype: str = "float32"
-    """The target's weights and arithmetic: float32, bfloat16, float16 or float64."""
-    trust_remote_code: bool = False
-    """Run model code that the target's repository ships."""
     answers: str = "target"
     """`target`: it completes the prompts. `given`: the records hold whole conversations, and the assistant's turns in
     them are the completions; no model is loaded, the sampling is ignored, and samples longer than the target's
@@ -62,13 +55,11 @@ class PrepareConfig:
     """Tries after the first, at growing intervals, where the server is busy, failing or out of reach."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens", "samples", "batch_size")
         require(self, at_least(1), "endpoint_concurrency")
-        require(self, at_least(0), "top_k", "seed", "endpoint_retries")
-        require(self, finite(at_least(0)), "temperature")
-        require(self, more_than(0) & at_most(1), "top_p")
+        require(self, at_least(0), "seed", "endpoint_retries")
         require(self, finite(more_than(0)), "endpoint_timeout")
-        require(self, one_of(DTYPES), "dtype")
         require(self, one_of(ANSWERS), "answers")
         if self.samples > 1 and (self.temperature == 0 or self.answers == "given"):
             raise InputError(

@@ -12,7 +12,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,8 @@ from draftsmith.train.data.shards import (
 )
 from draftsmith.train.losses import chunked as lean
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
-from draftsmith.train.models import DTYPES, check_head, load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, tokenizer_size
+from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 
 SCHEMA = "draftsmith.teacher/1"
@@ -58,40 +59,6 @@ ROW_GROUP = 8
 SAMPLER = ("temperature", "top_k", "top_p")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class CacheConfig:
-    """Write down the target's laws on its completions, for drafts to train on without the target; resumable."""
-
-    target: str
-    """The target model: a directory or a hub id."""
-    completions: list[str]
-    """Completion directories (`draftsmith prepare`)."""
-    output: str
-    """The directory that receives the cache; an unfinished one is resumed."""
-    k: int = 32
-    """Tokens of each law that are kept one by one; the others as one."""
-    temperature: float = 1.0
-    """The deployment's temperature; a draft can be trained on the cache at this one only."""
-    top_k: int = 0
-    """The deployment's top-k; 0 for all."""
-    top_p: float = 1.0
-    """The deployment's top-p; 1 for all."""
-    batch_size: int = 16
-    """Samples of a forward, of similar length."""
-    dtype: str = "float32"
-    """The target's weights and arithmetic: float32, bfloat16, float16 or float64."""
-    trust_remote_code: bool = False
-    """Run model code that the target's repository ships."""
-
-    def __post_init__(self) -> None:
-        require_some(self, "completions", "directory")
-        require(self, at_least(1), "k", "batch_size")
-        require(self, finite(more_than(0)), "temperature")
-        require(self, at_least(0), "top_k")
-        require(self, more_than(0) & at_most(1), "top_p")
-        require(self, one_of(DTYPES), "dtype")
 
 
 @dataclass
@@ -147,7 +114,8 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
             space than the estimate, or a disk that is full after all (what was written is kept).
     """
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    vocab_size = tokenizer_size(tokenizer)
+    dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=config.trust_remote_code)
+    config, vocab_size = replace(config, dtype=dtype), tokenizer_size(tokenizer)
     if config.k > vocab_size:
         raise InputError(f"k: expected at most the target's {vocab_size} tokens, found {config.k}")
     output = Path(config.output)

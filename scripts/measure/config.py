@@ -1,0 +1,85 @@
+"""What `draftsmith measure` is told."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.decode.errors import InputError, Range, at_least, between, finite, require, require_some
+from draftsmith.decode.options import Filters
+from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.train.options import PromptOptions
+
+LEAST_TOKENS = 2000
+"""What the test of the sampled tokens' distribution needs."""
+TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
+
+
+@dataclass
+class MeasureConfig(Filters, PromptOptions):
+    """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    prompts: str
+    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
+    output: str
+    """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
+    draft: str | list[str] | None = None
+    """The draft model to measure, or several, as a list: '["a", "b"]'."""
+    medusa: str | None = None
+    """Medusa or Hydra heads to measure; they draft the tree of their config."""
+    prompt_lookup: bool = False
+    """Measure prompt lookup too: n-grams of the text, without a model."""
+    baseline_draft: str | None = None
+    """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
+    draft_length: Ints = field(default_factory=lambda: [4])
+    """γ, drafted tokens a round, of draft models and prompt lookup; several with commas. Replay adds 1 to 16."""
+    temperature: Floats = field(default_factory=lambda: [0.0])
+    """Sampling temperatures, several with commas; 0 is greedy."""
+    batch_size: Ints = field(default_factory=lambda: [1])
+    """Prompts that are decoded together, several numbers with commas."""
+    replay_limit: int | None = None
+    """Replay acceptance on the first so many prompts: on top of those decoded (`limit`), the target completes further
+    ones in batches. Acceptance needs more prompts than speed does, and so gets them at a fraction of the time."""
+    repeats: int = 1
+    """Decode each prompt so many times with each method; times are medians over them."""
+    min_speedup: float | None = None
+    """A gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
+    min_gain: float | None = None
+    """A gate: what τ must gain over the stock draft, by its interval's lower end."""
+    confidence: float = 0.95
+    """Level of the gates' intervals."""
+    measure_costs: bool = True
+    """Measure what forwards and drafting cost, which the planner needs."""
+    costs: str | None = None
+    """Costs that an earlier run left here as costs.json, in place of measuring them."""
+    context: Ints = field(default_factory=list)
+    """Tokens of text that costs are measured behind, several with commas; the texts' mean length if none are given."""
+    lossless_tokens: int = 0
+    """Sample so many tokens for a test of each drafter's distribution under sampling, 2000 at least; 0 for no test."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.drafts and self.medusa is None and not self.prompt_lookup:
+            raise InputError(
+                "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none"
+            )
+        for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int), ("context", int)):
+            setattr(self, name, numbers(getattr(self, name), kind, name))
+        for name in ("draft_length", "temperature", "batch_size"):
+            require_some(self, name, "number")
+        require(self, at_least(1), "repeats", "draft_length", "batch_size", "context")
+        require(self, at_least(self.limit or 1), "replay_limit")
+        require(self, finite(at_least(0)), "temperature")
+        require(self, between(0, 1), "confidence")
+        require(self, TEST_TOKENS, "lossless_tokens")
+        if self.min_gain is not None and self.baseline_draft is None:
+            raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
+
+    @property
+    def drafts(self) -> list[str]:
+        """The draft models, one or several."""
+        return [self.draft] if isinstance(self.draft, str) else self.draft or []
+
+    def options(self, temperature: float) -> dict[str, Any]:
+        """Return how texts are written at a temperature, as `generate` takes it."""
+        return {"max_new_tokens": self.max_new_tokens, **self.at(temperature).generate_kwargs()}

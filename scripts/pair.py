@@ -1,0 +1,201 @@
+"""A target and its drafters, as every command loads them: checked, in one dtype, and told apart by one set of names."""
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode import (
+    BlindProposer,
+    DraftModelProposer,
+    DynamicTree,
+    InputError,
+    LookaheadProposer,
+    PromptLookupProposer,
+    Proposer,
+    RetokenizedProposer,
+    Tree,
+    early_exit,
+)
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.train.models import check_head, check_same_tokenizer, load_model, load_tokenizer, resolve_dtype
+
+STOCK = "stock"
+"""What the draft to beat is called."""
+MEDUSA, PROMPT_LOOKUP = "medusa", "prompt_lookup"
+MODEL_FREE: dict[str, Callable[[], Proposer]] = {
+    PROMPT_LOOKUP: PromptLookupProposer,
+    "lookahead": LookaheadProposer,
+    "unigram": BlindProposer,
+}
+DRAFTS = ("draft", "baseline_draft")
+KINDS = (*DRAFTS, MEDUSA, *MODEL_FREE, "early_exit")
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A drafter to load."""
+
+    kind: str
+    """One of `KINDS`."""
+    path: str | None = None
+    """The draft model or the heads: a directory or hub id."""
+    name: str | None = None
+    """What it is called; its kind if None."""
+    draft_lengths: Sequence[int] = (4,)
+    """γ, at which it drafts; heads draft as deep as their tree."""
+    tree: Tree | DynamicTree | None = None
+    """What a draft model or an early exit drafts; a chain if None."""
+    exit_layers: int | None = None
+    """The target's layers that draft, of an early exit."""
+    retokenize: bool = False
+    """Let a draft model have another tokenizer: its text is encoded again."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A drafter that was loaded."""
+
+    name: str
+    """Short and unique."""
+    kind: str
+    """As in `DrafterSpec`."""
+    path: str | None
+    proposer: Proposer
+    greedy: Proposer | None
+    """A draft model's under sampling, as servers use it by default: with its argmax, for certain."""
+    model: PreTrainedModel | None
+    """The draft model or the heads."""
+    draft_lengths: Sequence[int]
+    """γ, at which it is decoded; of heads the depth of their tree."""
+
+    @property
+    def nodes(self) -> int | None:
+        """Tokens that the target verifies a round beside the last one, where they are not γ: those of a tree."""
+        return len(self.proposer.tree) if isinstance(self.proposer, MedusaProposer) else None
+
+    @property
+    def weights_bytes(self) -> int:
+        """What its weights take."""
+        return 0 if self.model is None else sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a report says of it."""
+        entry = {
+            "name": self.name,
+            "kind": self.kind,
+            "path": self.path,
+            "parameters": 0 if self.model is None else self.model.num_parameters(),
+            "bytes": self.weights_bytes,
+        }
+        if isinstance(self.model, MedusaHeads):
+            entry |= {"heads": self.model.config.num_heads, "tree_nodes": self.nodes}
+        return entry
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and what drafts for it."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    dtype: str
+    """The name of the dtype that all models have."""
+    drafters: list[Drafter]
+
+    @property
+    def drafter(self) -> Drafter:
+        """The only drafter."""
+        (drafter,) = self.drafters
+        return drafter
+
+
+def load_pair(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    drafters: Sequence[DrafterSpec] = (),
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> Pair:
+    """Load a target and its drafters; tokenizers are compared before any weights are read.
+
+    The target's generation config is replaced by one that only says where a text ends: `generate` fills what a call
+    leaves open from there, and the target's own temperature or penalties are not to creep in.
+
+    Args:
+        path: the target's directory or hub id.
+        tokenizer: the target's (`load_tokenizer`), which commands have at hand, for prompts are read first.
+        drafters: what to load.
+        dtype: of all models; "auto" is the target's (`resolve_dtype`).
+        trust_remote_code: run model code that repositories ship.
+
+    Raises:
+        InputError: models that cannot be loaded or do not fit the target.
+    """
+    drafts = {str(spec.path): spec for spec in drafters if spec.kind in DRAFTS}
+    tokenizers = {}
+    for draft, spec in drafts.items():
+        tokenizers[draft] = load_tokenizer(draft, field=spec.kind, trust_remote_code=trust_remote_code)
+        if not spec.retokenize:
+            check_same_tokenizer(tokenizer, tokenizers[draft], path, draft)
+    dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
+    target = load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code)
+    check_head(target, tokenizer, "target")
+    ends = target.generation_config.eos_token_id  # type: ignore[union-attr]
+    target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+    models = {}
+    for draft, spec in drafts.items():
+        models[draft] = load_model(draft, field=spec.kind, dtype=dtype, trust_remote_code=trust_remote_code)
+        check_head(models[draft], tokenizers[draft], spec.kind)
+    pair = Pair(target, tokenizer, dtype, [])
+    pair.drafters.extend(_drafter(spec, pair, models, tokenizers) for spec in drafters)
+    return pair
+
+
+def _drafter(
+    spec: DrafterSpec,
+    pair: Pair,
+    models: dict[str, PreTrainedModel],
+    tokenizers: dict[str, PreTrainedTokenizerBase],
+) -> Drafter:
+    """Build a drafter; the draft models and their tokenizers are loaded already, by path."""
+    target, path, lengths = pair.target, spec.path, spec.draft_lengths
+    proposer: Proposer
+    greedy, model = None, None
+    if spec.kind in MODEL_FREE:
+        proposer = MODEL_FREE[spec.kind]()
+    elif spec.kind == "early_exit":
+        depth, layers = target.config.get_text_config().num_hidden_layers, spec.exit_layers or 0
+        if layers > depth:
+            raise InputError(f"exit_layers: expected at most the target's {depth} layers, found {layers}")
+        proposer = DraftModelProposer(early_exit(target, layers), spec.tree)
+    elif spec.kind == "medusa":
+        heads: Any = MedusaHeads.from_pretrained(str(path), dtype=target.dtype)
+        model = heads.to(target.device)
+        heads.check_fits(target)
+        proposer = MedusaProposer(heads)
+        lengths = [proposer.tree.depth]
+    else:
+        model, own = models[str(path)], tokenizers[str(path)]
+        if spec.retokenize and own.get_vocab() != pair.tokenizer.get_vocab():
+            proposer = RetokenizedProposer(model, own, pair.tokenizer, spec.tree)
+        else:
+            proposer, greedy = DraftModelProposer(model, spec.tree), DraftModelProposer(model, greedy=True)
+    return Drafter(spec.name or spec.kind, spec.kind, path, proposer, greedy, model, lengths)
+
+
+def short_names(paths: Sequence[str]) -> list[str]:
+    """Name one draft "draft", and several by the last parts of their paths, as many as tell all drafters apart."""
+    if len(paths) == 1:
+        return ["draft"]
+    whole = [Path(os.path.abspath(path)).parts for path in paths]
+    for parts in range(1, 1 + max(map(len, whole), default=0)):
+        names = ["/".join(path[-parts:]) for path in whole]
+        if len({*names, STOCK, MEDUSA, PROMPT_LOOKUP}) == len(names) + 3:
+            return names
+    if paths:
+        raise InputError(f"draft: expected each draft once, found {', '.join(paths)}")
+    return []

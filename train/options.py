@@ -1,0 +1,47 @@
+"""What several commands are told in the same words. Light: nothing here imports torch."""
+
+from dataclasses import dataclass
+
+from draftsmith.decode.errors import at_least, one_of, require
+from draftsmith.decode.options import Options
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
+"""What a field `dtype` may say."""
+QUANTIZATIONS = ("8bit", "4bit")
+
+
+@dataclass(kw_only=True)
+class ModelOptions(Options):
+    """How models are loaded."""
+
+    dtype: str = "auto"
+    """Weights and arithmetic of all models: float32, bfloat16, float16 or float64; auto: as the target is stored, or
+    float32 where this device has no fast arithmetic for that. T=0 texts are identical for certain in float32 and
+    float64 only."""
+    trust_remote_code: bool = False
+    """Run model code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, one_of(DTYPES), "dtype")
+
+
+@dataclass(kw_only=True)
+class PromptOptions(ModelOptions):
+    """Which prompts are completed, and how far."""
+
+    limit: int | None = None
+    """Read the first so many prompts only."""
+    max_prompt_tokens: int | None = None
+    """Keep the last so many tokens of a longer prompt."""
+    max_new_tokens: int = 128
+    """Tokens of a completion at most."""
+    seed: int = 0
+    """Seeds the sampling: prompt i draws with seed + i."""
+    threads: int | None = None
+    """CPU threads; torch's default if None."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens", "threads")
+        require(self, at_least(0), "seed")
