@@ -82,6 +82,8 @@ class MedusaTrainingConfig(RecipeConfig):
             raise InputError(
                 f"backbone: expected frozen for a target that is quantised, sharded or elsewhere, found {self.backbone}"
             )
+        if self.joint and self.target_dtype == "auto":
+            self.target_dtype = "float32"
         if self.joint and self.target_dtype != "float32":
             raise InputError(f"target_dtype: expected float32 where the backbone is trained, found {self.target_dtype}")
         if self.joint and self.optimizer == "muon":

@@ -1,103 +1,33 @@
 """`draftsmith generate`: decode one prompt in a terminal, every token in the colour of how it came about."""
 
-import math
 import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode import DraftModelProposer, RetokenizedProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import RetokenizedProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.proposers.base import Proposal, Proposer, StatelessProposer
 from draftsmith.decode.proposers.draft_model import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
+from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Screen, Terminal
+from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import Prompt, encode_prompt
-from draftsmith.train.models import DTYPES, check_head, default_device, load_model, load_tokenizer
+from draftsmith.train.models import default_device, load_tokenizer
 
-PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "blind", "early_exit", "none")
-MODELS = ("draft", "early_exit")  # those that are models: their confidence says something, and they can grow trees
 INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # the exit codes a shell gives for SIGINT and SIGPIPE
-
-
-@dataclass
-class GenerateConfig:
-    """Try a target with a drafter on one prompt, and watch in colour which tokens the drafter got right."""
-
-    target: str
-    """The target: a model directory or hub id."""
-    prompt: str
-    """The text to go on from; `-` reads it from standard input, without its last newline."""
-    draft: str | None = None
-    """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
-    its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
-    proposer: str = "draft"
-    """What drafts: draft, medusa, prompt_lookup, lookahead, blind, early_exit, or none for plain decoding."""
-    medusa: str | None = None
-    """The directory of the heads, for the proposer `medusa`; they draft their tree, no deeper than `draft_length`."""
-    exit_layers: int | None = None
-    """The target's layers that draft, for the proposer `early_exit`."""
-    draft_length: int = 4
-    """γ, drafted tokens a round; of a tree its depth."""
-    width: int = 0
-    """Draft a tree grown by probability, so many children a node and `width`·γ nodes in all; 0 drafts a chain."""
-    rule: str = "exact"
-    """Which drafted tokens stand: exact, which is lossless, or the lossy typical, threshold or cascade."""
-    temperature: float = 0.0
-    """Sampling temperature; 0 is greedy."""
-    top_k: int = 0
-    """Sample among the k most likely tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample among the most likely tokens that hold this much probability; 1 for all."""
-    max_new_tokens: int = 128
-    """Tokens of the text at most."""
-    chat: bool = False
-    """Put the prompt into the tokenizer's chat template, as a user's turn."""
-    compare: bool = False
-    """Decode plainly too, and say how fast that was and whether the texts are identical."""
-    seed: int = 0
-    """Seeds the sampling."""
-    dtype: str = "bfloat16"
-    """Weights and arithmetic of all models. T=0 texts are identical for certain in float32 and float64 only."""
-    trust_remote_code: bool = False
-    """Run model code that a repository ships."""
-
-    def __post_init__(self) -> None:
-        if self.proposer not in PROPOSERS:
-            raise InputError(f"proposer: expected one of {', '.join(PROPOSERS)}, found {self.proposer!r}")
-        for proposer, name in (("draft", "draft"), ("medusa", "medusa"), ("early_exit", "exit_layers")):
-            if self.proposer == proposer and getattr(self, name) is None:
-                raise InputError(f"{name}: expected one with the proposer {proposer}, found none")
-        for name, least in (("draft_length", 1), ("max_new_tokens", 1), ("exit_layers", 1), ("width", 0), ("top_k", 0)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name}: expected at least {least}, found {value}")
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature: expected a finite number, 0 or more, found {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        as_rule(self.rule)
-        for name, wanted in (("width", self.width > 0), ("rule", self.rule == "cascade")):
-            if wanted and self.proposer not in MODELS:
-                raise InputError(
-                    f"{name}: expected a proposer that is a model ({' or '.join(MODELS)}) with {name} "
-                    f"{getattr(self, name)}, found {self.proposer}"
-                )
-        if self.compare and self.proposer == "none":
-            raise InputError("compare: expected a proposer that drafts, found none")
 
 
 class NoDraft(StatelessProposer):
@@ -120,17 +50,13 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     prompt = _prompt(config)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     ids = _encode(config, prompt, tokenizer)
-    target = load_model(config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code)
-    check_head(target, tokenizer, "target")
+    pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
+    target, proposer, input_ids = pair.target, _proposer(pair), torch.tensor([ids], device=default_device())
     _check_positions(config, target, len(ids), "target")
-    proposer = _proposer(config, target, tokenizer, len(ids))
-    # `generate` fills what is left open from here: only where a text ends may come from the target, not how it samples.
-    ends = target.generation_config.eos_token_id
-    target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    input_ids = torch.tensor([ids], device=default_device())
-    sampling = {"temperature": config.temperature, "top_k": config.top_k, "top_p": config.top_p}
-    options: dict[str, Any] = {"do_sample": config.temperature > 0, "seed": config.seed}
-    options |= sampling if config.temperature > 0 else {}
+    # A draft whose text is encoded again has its own count of tokens, and minds its limit itself.
+    if config.proposer == "draft" and not (isinstance(proposer, RetokenizedProposer) and not proposer.renumbers):
+        _check_positions(config, pair.drafter.model, len(ids), "draft")
+    options: dict[str, Any] = {"seed": config.seed, **config.generate_kwargs()}
 
     def speculative(new: int, progress: Progress | None = None) -> DecodeOutput:
         return speculative_generate(
@@ -157,10 +83,10 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
             with errors.status("decoding plainly"):
                 plain(2)
                 start = time.perf_counter()
-                other = plain(config.max_new_tokens)
-                other_sequence = other.sequences[0].tolist()  # waits for the device
+                expected = plain(config.max_new_tokens).sequences[0].tolist()  # waits for the device
                 seconds = time.perf_counter() - start
-            compared = _comparison(config, progress, output.sequences[0].tolist(), other_sequence, len(ids), seconds)
+            config, text = replace(config, dtype=pair.dtype), output.sequences[0].tolist()
+            compared = _comparison(config, progress, text, expected, len(ids), seconds)
             errors.print(compared, highlight=False, soft_wrap=True)
     except KeyboardInterrupt:
         if output is None:
@@ -203,48 +129,16 @@ def _check_positions(config: GenerateConfig, model: PreTrainedModel, length: int
         )
 
 
-def _proposer(
-    config: GenerateConfig, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int
-) -> Proposer:
+def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
+    if config.proposer == "none":
+        return []
+    path = {"draft": config.draft, "medusa": config.medusa}.get(config.proposer)
     tree = DynamicTree(config.width, config.width * config.draft_length) if config.width else None
-    if config.proposer == "draft" and config.draft is not None:
-        remote = config.trust_remote_code
-        own = load_tokenizer(config.draft, field="draft", trust_remote_code=remote)
-        draft = load_model(config.draft, field="draft", dtype=config.dtype, trust_remote_code=remote)
-        check_head(draft, own, "draft")
-        if tokenizer.get_vocab() != own.get_vocab():
-            proposer = RetokenizedProposer(draft, own, tokenizer, tree)
-            if proposer.renumbers:  # elsewhere it has another length in the draft's tokens, and minds it itself
-                _check_positions(config, draft, length, "draft")
-            return proposer
-        _check_positions(config, draft, length, "draft")
-        return DraftModelProposer(draft, tree)
-    if config.proposer == "medusa" and config.medusa is not None:
-        from draftsmith.medusa import MedusaHeads, MedusaProposer
+    return [DrafterSpec(config.proposer, path, tree=tree, exit_layers=config.exit_layers, retokenize=True)]
 
-        heads: Any = MedusaHeads.from_pretrained(config.medusa)
-        heads.check_fits(target)
-        return MedusaProposer(heads.to(target.device, target.dtype))
-    if config.proposer == "prompt_lookup":
-        from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
-        return PromptLookupProposer()
-    if config.proposer == "lookahead":
-        from draftsmith.decode.proposers.lookahead import LookaheadProposer
-
-        return LookaheadProposer()
-    if config.proposer == "blind":
-        from draftsmith.decode.proposers.unigram import BlindProposer
-
-        return BlindProposer()
-    if config.proposer == "early_exit" and config.exit_layers is not None:
-        from draftsmith.decode.proposers.early_exit import early_exit
-
-        depth = target.config.get_text_config().num_hidden_layers
-        if config.exit_layers > depth:
-            raise InputError(f"exit_layers: expected at most the target's {depth} layers, found {config.exit_layers}")
-        return DraftModelProposer(early_exit(target, config.exit_layers), tree)
-    return NoDraft()
+def _proposer(pair: Pair) -> Proposer:
+    return pair.drafter.proposer if pair.drafters else NoDraft()
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:
@@ -274,25 +168,27 @@ def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput 
 def _departure(config: GenerateConfig, output: DecodeOutput | None) -> str:
     departure = None if output is None else output.departure
     if departure is None:
-        return "its departure from the target's law is not known of an interrupted text"
+        return "its departure from the target is not known of an interrupted text"
     if config.temperature > 0:
-        return f"a token's law is {departure.mean_total_variation():.3f} away from the target's (mean total variation)"
+        distance = f"{departure.mean_total_variation():.3f}"
+        return f"a token's distribution is {distance} away from the target's (mean total variation)"
     return f"{departure.argmax_disagreement():.1%} of the tokens are not the target's argmax"
 
 
 def _comparison(
-    config: GenerateConfig, progress: Progress, own: list[int], other: list[int], length: int, seconds: float
+    config: GenerateConfig, progress: Progress, drafted: list[int], plain: list[int], length: int, seconds: float
 ) -> str:
-    speed = (len(other) - length) / seconds
-    said = f"plain decoding: {speed:.0f} tokens/s, so {progress.tokens_per_second() / speed:.2f}× as fast here; "
+    """Compare the texts, prompts of `length` tokens included, and the speeds, of drafting and of plain decoding."""
+    speed = (len(plain) - length) / seconds
+    text = f"plain decoding: {speed:.0f} tokens/s, so {progress.tokens_per_second() / speed:.2f}× as fast here; "
     if config.temperature > 0:
-        return said + "the texts are two samples, not to be identical"
-    if own == other:
-        return said + "the texts are identical"
-    part = next(i for i, (a, b) in enumerate(zip([*own, -1], [*other, -1], strict=False)) if a != b)
+        return text + "the texts are two samples, not to be identical"
+    if drafted == plain:
+        return text + "the texts are identical"
+    part = next(i for i, (a, b) in enumerate(zip([*drafted, -1], [*plain, -1], strict=False)) if a != b)
     lossy, exact_dtype = as_rule(config.rule).lossy, config.dtype in ("float32", "float64")
     why = " (the rule is lossy)" if lossy else "" if exact_dtype else f" (a near-tie in {config.dtype})"
-    return said + f"the texts part at token {part - length + 1}{why}"
+    return text + f"the texts part at token {part - length + 1}{why}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

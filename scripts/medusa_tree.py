@@ -3,9 +3,8 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich import box
@@ -35,11 +34,13 @@ from draftsmith.medusa.tree_search import (
     search_budgets,
     search_tree,
 )
+from draftsmith.scripts.configs import MedusaTreeConfig
+from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.scripts.report.tree_chart import svg, tree_scene, write_png
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.losses.output_head import head_of, require_split
-from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.models import load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.medusa-tree/1"
@@ -56,42 +57,6 @@ NAMES = {
 }
 
 
-@dataclass
-class MedusaTreeConfig:
-    """Search the tree that Medusa heads should draft, on completions that the target wrote at temperature 0."""
-
-    target: str
-    """The target: a model directory or hub id."""
-    heads: str
-    """The directory of its heads, whose config.json gets the tree."""
-    completions: list[str]
-    """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the heads were
-    trained on."""
-    nodes: int | None = None
-    """Nodes of the tree. None measures what verifying them costs on this machine, and lets that choose."""
-    output: str | None = None
-    """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the heads stay as they are. None
-    writes them beside the heads, and the tree into their config.json."""
-    rows: int = 1
-    """Texts decoded together, where costs are measured."""
-    limit: int | None = None
-    """Take the first so many completions only."""
-    seed: int = 0
-    """Seeds how texts are dealt out: half to search on, a fifth to select on, the rest to report on."""
-    dtype: str = "bfloat16"
-    """Weights and arithmetic of target and heads."""
-    trust_remote_code: bool = False
-    """Run model code that a repository ships."""
-
-    def __post_init__(self) -> None:
-        for name, least in (("nodes", 1), ("rows", 1), ("limit", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name}: expected at least {least}, found {value}")
-        if not self.completions:
-            raise InputError("completions: expected at least one directory, found none")
-
-
 def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     """Search as the config says, write the tree and its picture, and return what tree.json holds.
 
@@ -100,12 +65,13 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     """
     if config.output is None and not (Path(config.heads) / "config.json").is_file():
         raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
-    target = load_model(config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    pair = load_pair(
+        config.target, tokenizer, [DrafterSpec("medusa", config.heads)], config.dtype, config.trust_remote_code
+    )
+    target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
     require_split(target, "target")
-    heads = MedusaHeads.from_pretrained(config.heads)
-    heads.check_fits(target)
-    heads = heads.to(target.device, target.dtype).eval()  # type: ignore[arg-type]
-    texts, median = _replayed(config, target, heads, progress)
+    texts, median = _replayed(config, target, heads, tokenizer_size(tokenizer), progress)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
     ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
     searched_on, selection, check = (
@@ -127,7 +93,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     }
     report = {
         "schema": SCHEMA,
-        "environment": environment(target.device, config.dtype),
+        "environment": environment(target.device, pair.dtype),
         "choices": choices_of(tree),
         "target": config.target,
         "heads": {"path": config.heads, "num_heads": count, "hydra": heads.config.hydra},
@@ -141,7 +107,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
             "seed": config.seed,
         },
         "rank_accuracies": rank_accuracies(check).tolist(),
-        "trees": {name: _figures(check, own, tree) for name, own in trees.items()},
+        "trees": {name: _figures(check, other, tree) for name, other in trees.items()},
         "node_shares": node_shares(check, tree).tolist(),
         "costs": None,
     }
@@ -152,11 +118,20 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
 
 
 def _replayed(
-    config: MedusaTreeConfig, target: PreTrainedModel, heads: MedusaHeads, progress: bool
+    config: MedusaTreeConfig, target: PreTrainedModel, heads: MedusaHeads, size: int, progress: bool
 ) -> tuple[list[TextRanks], int]:
-    """Return the ranks of every different text's tokens, and the median length of its middle."""
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    size = tokenizer_size(tokenizer)
+    """Return the ranks of every different text's tokens, and the median length to a text's middle.
+
+    Args:
+        config: names the completions.
+        target: the model that wrote them.
+        heads: of this target.
+        size: logits that are tokens.
+        progress: show a bar for each directory.
+
+    Raises:
+        InputError: completions that are not the target's at temperature 0, or fewer than 4 texts.
+    """
     seen: set[tuple[int, ...]] = set()
     texts: list[TextRanks] = []
     middles: list[int] = []
@@ -214,7 +189,7 @@ class _MeasuredCosts:
 
 def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:
     tokens = [len(text) for text in check]
-    rounds, others = ([text.rounds(own) for text in check] for own in (searched, tree))
+    rounds, others = ([text.rounds(each) for text in check] for each in (searched, tree))
     return {
         "nodes": len(tree),
         "depth": tree.depth,

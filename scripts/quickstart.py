@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,10 @@ from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.__main__ import train_heads
 from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.scripts.measure.command import MeasureConfig, measure
-from draftsmith.scripts.medusa_tree import MedusaTreeConfig, print_tree, search
+from draftsmith.scripts.configs import MedusaTreeConfig, QuickstartConfig
+from draftsmith.scripts.measure.command import measure
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.medusa_tree import print_tree, search
 from draftsmith.scripts.report.table import print_report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
@@ -28,39 +29,6 @@ from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
-
-
-@dataclass
-class QuickstartConfig:
-    """Prepare, distil, train Medusa heads and measure on the embedded target: minutes on two cores without a GPU."""
-
-    output: str = "runs/quickstart"
-    """Receives prompts/, completions/, draft/, medusa/ and report.json; a second run goes on from what is there."""
-    train_prompts: int = 640
-    """Prompts from the training modules, completed by the target to distil on: two thirds sampled, one third greedily,
-    since the draft is measured under both."""
-    heldout_prompts: int = 64
-    """Prompts from the held-out modules, to select the best checkpoint on."""
-    steps: int | None = None
-    """Steps of distillation, and of the heads' training; by default those of configs/distill/tiny.yaml and
-    configs/medusa/tiny.yaml."""
-    searched_prompts: int = 48
-    """Further prompts from the training modules, completed greedily, to search the heads' tree on."""
-    measured_prompts: int = 16
-    """Further held-out prompts, decoded by every method."""
-    replayed_prompts: int = 128
-    """Held-out prompts that acceptance is replayed on: those measured and more, none of which the draft was selected
-    on."""
-
-    def __post_init__(self) -> None:
-        for name in ("train_prompts", "heldout_prompts", "measured_prompts", "searched_prompts"):
-            if getattr(self, name) < 2:
-                raise InputError(f"{name}: expected at least 2, found {getattr(self, name)}")
-        if self.replayed_prompts < self.measured_prompts:
-            raise InputError(
-                f"replayed_prompts: expected at least measured_prompts ({self.measured_prompts}), found "
-                f"{self.replayed_prompts}"
-            )
 
 
 def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import training_examples
-from draftsmith.train.models import check_head, load_model
+from draftsmith.train.models import check_head, load_model, resolve_dtype
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import last_checkpoint
@@ -27,12 +27,15 @@ def read_data(config: RecipeConfig) -> tuple[Dataset, Dataset | None]:
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """Load the frozen target, where and as the config says."""
+    args = config.training
     target = load_model(
         config.target,
         field="target",
-        dtype=config.target_dtype,
+        dtype=resolve_dtype(
+            config.target_dtype, config.target, device=args.device, trust_remote_code=config.trust_remote_code
+        ),
         trust_remote_code=config.trust_remote_code,
-        device=config.target_device or (config.training.device if config.target_quantization else "cpu"),
+        device=config.target_device or (args.device if config.target_quantization else "cpu"),
         quantization=config.target_quantization,
     )
     check_head(target, tokenizer, "target")

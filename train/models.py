@@ -15,13 +15,15 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.integrations import deepspeed
 from transformers.utils import logging
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError, first_line, one_of
+from draftsmith.train import options
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -63,15 +65,19 @@ def resolve_dtype(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
-        raise InputError(f"{field}: expected a causal LM in {path}, found: {_first_line(error)}") from error
-    kind = (device or default_device()).type
-    stored = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
-    slow = not _has_fast(stored, kind)
-    chosen = "float32" if slow or stored not in DTYPES else stored
+        raise InputError(f"{field}: expected a causal LM in {path}, found: {first_line(error)}") from error
+    kind, stored = (device or default_device()).type, stored_dtype(config)
+    chosen = stored if _has_fast(stored, kind) else "float32"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         why = "" if chosen == stored else f", for which this {kind.upper()} has no fast arithmetic"
         print(f"dtype: {chosen}; {path} is stored in {stored}{why}", file=sys.stderr)
     return chosen
+
+
+def stored_dtype(config: PretrainedConfig) -> str:
+    """Return the name of the dtype that a model's weights are stored in, as its config says; float32 if it does not."""
+    name = str(config.dtype or config.get_text_config().dtype).removeprefix("torch.")
+    return name if name in DTYPES else "float32"
 
 
 def _has_fast(dtype: str, device: str) -> bool:
@@ -122,10 +128,9 @@ def load_model(
     Raises:
         InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
-    if dtype not in (*DTYPES, "auto"):
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, auto, found {dtype!r}")
-    if quantization not in (None, *QUANTIZATIONS):
-        raise InputError(f"quantization: expected one of {', '.join(QUANTIZATIONS)}, found {quantization!r}")
+    one_of(options.DTYPES).check("dtype", dtype)
+    if quantization is not None:
+        one_of(QUANTIZATIONS).check("quantization", quantization)
     _require_config(path, field)
     where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
@@ -198,18 +203,18 @@ def identity(path: str, weights: bool = True, trust_remote_code: bool = False) -
     directory = Path(path)
     if not directory.is_dir():
         return {"commit": AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)._commit_hash}
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
-            found[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
+            digests[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
     for file in sorted([*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]) if weights else []:
         size, digest = file.stat().st_size, hashlib.sha256()
         with file.open("rb") as content:
             for sample in range(64):
                 content.seek(size * sample // 64)
                 digest.update(content.read(1 << 16))
-        found[file.name] = {"bytes": size, "sampled_sha256": digest.hexdigest()}
-    return found
+        digests[file.name] = {"bytes": size, "sampled_sha256": digest.hexdigest()}
+    return digests
 
 
 def check_same_tokenizer(
@@ -248,9 +253,9 @@ def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field
     Raises:
         InputError: the head is narrower than the tokenizer.
     """
-    found, expected = model.config.get_text_config().vocab_size, tokenizer_size(tokenizer)
-    if found < expected:
-        raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {found}")
+    rows, expected = model.config.get_text_config().vocab_size, tokenizer_size(tokenizer)
+    if rows < expected:
+        raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {rows}")
 
 
 def looks_local(path: str | Path) -> bool:

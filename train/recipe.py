@@ -39,8 +39,9 @@ class RecipeConfig:
     """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
     patience: int | None = None
     """End training after so many evaluations without a better `training.metric_for_best_model`."""
-    target_dtype: str = "float32"
-    """The frozen target's dtype; what is trained is float32, under autocast where `training.bf16` asks for it."""
+    target_dtype: str = "auto"
+    """The frozen target's dtype: float32, bfloat16, float16 or float64; auto: as it is stored, or float32 where this
+    device has no fast arithmetic for that. What is trained is float32, under autocast where `training.bf16` asks."""
     target_device: str | None = None
     """Where the target lies: by default a whole copy on each process's own device; "auto" spreads one over all GPUs (of
     a single process); or a device, such as cuda:1."""

@@ -12,13 +12,13 @@ from draftsmith.decode import Counts, Replay
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement.intervals import Estimate, Interval, difference_interval, ratio, ratio_difference
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
-from draftsmith.scripts.measure.drafters import STOCK
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import breaks
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import comparisons, judge
+from draftsmith.scripts.pair import STOCK
 from draftsmith.train.provenance import environment
 
 SCHEMA = "draftsmith.report/1"

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, InputError, Proposer
 from draftsmith.decode.measurement.distribution_test import (
-    PAIR_BINS,
     DistributionTest,
     Text,
     distribution_test,
@@ -23,13 +22,13 @@ from draftsmith.decode.measurement.distribution_test import (
     sample_texts,
 )
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
+from draftsmith.decode.options import Filters, Sampling
 from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts.measure.config import FALSE_ALARM as FALSE_ALARM
+from draftsmith.scripts.measure.config import LEAST_TOKENS
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 
-FALSE_ALARM = 1e-4
-"""A lossless drafter fails one test of the law with at most this probability."""
-LEAST_TOKENS = 20 * PAIR_BINS**2
-"""What the test of the law needs."""
+SAMPLED = Sampling(temperature=1.0)
 PLACES_NAMED = 3
 TEXTS_FED_AGAIN = 4
 TIE_DEVIATIONS = 6
@@ -104,9 +103,7 @@ def certify_sampled(
     proposer: Proposer,
     prompts: Sequence[Tensor],
     tokens: int,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
+    sampling: Sampling = SAMPLED,
     draft_length: int = 4,
     batch_size: int = 8,
     max_new_tokens: int = 128,
@@ -122,9 +119,7 @@ def certify_sampled(
             so.
         prompts: token ids, each (T,) int64, T ≥ 1; gone through as often as it takes, each time with other seeds.
         tokens: to be sampled, at least 2000. The more, the smaller the departures that are seen.
-        temperature: more than 0.
-        top_k: 0 for all.
-        top_p: 1 for all.
+        sampling: how texts are sampled, at a temperature above 0.
         draft_length: γ.
         batch_size: texts decoded, and then tested, together.
         max_new_tokens: of a text.
@@ -143,7 +138,7 @@ def certify_sampled(
         proposer,
         prompts,
         tokens,
-        {"temperature": temperature, "top_k": top_k, "top_p": top_p},
+        {"temperature": sampling.temperature, **sampling.generate_kwargs()},
         batch_size=batch_size,
         seed=seed,
         draft_length=draft_length,
@@ -167,8 +162,7 @@ def certify_runs(
     observations: Observations,
     prompts: Sequence[Tensor],
     sampled_tokens: int,
-    top_k: int,
-    top_p: float,
+    filters: Filters,
     max_new_tokens: int,
 ) -> dict[tuple[float, int, Method], dict[str, Any]]:
     """Return the entry of every run: texts at T=0 against plain decoding's, and the law of sampled ones if asked for.
@@ -179,8 +173,7 @@ def certify_runs(
         observations: what was decoded, plainly too.
         prompts: of the decoded texts, (T,) each.
         sampled_tokens: to test the law of each drafter and γ on; 0 for no test.
-        top_k: of the sampled texts.
-        top_p: of the sampled texts.
+        filters: how texts were decoded, beside the temperature.
         max_new_tokens: of a text.
     """
     found: dict[tuple[float, int, Method], dict[str, Any]] = {}
@@ -194,7 +187,7 @@ def certify_runs(
                 [row.tokens for group in groups for row in group.rows]
                 for groups in (observations[temperature, rows, Method()], own)
             )
-            found[key] = certify_greedy(target, plain, other, prompts[: len(plain)])
+            found[key] = certify_greedy(target, plain, other, prompts[: len(plain)], filters.at(0).sampler())
         elif not sampled_tokens:
             found[key] = unchecked("lossless_tokens says how many tokens to test the law on")
         else:
@@ -204,9 +197,7 @@ def certify_runs(
                     proposers[method.drafter],
                     prompts,
                     sampled_tokens,
-                    temperature,
-                    top_k,
-                    top_p,
+                    filters.at(temperature),
                     draft_length=method.draft_length,
                     max_new_tokens=max_new_tokens,
                 )

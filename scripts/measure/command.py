@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +19,21 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.build import build_report
-from draftsmith.scripts.measure.certificate import LEAST_TOKENS, certify_runs
+from draftsmith.scripts.measure.certificate import certify_runs
+from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
-from draftsmith.scripts.measure.drafters import Drafter, load_drafters
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import markdown
 from draftsmith.scripts.medusa_tree import picture
+from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, Drafter, DrafterSpec, Pair, load_pair, short_names
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.table import print_report
-from draftsmith.train.cli import numbers, parse_config, run
+from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import complete, make_batches
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
-from draftsmith.train.models import check_head, default_device, load_model, load_tokenizer
+from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import write_json
 
 COMPLETED_TOGETHER = 64
@@ -41,163 +41,32 @@ REPLAYED_LENGTHS = 16
 """γ up to this is replayed: it costs next to nothing."""
 
 
-@dataclass
-class MeasureConfig:
-    """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
-
-    target: str
-    """The target: a model directory or hub id."""
-    prompts: str
-    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
-    output: str
-    """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
-    draft: str | list[str] | None = None
-    """The draft model to measure, or several, as a list: '["a", "b"]'."""
-    medusa: str | None = None
-    """Medusa or Hydra heads to measure; they draft the tree of their config."""
-    prompt_lookup: bool = False
-    """Measure prompt lookup too: n-grams of the text, without a model."""
-    baseline_draft: str | None = None
-    """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
-    draft_length: str | int | list[int] = "4"
-    """γ, drafted tokens a round, of draft models and prompt lookup; several with commas. Replay adds 1 to 16."""
-    temperature: str | float | list[float] = "0"
-    """Sampling temperatures, several with commas; 0 is greedy."""
-    batch_size: str | int | list[int] = "1"
-    """Prompts that are decoded together, several numbers with commas."""
-    top_k: int = 0
-    """Sample among the k most likely tokens only; 0 for all."""
-    top_p: float = 1.0
-    """Sample among the most likely tokens that hold this much probability; 1 for all."""
-    max_new_tokens: int = 128
-    """Tokens of a completion at most."""
-    max_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt."""
-    limit: int | None = None
-    """Decode the first so many prompts only."""
-    replay_limit: int | None = None
-    """Replay acceptance on the first so many prompts: on top of those decoded (`limit`), the target completes further
-    ones in batches. Acceptance needs more prompts than speed does, and so gets them at a fraction of the time."""
-    repeats: int = 1
-    """Decode each prompt so many times with each method; times are medians over them."""
-    min_speedup: float | None = None
-    """A gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
-    min_gain: float | None = None
-    """A gate: what τ must gain over the stock draft, by its interval's lower end."""
-    confidence: float = 0.95
-    """Level of the gates' intervals."""
-    measure_costs: bool = True
-    """Measure what forwards and drafting cost, which the planner needs."""
-    costs: str | None = None
-    """Costs that an earlier run left here as costs.json, in place of measuring them."""
-    context: str | int | list[int] | None = None
-    """Tokens of text that costs are measured behind, several with commas; the texts' mean length if None."""
-    lossless_tokens: int = 0
-    """Sample so many tokens for a test of each drafter's law under sampling, 2000 at least; 0 for no test."""
-    seed: int = 0
-    """Seeds the sampling: prompt i draws with seed + i."""
-    dtype: str = "bfloat16"
-    """Weights and arithmetic of all models. T=0 texts are identical for certain in float32 and float64 only."""
-    threads: int | None = None
-    """CPU threads; torch's default if None."""
-    trust_remote_code: bool = False
-    """Run model code that a repository ships."""
-    drafts: list[str] = field(init=False)
-    draft_lengths: list[int] = field(init=False)
-    temperatures: list[float] = field(init=False)
-    batch_sizes: list[int] = field(init=False)
-    contexts: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.drafts = [self.draft] if isinstance(self.draft, str) else list(self.draft or [])
-        if not self.drafts and self.medusa is None and not self.prompt_lookup:
-            raise InputError(
-                "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none"
-            )
-        self.draft_lengths = numbers(self.draft_length, int, "draft_length")
-        self.temperatures = numbers(self.temperature, float, "temperature")
-        self.batch_sizes = numbers(self.batch_size, int, "batch_size")
-        self.contexts = [] if self.context is None else numbers(self.context, int, "context")
-        for name, least in (
-            ("max_new_tokens", 1),
-            ("repeats", 1),
-            ("limit", 1),
-            ("replay_limit", self.limit or 1),
-            ("max_prompt_tokens", 1),
-            ("top_k", 0),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise InputError(f"{name}: expected at least {least}, found {value}")
-        for name in ("draft_length", "batch_size", "context"):
-            least = min(getattr(self, f"{name}s"), default=1)
-            if least < 1:
-                raise InputError(f"{name}: expected at least 1, found {least}")
-        if min(self.temperatures) < 0:
-            raise InputError(f"temperature: expected 0 or more, found {min(self.temperatures)}")
-        if not 0 < self.top_p <= 1:
-            raise InputError(f"top_p: expected more than 0 and at most 1, found {self.top_p}")
-        if not 0 < self.confidence < 1:
-            raise InputError(f"confidence: expected a value between 0 and 1, found {self.confidence}")
-        if self.min_gain is not None and self.baseline_draft is None:
-            raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
-        if self.lossless_tokens and self.lossless_tokens < LEAST_TOKENS:
-            raise InputError(f"lossless_tokens: expected 0 or at least {LEAST_TOKENS}, found {self.lossless_tokens}")
-
-    def sampler(self, temperature: float) -> Sampler:
-        """Return how the target's logits become its distribution at one of the temperatures."""
-        return Sampler.of(temperature, self.top_k, self.top_p)
-
-    def options(self, temperature: float) -> dict[str, Any]:
-        """Return how texts are written, as `generate` takes it."""
-        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": temperature > 0}
-        if temperature > 0:
-            options |= {"temperature": temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return options
-
-
 def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     """Measure as the config says, write the report into its output directory, and return it."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    remote = config.trust_remote_code
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=remote)
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
     decoded = encoded[: config.limit]
-    if max(config.batch_sizes) > len(decoded):
+    if max(config.batch_size) > len(decoded):
         raise InputError(
-            f"batch_size: expected at most the {len(decoded)} prompts that are decoded, found {max(config.batch_sizes)}"
+            f"batch_size: expected at most the {len(decoded)} prompts that are decoded, found {max(config.batch_size)}"
         )
-    target = load_model(config.target, field="target", dtype=config.dtype, trust_remote_code=remote)
-    check_head(target, tokenizer, "target")
-    # `generate` fills what is left open from here: only where a text ends may come from the target, not how it samples.
-    ends = target.generation_config.eos_token_id
-    target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
-    drafters = load_drafters(
-        target,
-        config.target,
-        tokenizer,
-        config.drafts,
-        config.baseline_draft,
-        config.medusa,
-        config.prompt_lookup,
-        config.draft_lengths,
-        config.dtype,
-        remote,
-    )
+    pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
+    target, drafters, dtype = pair.target, pair.drafters, pair.dtype
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
-        path, sizes = Path(config.costs), config.batch_sizes
-        tables = load_costs(path, target, config.target, config.dtype, drafters, config.temperatures, sizes)
+        path, sizes = Path(config.costs), config.batch_size
+        tables = load_costs(path, target, config.target, dtype, drafters, config.temperature, sizes)
     methods = [Method(), *(Method(d.name, k) for d in drafters for k in d.draft_lengths)]
-    output, samplers = Path(config.output), {t: config.sampler(t) for t in config.temperatures}
+    output, samplers = Path(config.output), {t: config.at(t).sampler() for t in config.temperature}
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
     texts: dict[float, list[list[int]]] = {}
     replays: dict[tuple[float, str, str], Replay] = {}
     first_heads: dict[tuple[float, str], Replay] = {}
     for temperature, sampler in samplers.items():
-        for rows in config.batch_sizes:
+        for rows in config.batch_size:
             found = decode_side_by_side(
                 target,
                 {drafter.name: drafter.proposer for drafter in drafters},
@@ -210,17 +79,17 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
                 f"T={temperature:g}, B={rows}" if progress else None,
             )
             observations |= {(temperature, rows, method): own for method, own in found.items()}
-        plain = rows_of(observations[temperature, config.batch_sizes[0], Method()])
+        plain = rows_of(observations[temperature, config.batch_size[0], Method()])
         texts[temperature] = [row.tokens for row in plain]
         missing = slice(len(plain), len(prompts))
         texts[temperature] += _completed(config, target, prompts[missing], encoded[missing], temperature, progress)
         _replay(config, target, drafters, sampler, temperature, encoded, texts[temperature], replays, first_heads)
     if tables is None:
-        tables = _costs(config, target, drafters, samplers, encoded, texts, output)
+        tables = _costs(config, pair, samplers, encoded, texts, output)
     measured = Measured(
         target=target,
         target_path=config.target,
-        dtype=config.dtype,
+        dtype=dtype,
         tokenizer=tokenizer,
         prompts_path=config.prompts,
         prompts=prompts,
@@ -237,17 +106,31 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
             observations,
             [_ids(prompt) for prompt in decoded],
             config.lossless_tokens,
-            config.top_k,
-            config.top_p,
+            config,
             config.max_new_tokens,
         ),
-        trees=_trees(target, drafters, encoded, texts),
+        trees=_trees(target, drafters, encoded, texts, samplers),
     )
     report = build_report(measured, config.min_speedup, config.min_gain, config.confidence)
     write_json(output / "report.json", report)
     write_page(report, output / "report.html")
     (output / "summary.md").write_text(markdown(report), encoding="utf-8")
     return report
+
+
+def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
+    """Return what is to be measured."""
+    specs = [
+        DrafterSpec("draft", path, name, config.draft_length)
+        for name, path in zip(short_names(config.drafts), config.drafts, strict=True)
+    ]
+    if config.baseline_draft is not None:
+        specs.append(DrafterSpec("baseline_draft", config.baseline_draft, STOCK, config.draft_length))
+    if config.medusa is not None:
+        specs.append(DrafterSpec(MEDUSA, config.medusa))
+    if config.prompt_lookup:
+        specs.append(DrafterSpec(PROMPT_LOOKUP, draft_lengths=config.draft_length))
+    return specs
 
 
 def _completed(
@@ -295,7 +178,7 @@ def _replay(
         {"\n".join(key): proposer for key, proposer in proposers.items()},
         [_ids(prompt + text) for prompt, text in zip(encoded, texts, strict=True)],
         [len(prompt) for prompt in encoded],
-        range(1, max(REPLAYED_LENGTHS, *config.draft_lengths) + 1),
+        range(1, max(REPLAYED_LENGTHS, *config.draft_length) + 1),
         sampler,
         config.max_new_tokens,
     )
@@ -309,8 +192,7 @@ def _replay(
 
 def _costs(
     config: MeasureConfig,
-    target: PreTrainedModel,
-    drafters: Sequence[Drafter],
+    pair: Pair,
     samplers: Mapping[float, Sampler],
     encoded: Sequence[list[int]],
     texts: Mapping[float, Sequence[list[int]]],
@@ -322,15 +204,15 @@ def _costs(
     samples = [_ids(ids + text) for ids, text in zip(encoded, own, strict=True)]
     return measured_costs(
         output / "costs.json",
-        target,
+        pair.target,
         config.target,
-        config.dtype,
-        drafters,
-        max(config.draft_lengths),
+        pair.dtype,
+        pair.drafters,
+        max(config.draft_length),
         samples,
         samplers,
-        config.batch_sizes,
-        config.contexts or [mean],
+        config.batch_size,
+        config.context or [mean],
         prompt,
     )
 
@@ -340,9 +222,10 @@ def _trees(
     drafters: Sequence[Drafter],
     encoded: Sequence[list[int]],
     texts: Mapping[float, Sequence[list[int]]],
+    samplers: Mapping[float, Sampler],
 ) -> list[dict[str, str]]:
     """Draw the trees of heads, as far as there are greedy texts to say how often each node is accepted."""
-    if 0.0 not in texts:
+    if 0.0 not in texts or samplers[0.0].processors:  # the picture knows the heads' ranks alone, no penalties
         return []
     sequences = [(_ids(p + t), len(p)) for p, t in zip(encoded, texts[0.0], strict=True)]
     return [

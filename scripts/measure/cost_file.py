@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.sampling import Sampler
-from draftsmith.scripts.measure.drafters import Drafter
+from draftsmith.scripts.pair import Drafter
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"

@@ -7,9 +7,9 @@ from typing import Any
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
-from draftsmith.scripts.measure.drafters import Drafter
 from draftsmith.scripts.measure.side_by_side import Group
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
+from draftsmith.scripts.pair import Drafter
 
 WORTH_SAYING = 1.02
 """A draft length that was not decoded is spoken of where it promises this many times the speed."""

@@ -9,8 +9,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.measure.cost_file import table_for
-from draftsmith.scripts.measure.drafters import Drafter
 from draftsmith.scripts.measure.side_by_side import Method, Observations
+from draftsmith.scripts.pair import Drafter
 from draftsmith.train.data.prompts import Prompt
 
 PROBABILISTIC, GREEDY = "probabilistic", "greedy"

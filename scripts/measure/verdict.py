@@ -8,10 +8,10 @@ from typing import Any
 from scipy.stats import norm
 
 from draftsmith.decode.measurement.intervals import Estimate, Interval, format_estimate, ratio_difference
-from draftsmith.scripts.measure.drafters import STOCK
 from draftsmith.scripts.measure.estimates import speedup_interval
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.measure.state import Replays
+from draftsmith.scripts.pair import STOCK
 
 Gains = Mapping[tuple[float, str, int], tuple[Estimate, Interval | None]]
 """By temperature, drafter and γ: the gain of τ over the stock draft, and its interval at the gate's level."""

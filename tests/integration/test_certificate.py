@@ -26,6 +26,7 @@ from draftsmith.decode.measurement.distribution_test import (
     prepared_sampler,
     sample_texts,
 )
+from draftsmith.decode.options import Sampling
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.certificate import FALSE_ALARM, certify_greedy, certify_sampled, unchecked
@@ -34,7 +35,7 @@ VOCAB = 13
 NEW = 40
 TOKENS = 2_000
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1)])
-WARPED = {"temperature": 0.8, "top_k": 9, "top_p": 0.95}
+WARPED = Sampling(temperature=0.8, top_k=9, top_p=0.95)
 KEYS = {
     "checked", "identical", "prompts_identical", "near_ties", "departures", "p_value", "tokens", "passed", "reason",
 }  # fmt: skip
@@ -175,7 +176,7 @@ def test_a_small_margin_that_rounding_does_not_reach_is_a_departure(twins):
 
 
 def sampled(target, proposer, **options):
-    own = {"draft_length": 2, "batch_size": 100, "max_new_tokens": NEW, **WARPED, **options}
+    own = {"draft_length": 2, "batch_size": 100, "max_new_tokens": NEW, "sampling": WARPED} | options
     return certify_sampled(target, proposer, random_prompts(100), TOKENS, **own)
 
 
@@ -234,19 +235,21 @@ def test_a_lossy_decoder_is_caught(target, drafters, plant):
 
 def test_rounding_that_moves_tokens_past_top_k_is_no_departure(twins):
     """Of five tokens that top-k keeps, one has a twin that is not kept: rounding decides which."""
-    sampler = {"temperature": 1.0, "top_k": 5, "top_p": 1.0}
+    sampler = Sampling(temperature=1.0, top_k=5)
     drafter = DraftModelProposer(twins)
     prompts = random_prompts(100, 17)
-    texts, _ = sample_texts(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **sampler)
-    raw = distribution_test(twins, texts, prepared_sampler(twins, do_sample=True, **sampler), batch_size=100)
+    texts, _ = sample_texts(
+        twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **sampler.generate_kwargs()
+    )
+    raw = distribution_test(twins, texts, prepared_sampler(twins, **sampler.generate_kwargs()), batch_size=100)
     if not raw.num_impossible:
         pytest.skip("this machine's kernels round blocks as single tokens")
     assert raw.p_value == 0
-    entry = certify_sampled(twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, **sampler)
+    entry = certify_sampled(twins, drafter, prompts, TOKENS, sampler, batch_size=100, max_new_tokens=NEW)
     assert entry["passed"] is True and entry["p_value"] > FALSE_ALARM, entry
     # Where the decoder forgets top-k, rounding is no excuse.
     entry = certify_sampled(
-        twins, drafter, prompts, TOKENS, batch_size=100, max_new_tokens=NEW, rule=Unwarped(), **sampler
+        twins, drafter, prompts, TOKENS, sampler, batch_size=100, max_new_tokens=NEW, rule=Unwarped()
     )
     assert entry["passed"] is False and entry["p_value"] == 0
 
@@ -263,6 +266,6 @@ def test_what_cannot_be_checked_is_refused_or_says_why(target, drafters, plain):
     with pytest.raises(InputError, match="tokens: expected at least 2000 to test their law, found 100"):
         certify_sampled(target, drafters["draft"], prompts, 100)
     with pytest.raises(InputError, match="temperature: expected more than 0 to sample texts, found 0"):
-        certify_sampled(target, drafters["draft"], prompts, TOKENS, temperature=0.0)
+        certify_sampled(target, drafters["draft"], prompts, TOKENS, Sampling())
     with pytest.raises(InputError, match="prompts: expected at least one to sample from"):
         certify_sampled(target, drafters["draft"], [], TOKENS)

@@ -8,6 +8,7 @@ from conftest import perturbed, tiny_llama
 
 from draftsmith.decode import speculative
 from draftsmith.scripts import check_lossless
+from draftsmith.scripts.configs import CHECKED
 from draftsmith.train.cli import run
 from draftsmith.train.runs import save_model
 
@@ -37,13 +38,13 @@ def test_a_right_decoder_passes(pair, tmp_path, capsys):
     assert check_lossless.main([*argv, "--proposers", "[draft, lookup]"]) == 0
     assert "lossless" in capsys.readouterr().out
     figures = json.loads(output.read_text())
-    assert figures["prompts"] == 5 and set(figures["drafters"]) == {"draft", "lookup"}
+    assert figures["prompts"] == 5 and set(figures["drafters"]) == {"draft", "prompt_lookup"}
     for entry in figures["drafters"].values():
         assert entry["greedy"]["prompts_identical"] == 5 and entry["greedy"]["passed"] is True
         assert entry["sampled"]["num_tokens"] >= 2000 and entry["sampled"]["p_value"] > 1e-4
 
 
-@pytest.mark.parametrize("proposer", check_lossless.PROPOSERS)
+@pytest.mark.parametrize("proposer", CHECKED)
 def test_every_drafter_is_compared_at_t_0(pair, proposer):
     assert check_lossless.main(flags(pair, "--proposers", f"[{proposer}]")) == 0
 

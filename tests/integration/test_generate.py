@@ -22,9 +22,10 @@ from draftsmith.decode.proposers.draft_model import DynamicTree
 from draftsmith.decode.speculative import Round
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli as commands
+from draftsmith.scripts import configs, live_view
 from draftsmith.scripts import generate as module
-from draftsmith.scripts import live_view
-from draftsmith.scripts.generate import GenerateConfig, generate, main
+from draftsmith.scripts.configs import GenerateConfig
+from draftsmith.scripts.generate import generate, main
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal, kinds_of, row_end
 from draftsmith.train import cli
 from draftsmith.train.models import load_model, load_tokenizer
@@ -362,14 +363,14 @@ PROPOSERS = {
     "medusa": {"medusa": "heads"},
     "prompt_lookup": {},
     "lookahead": {},
-    "blind": {},
+    "unigram": {},
     "early_exit": {"exit_layers": 1},
     "none": {},
 }
 
 
 def test_all_proposers_are_tried_here():
-    assert set(PROPOSERS) == set(module.PROPOSERS)
+    assert set(PROPOSERS) == set(configs.PROPOSERS)
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
@@ -411,7 +412,7 @@ def test_a_lossy_rule_says_how_far_it_departs(pair, capsys, rule, temperature):
     assert out == text + "\n"
     departure = output.departure
     if temperature:
-        said = f"a token's law is {departure.mean_total_variation():.3f} away from the target's"
+        said = f"a token's distribution is {departure.mean_total_variation():.3f} away from the target's"
         assert err.endswith("the texts are two samples, not to be identical\n")
     else:
         said = f"{departure.argmax_disagreement():.1%} of the tokens are not the target's argmax"

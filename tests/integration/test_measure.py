@@ -20,14 +20,16 @@ import draftsmith.scripts.measure.command as command
 from draftsmith.decode.measurement import costs as round_costs
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.options import Sampling
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.scripts.measure import certificate, cost_file
 from draftsmith.scripts.measure.build import report_schema
 from draftsmith.scripts.measure.certificate import certify_sampled, unchecked
-from draftsmith.scripts.measure.command import MeasureConfig, main, measure
-from draftsmith.scripts.measure.drafters import short_names
+from draftsmith.scripts.measure.command import main, measure
+from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import Speed
 from draftsmith.scripts.measure.side_by_side import Method
+from draftsmith.scripts.pair import short_names
 from draftsmith.scripts.report.table import print_report
 from draftsmith.train import cli
 from draftsmith.train.runs import save_model
@@ -36,7 +38,7 @@ PROMPTS = [("def f(x):", "code"), ("import os", "code"), ("a story of x", "prose
 NEW = 13
 LENGTHS = (2, 3)
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
-NAMES = {"draft": "draft", "stock": "baseline_draft", "medusa": "medusa", "lookup": "prompt_lookup"}
+NAMES = {"draft": "draft", "stock": "baseline_draft", "medusa": "medusa", "prompt_lookup": "prompt_lookup"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -176,7 +178,7 @@ def test_what_was_measured(measured, root):
     proposers = {run["proposer"]["name"]: run["proposer"] for run in report["runs"]}
     assert {name: proposer["kind"] for name, proposer in proposers.items()} == NAMES
     of_heads = MedusaHeads.from_pretrained(root / "heads").num_parameters()
-    sizes = {"draft": parameters, "stock": parameters, "medusa": of_heads, "lookup": 0}
+    sizes = {"draft": parameters, "stock": parameters, "medusa": of_heads, "prompt_lookup": 0}
     paths = {"draft": "draft", "stock": "stock", "medusa": "heads"}
     for name, proposer in proposers.items():
         assert proposer["path"] == (str(root / paths[name]) if name in paths else None)
@@ -190,7 +192,7 @@ def test_what_was_measured(measured, root):
         n: 4 * s for n, s in sizes.items()
     }
     cached = {name: of["cache_bytes_per_token"] for name, of in memory["drafters"].items()}
-    assert cached == {"draft": 256, "stock": 256, "medusa": 0, "lookup": 0}
+    assert cached == {"draft": 256, "stock": 256, "medusa": 0, "prompt_lookup": 0}
 
 
 def test_counts_are_integers_and_ratios_are_theirs(measured):
@@ -214,7 +216,7 @@ def test_counts_are_integers_and_ratios_are_theirs(measured):
         assert run["mean_acceptance_length"]["value"] == pytest.approx(tau, rel=1e-12)
         assert 1 <= tau <= gamma + 1
         for name in ("alpha", "draft_acceptance_rate", "mean_acceptance_length", "speedup"):
-            if run["proposer"]["name"] != "lookup":  # which drafts nothing of some prompts
+            if run["proposer"]["name"] != "prompt_lookup":  # which drafts nothing of some prompts
                 low, high = run[name]["ci95"]
                 assert low <= run[name]["value"] <= high
 
@@ -262,7 +264,7 @@ def test_curves_cover_every_draft_length(measured):
     found = [(c["temperature"], c["proposer"]["name"], c["verifier"]) for c in report["curves"]]
     both = [(1.0, name, verifier) for name in ("draft", "stock") for verifier in ("probabilistic", "greedy")]
     greedy = [(0.0, name, "probabilistic") for name in NAMES]
-    assert found == [*greedy, *both, (1.0, "lookup", "probabilistic")]
+    assert found == [*greedy, *both, (1.0, "prompt_lookup", "probabilistic")]
     for curve in report["curves"]:
         lengths = [2] if curve["proposer"]["name"] == "medusa" else list(range(1, 17))
         length = curve["mean_acceptance_length"]
@@ -319,8 +321,8 @@ def test_gains_are_paired_and_not_the_stock_drafts(measured):
 def test_comparisons_are_differences_of_curves(measured):
     report, _ = measured
     pairs = {(c["proposer"], c["other"]) for c in report["comparisons"] if c["temperature"] == 0.0}
-    with_stock = {(name, "stock") for name in ("draft", "medusa", "lookup")}
-    assert pairs == with_stock | {("draft", "medusa"), ("draft", "lookup"), ("medusa", "lookup")}
+    with_stock = {(name, "stock") for name in ("draft", "medusa", "prompt_lookup")}
+    assert pairs == with_stock | {("draft", "medusa"), ("draft", "prompt_lookup"), ("medusa", "prompt_lookup")}
     greedy = [c for c in report["comparisons"] if c["verifier"] == "greedy"]
     assert [(c["proposer"], c["other"], c["draft_length"]) for c in greedy] == [("draft", "stock", k) for k in LENGTHS]
     for one in report["comparisons"]:
@@ -359,7 +361,7 @@ def test_predictions_are_costs_times_acceptance(measured):
         assert curve["predicted_speedup"].keys() == curve["break_even_alpha"].keys() == {"1", "2"}
         for rows, found in curve["predicted_speedup"].items():
             assert found.keys() == curve["mean_acceptance_length"].keys()
-            if name == "lookup":  # what it verifies is what it finds
+            if name == "prompt_lookup":  # what it verifies is what it finds
                 continue
             k = "2"
             nodes = len(CHOICES) if name == "medusa" else int(k)
@@ -471,7 +473,8 @@ def test_what_fails_the_law_test_is_not_deployed(root, tmp_path, monkeypatch):
         lossless_tokens=2000, min_speedup=0.001,
     )  # fmt: skip
     (call,) = asked  # once for all batch sizes: the test has batches of its own
-    wanted = {"tokens": 2000, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "draft_length": 2, "max_new_tokens": NEW}
+    sampling = Sampling(temperature=1.0, top_k=50)
+    wanted = {"tokens": 2000, "sampling": sampling, "draft_length": 2, "max_new_tokens": NEW}
     assert {name: call[name] for name in wanted} == wanted and len(call["prompts"]) == 2
     assert [run["lossless"]["passed"] for run in report["runs"]] == [False, False]
     assert sum("the text is not the target's" in failure for failure in report["gate"]["failures"]) == 2
@@ -577,7 +580,7 @@ def test_drafts_have_names_that_tell_them_apart():
     assert short_names(["runs/a"]) == ["draft"]
     assert short_names(["runs/a", "other/b/"]) == ["a", "b"]
     assert short_names(["runs/a/draft", "runs/b/draft"]) == ["a/draft", "b/draft"]
-    # "stock", "medusa" and "lookup" are other drafters'.
+    # "stock", "medusa" and "prompt_lookup" are other drafters'.
     assert short_names(["runs/stock", "runs/medusa"]) == ["runs/stock", "runs/medusa"]
     here, there = short_names([".", "a"])
     assert here and there == "a"
@@ -629,7 +632,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--draft_length", "many"], "draft_length: expected numbers separated by commas, found 'many'"),
         (["--draft_length", "1.5"], "draft_length"),
         (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),
-        (["--temperature=-1"], "temperature: expected 0 or more, found -1.0"),
+        (["--temperature=-1"], "temperature: expected a finite number, at least 0, found -1.0"),
         (["--batch-size", "0"], "batch_size: expected at least 1, found 0"),
         (["--batch-size", "1,5"], "batch_size: expected at most the 4 prompts that are decoded, found 5"),
         (["--context", "0"], "context: expected at least 1, found 0"),

@@ -232,7 +232,7 @@ def test_the_level_between():
         ({"max_total_variation": 0.1}, "max_total_variation: expected max_disagreement at temperature 0"),
         ({"temperature": 1.0, "max_disagreement": 0.1}, "max_disagreement: expected max_total_variation at"),
         ({"max_disagreement": 1.0}, "max_disagreement: expected more than 0 and less than 1, found 1.0"),
-        ({"temperature": -1.0}, "temperature: expected 0 or more, found -1.0"),
+        ({"temperature": -1.0}, "temperature: expected a finite number, at least 0, found -1.0"),
         ({"threshold_levels": "0.1,1"}, "threshold_levels: expected levels of at least 0 and less than 1, found 1"),
         ({"cascade_levels": "1.5"}, "cascade_levels: expected levels of at least 0 and at most 1, found 1.5"),
         ({"typical_levels": "low"}, "typical_levels: expected numbers separated by commas, found 'low'"),

@@ -7,12 +7,10 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
-from draftsmith.scripts.generate import GenerateConfig
-from draftsmith.scripts.measure.command import MeasureConfig
-from draftsmith.scripts.medusa_tree import MedusaTreeConfig
-from draftsmith.scripts.profile import ProfileConfig
-from draftsmith.scripts.tune.command import TuneConfig
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
 from draftsmith.train.pretrain import PretrainConfig
@@ -123,6 +121,6 @@ def test_lists_of_numbers_are_read_from_either_form(tmp_path):
     text = "target: t\ndraft: d\nprompts: p\noutput: o\n"
     for more in ("draft_length: 1,4\ntemperature: 0,0.5\n", "draft_length: [1, 4]\ntemperature: [0, 0.5]\n"):
         config = parse(MeasureConfig, text + more, tmp_path)
-        assert (config.draft_lengths, config.temperatures) == ([1, 4], [0.0, 0.5])
+        assert (config.draft_length, config.temperature) == ([1, 4], [0.0, 0.5])
     config = parse(MeasureConfig, text + "draft_length: 8\ntemperature: 1\n", tmp_path)
-    assert (config.draft_lengths, config.temperatures) == ([8], [1.0])
+    assert (config.draft_length, config.temperature) == ([8], [1.0])

@@ -11,13 +11,13 @@ from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.rounds import expected_counts
-from draftsmith.scripts.measure.drafters import Drafter
 from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, breaks
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import comparisons, judge, markdown, more_prompts
+from draftsmith.scripts.pair import Drafter
 from draftsmith.train.data.prompts import Prompt
 
 LENGTHS = range(1, 5)

@@ -256,8 +256,8 @@ class Source:
             "temperature": config.temperature,
             "top_k": config.top_k or -1,  # 0 means "all" to vLLM alone, −1 to both
             "top_p": config.top_p,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
+            "min_p": config.min_p,
+            "repetition_penalty": config.repetition_penalty,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
             "stop_token_ids": self.vocabulary.ends,

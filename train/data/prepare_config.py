@@ -72,6 +72,8 @@ class PrepareConfig(Sampling, ModelOptions):
         else:
             if self.answers == "given":
                 raise InputError("endpoint: expected none with --answers given, which asks no model for anything")
+            if self.no_repeat_ngram_size:
+                raise InputError("no_repeat_ngram_size: expected 0 with --endpoint, for servers know no such setting")
             _check_url(self.endpoint)
 
 
@@ -85,7 +87,7 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples"}  # samples have ids
     if config.endpoint is not None:
         elsewhere.add("dtype")  # the server's weights are the server's business
-    names = (field.name for field in fields(PrepareConfig))
+    names = (f.name for f in fields(PrepareConfig))
     return tuple(name for name in names if name not in elsewhere and not name.startswith("endpoint"))
 
 

@@ -29,6 +29,9 @@ COLUMNS = pa.schema(
     ]
 )
 
+UNNAMED = {"min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Settings that older manifests do not name, and what they were."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -158,7 +161,8 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         (flag, *(each.get("source", source).get(name) for each in (before, manifest)))
         for name, flag in (("answers", "answers"), ("model", "endpoint_model"))
     ]
-    compared += [(name, before["settings"].get(name), value) for name, value in manifest["settings"].items()]
+    settings = UNNAMED | before["settings"]
+    compared += [(name, settings.get(name), value) for name, value in manifest["settings"].items()]
     for name, then, now in compared:
         if then != now:
             raise InputError(f"{name}: expected {then!r}, found {now!r}{way_out}")

@@ -8,7 +8,7 @@ from draftsmith.train.options import ModelOptions
 
 @dataclass
 class CacheConfig(ModelOptions):
-    """Write down the target's distributions on its completions, for drafts to train on without the target; resumable."""
+    """Write down the target's distributions on its completions, for drafts to train on without it; resumable."""
 
     target: str
     """The target model: a directory or a hub id."""

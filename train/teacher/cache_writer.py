@@ -24,7 +24,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, one_of, require, require_some
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train import models
 from draftsmith.train.data.shards import (

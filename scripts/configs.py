@@ -1,0 +1,224 @@
+"""What the commands of one module each are told. Light: `--help` must not wait for torch."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from draftsmith.decode.errors import InputError, Range, at_least, between, more_than, one_of, require, require_some
+from draftsmith.decode.options import Sampling
+from draftsmith.scripts.measure.config import FALSE_ALARM, TEST_TOKENS
+from draftsmith.train.cli import Ints, numbers
+from draftsmith.train.options import ModelOptions, PromptOptions
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"
+PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
+ALIASES = {"blind": "unigram", "lookup": "prompt_lookup"}
+"""Earlier names of drafters."""
+MODELS = ("draft", "early_exit")
+"""Proposers that are models: their confidence says something, and they can grow trees."""
+CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
+"""What the check of losslessness decodes by."""
+
+
+@dataclass
+class GenerateConfig(Sampling, ModelOptions):
+    """Try a target with a drafter on one prompt, and watch in colour which tokens the drafter got right."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    prompt: str
+    """The text to go on from; `-` reads it from standard input, without its last newline."""
+    draft: str | None = None
+    """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
+    its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
+    proposer: str = "draft"
+    """What drafts: draft, medusa, prompt_lookup, lookahead, unigram, early_exit, or none for plain decoding."""
+    medusa: str | None = None
+    """The directory of the heads, for the proposer `medusa`; they draft their tree, no deeper than `draft_length`."""
+    exit_layers: int | None = None
+    """The target's layers that draft, for the proposer `early_exit`."""
+    draft_length: int = 4
+    """γ, drafted tokens a round; of a tree its depth."""
+    width: int = 0
+    """Draft a tree grown by probability, so many children a node and `width`·γ nodes in all; 0 drafts a chain."""
+    rule: str = "exact"
+    """Which drafted tokens stand: exact, which is lossless, or the lossy typical, threshold or cascade."""
+    max_new_tokens: int = 128
+    """Tokens of the text at most."""
+    chat: bool = False
+    """Put the prompt into the tokenizer's chat template, as a user's turn."""
+    compare: bool = False
+    """Decode plainly too, and say how fast that was and whether the texts are identical."""
+    seed: int = 0
+    """Seeds the sampling."""
+
+    def __post_init__(self) -> None:
+        from draftsmith.decode.rules import as_rule
+
+        super().__post_init__()
+        self.proposer = ALIASES.get(self.proposer, self.proposer)
+        require(self, one_of(PROPOSERS), "proposer")
+        for proposer, name in (("draft", "draft"), ("medusa", "medusa"), ("early_exit", "exit_layers")):
+            if self.proposer == proposer and getattr(self, name) is None:
+                raise InputError(f"{name}: expected one with the proposer {proposer}, found none")
+        require(self, at_least(1), "draft_length", "max_new_tokens", "exit_layers")
+        require(self, at_least(0), "width")
+        as_rule(self.rule)
+        for name, wanted in (("width", self.width > 0), ("rule", self.rule == "cascade")):
+            if wanted and self.proposer not in MODELS:
+                raise InputError(
+                    f"{name}: expected a proposer that is a model ({' or '.join(MODELS)}) with {name} "
+                    f"{getattr(self, name)}, found {self.proposer}"
+                )
+        if self.compare and self.proposer == "none":
+            raise InputError("compare: expected a proposer that drafts, found none")
+
+
+@dataclass
+class ProfileConfig(Sampling, PromptOptions):
+    """Profile the rounds of one drafter with a target: how much of their time is drafting, verifying and the rest."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    prompts: str
+    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
+    output: str
+    """The directory that receives `trace.json` and `profile.json`."""
+    draft: str | None = None
+    """The draft model that drafts."""
+    medusa: str | None = None
+    """Medusa or Hydra heads, which draft the tree of their config, in place of a draft model."""
+    prompt_lookup: bool = False
+    """Draft by prompt lookup, in place of a draft model."""
+    draft_length: int = 4
+    """γ, drafted tokens a round; Medusa heads draft their tree."""
+    batch_size: Ints = field(default_factory=lambda: [1])
+    """Prompts decoded together, several sizes with commas; prompts that fill no whole batch are left out."""
+    compiled: bool = False
+    """Run the models through `torch.compile`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = [name for name in ("draft", "medusa", "prompt_lookup") if getattr(self, name)]
+        if len(given) != 1:
+            raise InputError(
+                "draft: expected one drafter out of draft, medusa and prompt_lookup, found "
+                + (" and ".join(given) or "none")
+            )
+        self.batch_size = numbers(self.batch_size, int, "batch_size")
+        require_some(self, "batch_size", "number")
+        require(self, at_least(1), "batch_size", "draft_length")
+
+    @property
+    def kind(self) -> str:
+        """What drafts."""
+        return "draft" if self.draft else "medusa" if self.medusa else "prompt_lookup"
+
+
+@dataclass
+class MedusaTreeConfig(ModelOptions):
+    """Search the tree that Medusa heads should draft, on completions that the target wrote at temperature 0."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    heads: str
+    """The directory of its heads, whose config.json gets the tree."""
+    completions: list[str]
+    """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the heads were
+    trained on."""
+    nodes: int | None = None
+    """Nodes of the tree. None measures what verifying them costs on this machine, and lets that choose."""
+    output: str | None = None
+    """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the heads stay as they are. None
+    writes them beside the heads, and the tree into their config.json."""
+    rows: int = 1
+    """Texts decoded together, where costs are measured."""
+    limit: int | None = None
+    """Take the first so many completions only."""
+    seed: int = 0
+    """Seeds how texts are dealt out: half to search on, a fifth to select on, the rest to report on."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1), "nodes", "rows", "limit")
+        require_some(self, "completions", "directory")
+
+
+@dataclass
+class LosslessConfig(Sampling, ModelOptions):
+    """Decode prompts by every drafter, and compare: token for token at T=0, in distribution under sampling."""
+
+    target: str = str(ASSETS / "tiny-target")
+    """The target: a model directory or hub id."""
+    draft: str = str(ASSETS / "tiny-draft")
+    """A draft model with the target's tokenizer."""
+    prompts: str | None = None
+    """A file of prompts; held-out modules of the standard library if None."""
+    limit: int | None = None
+    """Use the first so many prompts; all if None (128 of the standard library)."""
+    proposers: list[str] = field(default_factory=lambda: list(CHECKED))
+    """Any of draft (a chain), tree (a static one of nine nodes), dynamic (grown by probability), prompt_lookup,
+    lookahead."""
+    draft_length: int = 4
+    """γ."""
+    max_new_tokens: int = 64
+    """Tokens of a text at most."""
+    max_prompt_tokens: int = 128
+    """Keep the last so many tokens of a longer prompt."""
+    batch_size: int = 8
+    """Rows decoded together; the plain texts are decoded one at a time."""
+    greedy: bool = True
+    """Compare texts at T=0."""
+    sampled_tokens: int = 0
+    """Tokens to test the distribution on, for each drafter; at least 2000, or 0 for none. Prompts are gone through as
+    often as it takes, each time with other seeds."""
+    temperature: float = field(default=1.0, kw_only=True)
+    """Of the sampled texts, as top_k, top_p, min_p and the penalties are."""
+    false_alarm: float = FALSE_ALARM
+    """A lossless drafter fails the test of the distribution with this probability."""
+    threads: int | None = None
+    """CPU threads; torch's default if None."""
+    output: str | None = None
+    """A JSON file for the figures."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.proposers = [ALIASES.get(name, name) for name in self.proposers]
+        unknown = [name for name in self.proposers if name not in CHECKED]
+        if unknown or not self.proposers:
+            raise InputError(f"proposers: expected some of {', '.join(CHECKED)}, found {', '.join(unknown) or 'none'}")
+        require(self, at_least(1), "draft_length", "max_new_tokens", "max_prompt_tokens", "batch_size")
+        require(self, TEST_TOKENS, "sampled_tokens")
+        if self.sampled_tokens:
+            require(self, Range("more than 0 for sampled texts", more_than(0).holds), "temperature")
+        require(self, between(0, 1), "false_alarm")
+
+
+@dataclass
+class QuickstartConfig:
+    """Prepare, distil, train Medusa heads and measure on the embedded target: minutes on two cores without a GPU."""
+
+    output: str = "runs/quickstart"
+    """Receives prompts/, completions/, draft/, medusa/ and report.json; a second run goes on from what is there."""
+    train_prompts: int = 640
+    """Prompts from the training modules, completed by the target to distil on: two thirds sampled, one third greedily,
+    since the draft is measured under both."""
+    heldout_prompts: int = 64
+    """Prompts from the held-out modules, to select the best checkpoint on."""
+    steps: int | None = None
+    """Steps of distillation, and of the heads' training; by default those of configs/distill/tiny.yaml and
+    configs/medusa/tiny.yaml."""
+    searched_prompts: int = 48
+    """Further prompts from the training modules, completed greedily, to search the heads' tree on."""
+    measured_prompts: int = 16
+    """Further held-out prompts, decoded by every method."""
+    replayed_prompts: int = 128
+    """Held-out prompts that acceptance is replayed on: those measured and more, none of which the draft was selected
+    on."""
+
+    def __post_init__(self) -> None:
+        require(self, at_least(2), "train_prompts", "heldout_prompts", "measured_prompts", "searched_prompts")
+        if self.replayed_prompts < self.measured_prompts:
+            raise InputError(
+                f"replayed_prompts: expected at least measured_prompts ({self.measured_prompts}), found "
+                f"{self.replayed_prompts}"
+            )
