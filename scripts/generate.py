@@ -53,9 +53,10 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
     target, proposer, input_ids = pair.target, _proposer(pair), torch.tensor([ids], device=default_device())
     _check_positions(config, target, len(ids), "target")
+    draft = pair.drafter.model if config.proposer == "draft" else None
     # A draft whose text is encoded again has its own count of tokens, and minds its limit itself.
-    if config.proposer == "draft" and not (isinstance(proposer, RetokenizedProposer) and not proposer.renumbers):
-        _check_positions(config, pair.drafter.model, len(ids), "draft")
+    if draft is not None and not (isinstance(proposer, RetokenizedProposer) and not proposer.renumbers):
+        _check_positions(config, draft, len(ids), "draft")
     options: dict[str, Any] = {"seed": config.seed, **config.generate_kwargs()}
 
     def speculative(new: int, progress: Progress | None = None) -> DecodeOutput:

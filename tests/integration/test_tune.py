@@ -132,11 +132,11 @@ def test_a_killed_run_goes_on(models, tmp_path, monkeypatch):
     decoded = []
     decode = command._decode
 
-    def counted(config, pair, setting, i):
+    def counted(task, setting, i):
         if len(decoded) == killed_at:
             raise KeyboardInterrupt
         decoded.append((setting, i))
-        return decode(config, pair, setting, i)
+        return decode(task, setting, i)
 
     monkeypatch.setattr(command, "_decode", counted)
     killed_at = 4 + 4 + 2  # four settings are warmed up and decode the first prompt; the second is cut half-way
