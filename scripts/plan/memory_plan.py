@@ -31,8 +31,9 @@ from draftsmith.scripts.plan.model_states import (
     optimizer_bytes,
     target_bytes,
 )
+from draftsmith.train import options
 from draftsmith.train.lora import add_lora
-from draftsmith.train.models import DTYPES, whole_weights
+from draftsmith.train.models import DTYPES, stored_dtype, whole_weights
 
 GIB = 2**30
 ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -71,7 +72,7 @@ class PlanConfig(DistillConfig):
         super().__post_init__()
         require(self, at_least(1), "gpus", "cache_k", "cache_tokens")
         require(self, at_least(0), "reserve")
-        require(self, one_of(DTYPES), "target_dtype")
+        require(self, one_of(options.DTYPES), "target_dtype")
         if self.gpu_memory <= self.reserve:
             raise InputError(f"gpu_memory: expected more than the reserve of {self.reserve}, found {self.gpu_memory}")
         self.sequence_length = self.sequence_length or self.max_length
@@ -154,6 +155,8 @@ class MemoryPlan:
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
         self._target_config: Any = read_config(config.target, config.target_config, "target", config.trust_remote_code)
+        if config.target_dtype == "auto":
+            self.setting = replace(self.setting, target_dtype=stored_dtype(self._target_config))
         self.target = lru_cache(self._target)
         self.draft = lru_cache(self._draft)
         self._forward = lru_cache(partial(trace_forward, self.mode))
