@@ -8,12 +8,13 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.generation import DecodeOutput, Row, decode_rows, padded, run_generate
+from draftsmith.decode.generation import DecodeOutput, Row, collect_output, generate_arguments, prepare_rows
 from draftsmith.decode.sampling import Sampler
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 
 
+@torch.inference_mode()
 def autoregressive_generate(
     target: PreTrainedModel,
     input_ids: Tensor,
@@ -22,7 +23,9 @@ def autoregressive_generate(
     **generate_kwargs: Any,
 ) -> DecodeOutput:
     """Decode one token per forward; arguments and result are those of `speculative_generate`."""
-    return run_generate(target, autoregressive_decode, input_ids, attention_mask, seed=seed, **generate_kwargs)
+    generate: Any = target.generate
+    arguments = generate_arguments(input_ids, attention_mask, **generate_kwargs)
+    return generate(custom_generate=autoregressive_decode, seed=seed, **arguments)
 
 
 def autoregressive_decode(
@@ -37,37 +40,33 @@ def autoregressive_decode(
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_model(model, "target")
-
-    def decode(rows: list[Row], sampler: Sampler) -> None:
-        _decode(model, rows, sampler, compiled)
-
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    return decode_rows(decode, logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
+    groups = prepare_rows(logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
+    for sampler, rows in groups:
+        _write(model, rows, sampler, compiled)
+    return collect_output(groups, input_ids, generation_config)
 
 
-def _decode(model: PreTrainedModel, rows: list[Row], sampler: Sampler, compiled: bool) -> None:
-    target = CachedModel(model, len(rows), max(row.limits.max_length for row in rows), compiled=compiled)
-    longest = max(row.length for row in rows)
+def _write(model: PreTrainedModel, rows: list[Row], sampler: Sampler, compiled: bool) -> None:
+    """Write texts to their ends, a token of each at a time."""
+    target = CachedModel(model, len(rows), max(len(row.text) for row in rows), compiled=compiled)
+    logits: Tensor | None = None  # after the last tokens, (B, 1, V)
     if len(rows) == 1:
         logits = target.prefill(rows[0].context[None, :])
-    elif longest > 1:
-        target.prefill(padded([row.context for row in rows], longest)[:, :-1])
-        logits = None
     else:
-        logits = None
+        target.prefill_texts([row.context for row in rows])
     while rows:
         if logits is None:
-            last = torch.stack([row.text[row.length - 1 : row.length] for row in rows])
+            last = torch.stack([row.context[-1:] for row in rows])
             logits = target.feed(last, [row.length - 1 for row in rows])
-        left = []
         if sampler.do_sample or not sampler.context_free:
             tokens = [int(sampler.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
         else:
             tokens = sampler.choose(logits[:, 0], []).tolist()
-        for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        for row, token in zip(rows, tokens, strict=True):
+            row.emit([token])
             row.rounds.append(TOKEN)
-            if not row.emit([token])[1]:
-                left.append(i)
+        left = [i for i, row in enumerate(rows) if not row.done]
         if 0 < len(left) < len(rows):
             target.select(left)
         rows, logits = [rows[i] for i in left], None

@@ -9,7 +9,7 @@ Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V v
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -131,6 +131,17 @@ class CachedModel:
         self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
         self._causal: dict[int, Tensor] = {}
         self._rotary_limit = _rotary_limit(model)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was fed yet."""
+        return not self._layers[0].is_initialized
+
+    def prefill_texts(self, texts: Sequence[Tensor]) -> None:
+        """Feed texts, B of (T_b,) int64, but for their last tokens, into an empty cache."""
+        longest = max(map(len, texts))
+        if longest > 1:
+            self.prefill(padded(texts, longest)[:, :-1])
 
     def prefill(self, tokens: Tensor, keep: int = 1) -> Tensor:
         """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.
@@ -309,6 +320,11 @@ class CachedModel:
 
     def _see(self, head: Any, args: tuple[Tensor, ...]) -> None:
         self.hidden = args[0]
+
+
+def padded(texts: Iterable[Tensor], width: int) -> Tensor:
+    """Put token sequences of at most `width` tokens into one tensor, (B, width), with zeros on the right."""
+    return torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) if len(t) < width else t for t in texts])
 
 
 def _rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import Any
 
+from draftsmith.decode.tree import Tree
+
 
 class Ratios:
     """The ratios of counts: of the integers that a decoder counted, or of what replay expects of them."""
@@ -63,18 +65,24 @@ class Counts(Ratios):
     """Tokens that entered the text: accepted ones, corrections and bonus tokens."""
 
     @classmethod
-    def of_round(cls, drafted: int, accepted: int, emitted: int, nodes: int | None = None) -> "Counts":
-        """Count one round that drafted `drafted` positions deep, accepted the first `accepted` and emitted `emitted`.
+    def of_round(cls, draft: Tree | int, accepted: int, emitted: int) -> "Counts":
+        """Count one round, by the rule for texts that end inside an accepted block (see the class).
 
-        A tree has more `nodes` than positions; a chain as many.
+        Args:
+            draft: the drafted tree, or the length of a drafted chain.
+            accepted: tokens that the rule accepted, the first of a path.
+            emitted: tokens that entered the text: one more than were accepted, or fewer where the text ends.
         """
+        tree = Tree.chain(draft) if isinstance(draft, int) else draft
+        accepted = min(accepted, emitted)
+        depth = tree.depth if emitted > accepted else emitted  # what was drafted past the end does not count
         return cls(
             num_drafts=1,
-            num_draft_tokens=drafted if nodes is None else nodes,
+            num_draft_tokens=sum(d <= depth for d in tree.depths),
             num_accepted_tokens=accepted,
-            num_accepted_tokens_per_pos=(1,) * accepted + (0,) * (drafted - accepted),
-            num_draft_tokens_per_pos=(1,) * drafted,
-            num_reached_per_pos=tuple(int(i <= accepted) for i in range(drafted)),
+            num_accepted_tokens_per_pos=(1,) * accepted + (0,) * (depth - accepted),
+            num_draft_tokens_per_pos=(1,) * depth,
+            num_reached_per_pos=tuple(int(i <= accepted) for i in range(depth)),
             num_emitted_tokens=emitted,
         )
 

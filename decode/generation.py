@@ -1,7 +1,7 @@
-"""What both decoders share: the way through `generate`, the rows of a batch, and where a text ends."""
+"""What both decoders share: the arguments for `generate`, the rows of a batch, where a text ends, and the output."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,6 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
-    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SuppressTokensAtBeginLogitsProcessor,
@@ -36,7 +35,7 @@ class DecodeOutput:
     counts: Counts
     """Summed over the rows."""
     row_counts: tuple[Counts, ...]
-    """Each row's own."""
+    """Of each row."""
     departure: "Departure | None" = None
     """How far a lossy rule went from the target's law; None under the exact rule, which does not."""
 
@@ -68,35 +67,25 @@ class Departure:
         return self.disagreements / self.num_tokens if self.num_tokens else None
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Where a text ends: the length limit, end-of-sequence tokens, and any other stopping criterion."""
-
-    max_length: int
-    eos: frozenset[int]
-    others: StoppingCriteriaList
-
-    @classmethod
-    def prepared(cls, criteria: StoppingCriteriaList, max_length: int) -> "Limits":
-        """Sort the criteria that `generate` prepared."""
-        eos = [c.eos_token_id.tolist() for c in criteria if isinstance(c, EosTokenCriteria)]
-        others = [c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
-        return cls(max_length, frozenset(token for ids in eos for token in ids), StoppingCriteriaList(others))
-
-
 @dataclass
 class Row:
     """One text being written."""
 
     index: int
     """Its place in the batch."""
+    padding: int
+    """Padding tokens that were taken away from its prompt."""
     text: Tensor
-    """Room for the whole text, (max_length,), of which the first `length` tokens stand."""
+    """Room for the whole text, (max_length,), of which the first `length` tokens are written."""
     length: int
-    limits: Limits
+    eos: frozenset[int]
+    """Tokens that end the text."""
+    criteria: StoppingCriteriaList
+    """Further criteria that end it."""
     generator: torch.Generator | None
     rounds: list[Counts] = field(default_factory=list)
     departure: Departure = field(default_factory=Departure)
+    done: bool = False
 
     @property
     def context(self) -> Tensor:
@@ -106,29 +95,26 @@ class Row:
     @property
     def room(self) -> int:
         """Tokens that may still be written."""
-        return self.limits.max_length - self.length
+        return len(self.text) - self.length
 
-    def emit(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """Write tokens, and say how many of them stand and whether the text ends.
+    def emit(self, tokens: Sequence[int]) -> list[int]:
+        """Write tokens up to the end of the text, and return those that were written.
 
-        The text ends with the first new token that completes any criterion: what a block holds after it was never said.
+        The text ends with the first new token that meets any criterion.
         """
         start = self.length
-        tokens = tokens[: self.room]
+        tokens = list(tokens[: self.room])
         self.text[start : start + len(tokens)] = torch.tensor(tokens, device=self.text.device)
         for i, token in enumerate(tokens, start=1):
-            end = start + i
-            stops = end >= self.limits.max_length or token in self.limits.eos
-            if not stops and self.limits.others:
-                stops = bool(self.limits.others(self.text[None, :end], None).all())  # type: ignore[arg-type]
-            if stops:
-                self.length = end
-                return i, True
-        self.length = start + len(tokens)
-        return len(tokens), False
+            self.length = start + i
+            self.done = self.room == 0 or token in self.eos
+            if not self.done and self.criteria:
+                self.done = bool(self.criteria(self.context[None], None).all())  # type: ignore[arg-type]
+            if self.done:
+                return tokens[:i]
+        return tokens
 
 
-Decode = Callable[[list[Row], Sampler], None]
 # Where a processor keeps a length that `generate` counted with the padding.
 PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
     MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
@@ -140,7 +126,7 @@ PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
 
 def without_padding(processors: LogitsProcessorList, padding: int) -> LogitsProcessorList:
     """Return the processors that `generate` would prepare for rows whose `padding` first tokens were taken away."""
-    own = LogitsProcessorList()
+    prepared = LogitsProcessorList()
     counts_new = any(isinstance(processor, MinNewTokensLengthLogitsProcessor) for processor in processors)
     for processor in processors:
         name = PADDED_LENGTHS.get(type(processor))
@@ -154,43 +140,48 @@ def without_padding(processors: LogitsProcessorList, padding: int) -> LogitsProc
         ):
             processor = copy.copy(processor)
             processor.prompt_ignore_length = None  # each row's padding, of which there is none left
-        own.append(processor)
-    return own
+        prepared.append(processor)
+    return prepared
 
 
-def decode_rows(
-    decode: Decode,
+def prepare_rows(
     processors: LogitsProcessorList,
     input_ids: Tensor,
     attention_mask: Tensor | None,
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     seed: int | None,
-    lossy: bool = False,
-) -> DecodeOutput | Tensor:
-    """Hand the rows of a left-padded batch (B, T) to a decoder, and collect their texts.
+) -> list[tuple[Sampler, list[Row]]]:
+    """Return the rows of a left-padded batch (B, T), in groups that are decoded together, each with its sampler.
 
-    Padding is taken away first: a row's text is what it would be alone. Where a processor counts from the prompt's end,
-    rows of one length are decoded at a time.
+    Padding is taken away: a row's text is what it would be alone. There is one group, but where a processor counts from
+    the prompt's end there is one for each amount of padding.
     """
-    padding = [0] * len(input_ids) if attention_mask is None else (attention_mask == 0).sum(1).tolist()
-    rows = []
-    for i, pad in enumerate(padding):
-        limits = Limits.prepared(criteria, config.max_length - pad)
-        length = input_ids.shape[1] - pad
-        text = input_ids.new_zeros(limits.max_length)
-        text[:length] = input_ids[i, pad:]
+    paddings = [0] * len(input_ids) if attention_mask is None else (attention_mask == 0).sum(1).tolist()
+    eos = frozenset(t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.tolist())
+    others = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
+    counts_from_prompt = any(type(processor) in PADDED_LENGTHS for processor in processors)
+    groups: dict[int, list[Row]] = {}
+    for i, padding in enumerate(paddings):
+        text = input_ids.new_zeros(config.max_length - padding)
+        length = input_ids.shape[1] - padding
+        text[:length] = input_ids[i, padding:]
         generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed + i)
-        rows.append(Row(i, text, length, limits, generator))
-    if any(type(processor) in PADDED_LENGTHS for processor in processors):
-        groups = [[row for row, own in zip(rows, padding, strict=True) if own == pad] for pad in sorted(set(padding))]
-    else:
-        groups = [rows]
-    for group in groups:
-        sampler = Sampler(without_padding(processors, padding[group[0].index]), bool(config.do_sample))
-        decode(list(group), sampler)
+        row = Row(i, padding, text, length, eos, others, generator)
+        groups.setdefault(padding if counts_from_prompt else 0, []).append(row)
+    return [
+        (Sampler(without_padding(processors, rows[0].padding), bool(config.do_sample)), rows)
+        for _, rows in sorted(groups.items())
+    ]
+
+
+def collect_output(
+    groups: Sequence[tuple[Sampler, list[Row]]], input_ids: Tensor, config: GenerationConfig, lossy: bool = False
+) -> DecodeOutput | Tensor:
+    """Return what `generate` returns for rows that were written: the sequences, with counts if it asks for a dict."""
+    rows = sorted((row for _, rows in groups for row in rows), key=lambda row: row.index)
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    texts = [torch.cat([input_ids[i, : padding[i]], row.context]) for i, row in enumerate(rows)]
+    texts = [torch.cat([input_ids[row.index, : row.padding], row.context]) for row in rows]
     sequences = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=fill)
     if not config.return_dict_in_generate:
         return sequences
@@ -199,31 +190,22 @@ def decode_rows(
     return DecodeOutput(sequences, sum(counts, Counts()), counts, departure)
 
 
-def padded(texts: Iterable[Tensor], width: int) -> Tensor:
-    """Put token sequences of at most `width` tokens into one tensor, (B, width), zeros behind them."""
-    return torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) if len(t) < width else t for t in texts])
-
-
-def run_generate(
-    target: PreTrainedModel,
-    decode: Callable[..., Any],
+def generate_arguments(
     input_ids: Tensor,
     attention_mask: Tensor | None,
     stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     **kwargs: Any,
-) -> DecodeOutput:
-    """Call `target.generate` with one of the decoders.
+) -> dict[str, Any]:
+    """Return the arguments with which `target.generate` calls a decoder of ours as `custom_generate`.
 
     `generate` would drop the tokenizer, and with it the stop strings, where `custom_generate` is a callable.
     """
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if stop_strings is not None:
         if tokenizer is None:
             raise InputError("tokenizer: expected the target's tokenizer with stop_strings, found none")
         criteria = StoppingCriteriaList(kwargs.pop("stopping_criteria", None) or [])
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stopping_criteria"] = criteria
-    generate: Any = target.generate
-    with torch.inference_mode():
-        return generate(input_ids, attention_mask=mask, custom_generate=decode, return_dict_in_generate=True, **kwargs)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return {"inputs": input_ids, "attention_mask": mask, "return_dict_in_generate": True} | kwargs

@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import Proposal, Proposer
 
 
 @dataclass(frozen=True)
@@ -167,13 +169,52 @@ class Plan:
         self._idle = 0 if best else self._idle + 1
         return 1 if self._idle and self._idle % 16 == 0 else best
 
-    def drafted(self, seconds: float, draft_length: int) -> None:
-        """Note how long a draft took."""
-        if draft_length:
-            self._drafting.append(seconds / draft_length)
+    def propose(
+        self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
+    ) -> list[Proposal]:
+        """Let the proposer draft for rows that have room for so many drafted tokens, and note how long it took."""
+        gamma = self.draft_length()
+        begin = now(target)
+        drafts = proposer.propose(contexts, [min(gamma, left) for left in room])
+        seconds, depth = now(target) - begin, max(draft.tree.depth for draft in drafts)
+        if depth:
+            self._drafting.append(seconds / depth)
+        return drafts
 
     def observe(self, accepted: int, drafted: int) -> None:
         """Note what became of one row's draft."""
         if drafted:
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """A given γ in place of a `Plan`, for every round."""
+
+    longest: int
+
+    def start(self, target: PreTrainedModel, rows: int, context: int, compiled: bool) -> None:
+        """Measure nothing."""
+
+    def propose(
+        self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
+    ) -> list[Proposal]:
+        """Let the proposer draft for rows that have room for so many drafted tokens."""
+        return proposer.propose(contexts, [min(self.longest, left) for left in room])
+
+    def observe(self, accepted: int, drafted: int) -> None:
+        """Learn nothing."""
+
+
+def as_plan(draft_length: "int | Plan | None") -> Plan | FixedLength:
+    """Return the plan itself, a new one for None, or one of a fixed draft length.
+
+    Raises:
+        InputError: a draft length below 1.
+    """
+    if not isinstance(draft_length, int):
+        return Plan() if draft_length is None else draft_length
+    if draft_length < 1:
+        raise InputError(f"draft_length: expected at least 1, found {draft_length}")
+    return FixedLength(draft_length)

@@ -12,15 +12,21 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import CachedModel, check_model, padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import DecodeOutput, Departure, Row, decode_rows, padded, run_generate
-from draftsmith.decode.planner import Plan, now
+from draftsmith.decode.generation import (
+    DecodeOutput,
+    Departure,
+    Row,
+    collect_output,
+    generate_arguments,
+    prepare_rows,
+)
+from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import ROOT
 
 
 @dataclass(frozen=True)
@@ -30,22 +36,34 @@ class Round:
     row: int
     """The row's place in the batch."""
     tokens: list[int]
-    """The emitted tokens, in order."""
-    accepted: int
-    """How many of them are accepted drafted ones, the first."""
-    drafted: int
-    """Depth of the draft."""
-    nodes: int
-    """Tokens drafted: as many as `drafted` in a chain, more in a tree."""
+    """The emitted tokens, in order: first the accepted ones."""
+    counts: Counts
+    """Of this round alone."""
     bonus: bool
-    """Whether the token after the accepted ones is a bonus, no draft having stood against it; else a correction."""
+    """Whether the last token is a bonus, no draft having stood against it; else a correction."""
     done: bool
     """Whether the text ends here."""
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafted tokens."""
+        return self.counts.num_accepted_tokens
+
+    @property
+    def drafted(self) -> int:
+        """Depth of the draft."""
+        return len(self.counts.num_draft_tokens_per_pos)
+
+    @property
+    def nodes(self) -> int:
+        """Drafted tokens: as many as `drafted` in a chain, more in a tree."""
+        return self.counts.num_draft_tokens
 
 
 Observer = Callable[[Round], None]
 
 
+@torch.inference_mode()
 def speculative_generate(
     target: PreTrainedModel,
     proposer: Proposer,
@@ -85,16 +103,15 @@ def speculative_generate(
         if len(input_ids) > 1:
             raise InputError(f"streamer: expected one prompt, found {len(input_ids)}")
         generate_kwargs["observer"] = _streaming(streamer, generate_kwargs.get("observer"))
-    return run_generate(
-        target,
-        speculative_decode,
-        input_ids,
-        attention_mask,
+    generate: Any = target.generate
+    arguments = generate_arguments(input_ids, attention_mask, **generate_kwargs)
+    return generate(
+        custom_generate=speculative_decode,
         proposer=proposer,
         draft_length=draft_length,
         rule=as_rule(rule),
         seed=seed,
-        **generate_kwargs,
+        **arguments,
     )
 
 
@@ -118,77 +135,61 @@ def speculative_decode(
     from the global generator).
     """
     check_model(model, "target")
-    chosen = as_rule(rule)
-    if isinstance(draft_length, int) and draft_length < 1:
-        raise InputError(f"draft_length: expected at least 1, found {draft_length}")
-    length = Plan() if draft_length is None else draft_length
-
-    def decode(rows: list[Row], sampler: Sampler) -> None:
-        _decode(model, proposer, rows, length, sampler, chosen, compiled, observer)
-
+    rule, plan = as_rule(rule), as_plan(draft_length)
     mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    return decode_rows(
-        decode, logits_processor, input_ids, mask, stopping_criteria, generation_config, seed, lossy=chosen.lossy
-    )
+    groups = prepare_rows(logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
+    for sampler, rows in groups:
+        _write(model, proposer, rows, plan, sampler, rule, compiled, observer)
+    return collect_output(groups, input_ids, generation_config, rule.lossy)
 
 
-def _decode(
+def _write(
     model: PreTrainedModel,
     proposer: Proposer,
     rows: list[Row],
-    draft_length: int | Plan,
+    plan: Plan | FixedLength,
     sampler: Sampler,
     rule: Rule,
     compiled: bool,
     observer: Observer | None,
 ) -> None:
-    """Decode rows until all have ended; p and q are the target's and the drafter's distributions."""
-    max_length = max(row.limits.max_length for row in rows)
-    vocab_size = model.config.get_text_config().vocab_size
+    """Write texts to their ends, a round at a time (Leviathan et al. 2023, algorithm 1): draft, verify, accept, emit.
+
+    p is the target's distribution and q the proposer's, both warped by the sampler.
+    """
+    max_length, vocab_size = max(len(row.text) for row in rows), model.config.get_text_config().vocab_size
     generators = [row.generator for row in rows]
-    plan = draft_length if isinstance(draft_length, Plan) else None
-    longest = draft_length if isinstance(draft_length, int) else draft_length.longest
-    task = Task(sampler, vocab_size, generators, max_length, longest, not rule.lossy, compiled, target=model)
+    task = Task(sampler, vocab_size, generators, max_length, plan.longest, not rule.lossy, compiled, target=model)
     largest = proposer.start(task)
-    target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, wants_hidden=proposer.wants_hidden)
-    if plan is not None:
-        plan.start(model, len(rows), max(row.length for row in rows), compiled)
-    fed = False
-    while rows:
-        gamma = longest if plan is None else plan.draft_length()
-        begun = 0.0 if plan is None else now(model)
-        drafts = proposer.propose([row.context for row in rows], [min(gamma, row.room - 1) for row in rows])
-        if plan is not None:
-            plan.drafted(now(model) - begun, max(draft.tree.depth for draft in drafts))
-        logits = _verify(target, rows, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts), fed)
-        fed = True
-        outcomes, left = [], []
+    target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, proposer.wants_hidden)
+    plan.start(model, len(rows), max(row.length for row in rows), compiled)
+    while True:
+        # Draft γ tokens from q, but leave room for the target's own.
+        drafts = plan.propose(model, proposer, [row.context for row in rows], [row.room - 1 for row in rows])
+        # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
+        logits = _verify(target, rows, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts))
+        outcomes = []
         for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            p_logits = logits[i, : len(draft.tokens) + 1]
+            # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
+            p_logits = logits[i, : 1 + len(draft.tokens)]
             contexts = [] if sampler.context_free else _contexts(row, draft)
             verdict = rule.verify(sampler, p_logits, contexts, draft, row.generator)
-            if verdict.path:
-                target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])
             hidden = None if target.hidden is None else target.hidden[i, : len(p_logits)]
             outcomes.append(Outcome(verdict.path, p_logits, hidden))
-            tokens = [*draft.tokens[verdict.path].tolist(), verdict.token] if verdict.path else [verdict.token]
-            emitted, done = row.emit(tokens)
-            # Where the text ends inside the draft, what was drafted after its end is no failure of the drafter.
-            accepted = min(len(verdict.path), emitted)
-            depth = draft.tree.depth if emitted > accepted else emitted
-            nodes = sum(d <= depth for d in draft.tree.depths)
-            row.rounds.append(Counts.of_round(depth, accepted, emitted, nodes=nodes))
-            if plan is not None:
-                plan.observe(accepted, depth)
-            if verdict.departures is not None:
-                for distance, wrong in verdict.departures[:emitted]:
-                    row.departure += Departure(distance, int(wrong), 1)
+            target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])
+            # Emit them, up to the end of the text.
+            accepted = draft.tokens[verdict.path].tolist() if verdict.path else []
+            tokens = row.emit([*accepted, verdict.token])
+            counts = Counts.of_round(draft.tree, len(accepted), len(tokens))
+            row.rounds.append(counts)
+            for distance, wrong in (verdict.departures or [])[: len(tokens)]:
+                row.departure += Departure(distance, int(wrong), 1)
+            plan.observe(counts.num_accepted_tokens, len(counts.num_draft_tokens_per_pos))
             if observer is not None:
-                last = verdict.path[-1] if verdict.path else ROOT
-                bonus = emitted > accepted and not draft.tree.children[last + 1] and len(draft.tree) > 0
-                observer(Round(row.index, tokens[:emitted], accepted, depth, nodes, bonus, done))
-            if not done:
-                left.append(i)
+                leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]
+                bonus = leaf and len(draft.tree) > 0 and len(tokens) > len(accepted)
+                observer(Round(row.index, tokens, counts, bonus, row.done))
+        left = [i for i, row in enumerate(rows) if not row.done]
         if not left:
             return
         proposer.commit(outcomes)
@@ -198,28 +199,25 @@ def _decode(
             proposer.select(left)
 
 
-def _verify(target: CachedModel, rows: list[Row], drafts: list[Proposal], width: int, fed: bool) -> Tensor:
+def _verify(target: CachedModel, rows: list[Row], drafts: list[Proposal], width: int) -> Tensor:
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
     chains = all(draft.tree.is_chain for draft in drafts)
-    if not fed:
-        longest = max(row.length for row in rows)
+    if target.is_empty:
         if len(rows) == 1 and chains and not target.compiled:
             # The prompt and the first draft in one forward.
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
-        if longest > 1:
-            target.prefill(padded([row.context for row in rows], longest)[:, :-1])
-    blocks = [torch.cat([row.context[-1:], draft.tokens]) for row, draft in zip(rows, drafts, strict=True)]
+        target.prefill_texts([row.context for row in rows])
+    blocks = padded([torch.cat([row.context[-1:], d.tokens]) for row, d in zip(rows, drafts, strict=True)], width + 1)
     starts = [row.length - 1 for row in rows]
     if chains:
-        return target.feed(padded(blocks, width + 1), starts)
+        return target.feed(blocks, starts)
     visible = torch.eye(width + 1, dtype=torch.bool).repeat(len(rows), 1, 1)
     depths = torch.zeros(len(rows), width + 1, dtype=torch.long)
     for i, draft in enumerate(drafts):
         size = len(draft.tree) + 1
         visible[i, :size, :size] = draft.tree.visible
         depths[i, 1:size] = torch.tensor(draft.tree.depths)
-    device = blocks[0].device
-    return target.feed(padded(blocks, width + 1), starts, visible=visible.to(device), depths=depths.to(device))
+    return target.feed(blocks, starts, visible=visible.to(blocks.device), depths=depths.to(blocks.device))
 
 
 def _contexts(row: Row, draft: Proposal) -> list[Tensor]:

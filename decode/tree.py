@@ -157,9 +157,9 @@ class Tree:
 
     def pruned(self, depth: int) -> "tuple[Tree, list[int]]":
         """Return the tree without what lies deeper than `depth`, and the nodes that are left."""
+        if depth >= self.depth:
+            return self, list(range(len(self)))
         kept = [node for node, d in enumerate(self.depths) if d <= depth]
-        if len(kept) == len(self):
-            return self, kept
         new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
         return Tree(tuple(new[self.parents[node]] for node in kept)), kept
 

@@ -165,7 +165,7 @@ class Progress:
     def __call__(self, round: Round) -> None:
         """Draw a round's tokens and the status."""
         self.seconds += time.perf_counter() - self._drawn
-        self.counts += Counts.of_round(round.drafted, round.accepted, len(round.tokens), nodes=round.nodes)
+        self.counts += round.counts
         kinds = kinds_of(round)
         self.kinds.update(kinds)
         for token, kind in zip(round.tokens, kinds, strict=True):

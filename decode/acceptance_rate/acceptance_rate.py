@@ -186,7 +186,7 @@ def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[li
         if not ends and len(tokens) != accepted + 1:
             expected = f"the {accepted} accepted tokens and one more, which only the last round may lack"
             raise InputError(f"{where}[{i}]: expected {expected}, found {len(tokens)} tokens")
-        counts += Counts.of_round(accepted if ends else len(draft), accepted, len(tokens))
+        counts += Counts.of_round(len(draft), accepted, len(tokens))
     return counts
 
 

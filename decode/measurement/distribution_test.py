@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from draftsmith.decode.autoregressive import autoregressive_generate
+from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import padded, run_generate
+from draftsmith.decode.generation import generate_arguments
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions, model_distributions
 from draftsmith.decode.sampling import Sampler
@@ -198,8 +199,9 @@ def prepared_sampler(target: PreTrainedModel, **generate_kwargs: Any) -> Sampler
         return Sampler(logits_processor, bool(generation_config.do_sample))
 
     prompt = torch.zeros(1, 1, dtype=torch.long, device=target.device)
-    sampler: Any = run_generate(target, prepared, prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
-    return sampler
+    generate: Any = target.generate
+    arguments = generate_arguments(prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
+    return generate(custom_generate=prepared, **arguments)
 
 
 @torch.inference_mode()

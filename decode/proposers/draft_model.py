@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import padded
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
@@ -187,8 +186,8 @@ class DraftModelProposer(Proposer):
         if first and len(contexts) == 1 and not self._model.compiled:
             logits = self._model.prefill(contexts[0][None, :])
         else:
-            if first and max(lengths) > 1:
-                self._model.prefill(padded(contexts, max(lengths))[:, :-1])
+            if first:
+                self._model.prefill_texts(contexts)
                 lacking = 1
             if self._model.compiled and min(lengths) > 1:
                 lacking = 2

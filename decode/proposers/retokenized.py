@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import CachedModel, check_model, padded
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import padded
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, DynamicTree, Stop
 from draftsmith.decode.tree import Tree
@@ -340,9 +339,8 @@ class _Reencoder(Proposer):
             self._renew(2 * (longest + room))
         # Of what is there already the last id is fed again, for its logits.
         cached = [min(_common(row.fed, row.ids), len(row.ids) - 1) for row in rows]
-        if not any(cached) and longest > 1:
-            texts = [torch.tensor(row.ids, device=device) for row in rows]
-            self._model.prefill(padded(texts, longest)[:, :-1])
+        if not any(cached):
+            self._model.prefill_texts([torch.tensor(row.ids, device=device) for row in rows])
             cached = [len(row.ids) - 1 for row in rows]
         width = max(len(row.ids) - n for row, n in zip(rows, cached, strict=True))
         starts = [max(0, len(row.ids) - width) for row in rows]

@@ -107,14 +107,11 @@ class TextRanks:
     def counts(self, tree: Tree) -> Counts:
         """Return the decoder's counts at T=0, integer for integer (where both forwards round alike)."""
         accepted, n = self.accepted(tree), len(self)
-        at_depth = np.bincount(tree.depths, minlength=tree.depth + 1).cumsum()
         counts = Counts()
         for start in _walk(accepted):
             emitted = min(int(accepted[start]) + 1, n - start)
-            # Where the text ends inside the draft, what lies after its end was not drafted.
-            depth = min(tree.depth, self.limit - start - 1) if start >= self.first else 0
-            depth = depth if emitted > accepted[start] else emitted
-            counts += Counts.of_round(depth, int(accepted[start]), emitted, nodes=int(at_depth[depth]))
+            drafted, _ = tree.pruned(self.limit - start - 1 if start >= self.first else 0)
+            counts += Counts.of_round(drafted, int(accepted[start]), emitted)
         return counts
 
 

@@ -137,9 +137,6 @@ def _walk(text: WrittenText, draft_length: int, draft: Draft) -> Counts:
                 break
             accepted += 1
         emitted = min(accepted + 1, len(text) - start)
-        # Where the text ends inside the draft, what was drafted behind its end does not count.
-        counted = tree.depth if emitted > accepted else emitted
-        nodes = sum(d <= counted for d in tree.depths)
-        counts += Counts.of_round(counted, accepted, emitted, nodes=nodes)
+        counts += Counts.of_round(tree, accepted, emitted)
         start += emitted
     return counts

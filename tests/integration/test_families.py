@@ -24,8 +24,7 @@ from draftsmith.decode import (
     cache,
     speculative_generate,
 )
-from draftsmith.decode.cache import CachedModel, check_model
-from draftsmith.decode.generation import padded
+from draftsmith.decode.cache import CachedModel, check_model, padded
 from draftsmith.decode.rules import Rule
 
 NEW = 12

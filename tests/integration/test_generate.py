@@ -209,7 +209,7 @@ def test_on_a_narrow_terminal_the_words_are_all_there_and_the_status_stays_last(
 def test_rounds_are_kinds():
     def kinds(accepted: int, drafted: int, emitted: int) -> list[str]:
         bonus = emitted > accepted == drafted > 0
-        return kinds_of(Round(0, list(range(emitted)), accepted, drafted, drafted, bonus, False))
+        return kinds_of(Round(0, list(range(emitted)), Counts.of_round(drafted, accepted, emitted), bonus, False))
 
     assert kinds(2, 4, 3) == ["accepted", "accepted", "corrected"]
     assert kinds(0, 4, 1) == ["corrected"]
@@ -249,10 +249,12 @@ def test_a_character_has_the_colour_of_the_token_that_completes_it(tokenizer):
     console = terminal()
     progress = Progress(Terminal(console), Detokenizer(tokenizer, prompt))
     progress.begin()
-    progress(Round(0, smiley[:2], 2, 2, 2, False, False))
+    progress(Round(0, smiley[:2], Counts.of_round(2, 2, 2), False, False))
     assert "\ufffd" not in "".join(shown(console).lines())
-    progress(Round(0, smiley[2:], 1, 2, 2, False, False))
-    progress(Round(0, tokenizer("é")["input_ids"][:1], 1, 1, 1, False, True))  # cut by its end: what there is appears
+    progress(Round(0, smiley[2:], Counts.of_round(2, 1, 2), False, False))
+    progress(
+        Round(0, tokenizer("é")["input_ids"][:1], Counts.of_round(1, 1, 1), False, True)
+    )  # cut by its end: what there is appears
     progress.screen.close()
     assert shown(console).styled()[4:] == [("😀", "red underline"), ("\ufffd", "green")]
 
