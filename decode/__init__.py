@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.base import Proposal as Proposal
     from draftsmith.decode.proposers.base import Proposer as Proposer
     from draftsmith.decode.proposers.draft_model import DraftModelProposer as DraftModelProposer
-    from draftsmith.decode.proposers.draft_model import DynamicTree as DynamicTree
+    from draftsmith.decode.proposers.draft_tree import DynamicTree as DynamicTree
     from draftsmith.decode.proposers.early_exit import early_exit as early_exit
     from draftsmith.decode.proposers.lookahead import LookaheadProposer as LookaheadProposer
     from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer as PromptLookupProposer
@@ -46,7 +46,7 @@ _MODULES = {
     "Proposal": "draftsmith.decode.proposers.base",
     "Proposer": "draftsmith.decode.proposers.base",
     "DraftModelProposer": "draftsmith.decode.proposers.draft_model",
-    "DynamicTree": "draftsmith.decode.proposers.draft_model",
+    "DynamicTree": "draftsmith.decode.proposers.draft_tree",
     "early_exit": "draftsmith.decode.proposers.early_exit",
     "LookaheadProposer": "draftsmith.decode.proposers.lookahead",
     "PromptLookupProposer": "draftsmith.decode.proposers.prompt_lookup",

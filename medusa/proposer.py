@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.draft_tree import draft_static_tree
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_start
 from draftsmith.decode.replay.texts import Distributions, WrittenText
-from draftsmith.decode.sampling import Sampler, draw_without_replacement
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT, Tree
 from draftsmith.medusa.heads import MedusaHeads, check_depth
 from draftsmith.medusa.replay import replay_heads, replay_ranks
@@ -46,15 +47,15 @@ class MedusaProposer(Proposer):
         self.heads.check_fits(task.target)
         self._embed: Any = task.target.get_input_embeddings()
         self._task, self._generators = task, list(task.generators)
-        self._tree, _ = self.tree.pruned(task.draft_length)
-        widest = max(map(len, self._tree.children))
+        tree, _ = self.tree.pruned(task.draft_length)
+        widest = max(map(len, tree.children))
         if widest > self.heads.config.truncated_vocab_size:
             raise InputError(
                 f"tree: expected at most {self.heads.config.truncated_vocab_size} siblings, as many as the heads have "
                 f"tokens, found {widest}"
             )
         self._hidden: list[Tensor | None] = [None] * len(self._generators)
-        return len(self._tree)
+        return len(tree)
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -64,20 +65,36 @@ class MedusaProposer(Proposer):
         rows = [row for row, k in enumerate(draft_lengths) if k > 0 and self._hidden[row] is not None]
         if not rows:
             return drafts
-        depth = max(draft_lengths[row] for row in rows)
-        tree, _ = self._tree.pruned(depth)
+        lengths, task = [draft_lengths[row] for row in rows], self._task
         hidden = torch.stack([h for row in rows if (h := self._hidden[row]) is not None])
         hidden = hidden.to(self.heads.device, self.heads.dtype)
-        found = self._drafted([contexts[row] for row in rows], hidden, rows, [draft_lengths[row] for row in rows], tree)
+        tree, _ = self.tree.pruned(max(lengths))
+        texts = [contexts[row] for row in rows]
+
+        def logits_after(nodes: list[int], tokens: Tensor) -> Tensor:
+            depth = 0 if nodes == [ROOT] else tree.depths[nodes[0]]
+            if not self.heads.config.hydra:  # the head does not look at what was drafted
+                return self.heads.logits(depth, hidden)[:, None]
+            after = [
+                [torch.cat([text, drafted[tree.path(node)]]) for text, drafted in zip(texts, tokens, strict=True)]
+                for node in nodes
+            ]
+            # Of the emitted token that was not fed yet, and of the path.
+            before = [torch.stack([text[-(depth + 1) :] for text in paths]) for paths in after]
+            return torch.stack([self.heads.logits(depth, hidden, self._embed(ids).to(hidden)) for ids in before], 1)
+
+        found = draft_static_tree(
+            tree,
+            task.sampler,
+            texts,
+            lengths,
+            [self._generators[row] for row in rows],
+            drawn=task.sampler.do_sample and task.draw_siblings,
+            wants_confidence=not task.draw_siblings,  # a lossy rule may ask for it
+            logits_after=logits_after,
+        )
         for row, draft in zip(rows, found, strict=True):
-            own, kept = tree.pruned(draft_lengths[row])
-            q, confidence = draft.probabilities, draft.confidence
-            drafts[row] = Proposal(
-                draft.tokens[kept],
-                None if q is None else q[kept],
-                own,
-                None if confidence is None else confidence[kept],
-            )
+            drafts[row] = draft
         return drafts
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
@@ -144,60 +161,3 @@ class MedusaProposer(Proposer):
                 yield sampler.probabilities(logits, contexts) if len(rows) else logits
 
         return distributions
-
-    def _drafted(
-        self, contexts: list[Tensor], hidden: Tensor, rows: list[int], draft_lengths: list[int], tree: Tree
-    ) -> list[Proposal]:
-        """Draft the tree for these rows, whose hidden states are (B, H), a head at a time.
-
-        Nothing is drawn deeper than a row's draft length: a row spends the random numbers that it would spend alone.
-        """
-        sampler, draw_siblings = self._task.sampler, self._task.draw_siblings
-        tokens = contexts[0].new_zeros(len(rows), len(tree))
-        confidence = hidden.new_zeros(len(rows), len(tree), dtype=torch.float32)
-        distributions: Tensor | None = None
-        for depth in range(tree.depth):
-            parents = [n for n, d in enumerate((0, *tree.depths), ROOT) if d == depth and tree.children[n + 1]]
-            widest = max(len(tree.children[node + 1]) for node in parents)
-            # Where neither head nor law looks at what was drafted, all nodes of a depth have the same law.
-            alike = sampler.context_free and not self.heads.config.hydra
-            for group in [parents] if alike else [[node] for node in parents]:
-                texts = [
-                    torch.cat([text, own[tree.path(group[0])]]) for text, own in zip(contexts, tokens, strict=True)
-                ]
-                scores = sampler.scores(self._logits(depth, hidden, texts), texts)  # (B, V)
-                families = [list(tree.children[node + 1]) for node in group]
-                if not (sampler.do_sample and draw_siblings):
-                    top = scores.topk(widest).indices
-                    sure = None if draw_siblings else scores.softmax(-1).amax(-1, keepdim=True).float()
-                    for children in families:
-                        tokens[:, children] = top[:, : len(children)]
-                        if sure is not None:  # a lossy rule may ask for it
-                            confidence[:, children] = sure
-                    continue
-                q = scores.softmax(-1)
-                distributions = (
-                    q.new_zeros(len(rows), len(tree), q.shape[-1]) if distributions is None else distributions
-                )
-                for b, row in enumerate(rows):
-                    for children in families if depth < draft_lengths[b] else ():
-                        drawn = draw_without_replacement(q[b], len(children), self._generators[row])
-                        tokens[b, children], distributions[b, children] = drawn
-        return [
-            Proposal(
-                tokens[b],
-                None if distributions is None else distributions[b],
-                tree,
-                None if draw_siblings else confidence[b],
-            )
-            for b in range(len(rows))
-        ]
-
-    def _logits(self, depth: int, hidden: Tensor, texts: list[Tensor]) -> Tensor:
-        """Return the logits of head `depth` at the end of each text with its path, (B, V)."""
-        embeddings = None
-        if self.heads.config.hydra:
-            # Of the emitted token that was not fed yet, and of the path.
-            before = torch.stack([text[-(depth + 1) :] for text in texts])
-            embeddings = self._embed(before).to(hidden)
-        return self.heads.logits(depth, hidden, embeddings)

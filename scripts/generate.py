@@ -17,7 +17,7 @@ from draftsmith.decode import RetokenizedProposer, autoregressive_generate, spec
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.proposers.base import Proposal, Proposer, StatelessProposer
-from draftsmith.decode.proposers.draft_model import DynamicTree
+from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.configs import GenerateConfig

@@ -30,6 +30,16 @@ class Proposal:
     confidence: Tensor | None = None
     """max q of the context that each token was drawn in, (K,); None where the proposer knows none."""
 
+    def pruned(self, depth: int) -> "Proposal":
+        """Return the draft without what lies deeper than `depth`."""
+        tree, kept = self.tree.pruned(depth)
+        if tree is self.tree:
+            return self
+        q, confidence = self.probabilities, self.confidence
+        return Proposal(
+            self.tokens[kept], None if q is None else q[kept], tree, None if confidence is None else confidence[kept]
+        )
+
 
 @dataclass(frozen=True)
 class Task:

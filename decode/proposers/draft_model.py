@@ -1,7 +1,6 @@
 """A small causal LM as the drafter."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,30 +9,13 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree
 from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
-from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, draw_without_replacement, prefixes
+from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, prefixes
 from draftsmith.decode.tree import ROOT, Tree
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """A tree grown anew each round by cumulative draft probability (EAGLE-2, Li et al. 2024, sections 4.1 and 4.2).
-
-    At each depth the `width` most probable nodes get their `width` most likely children; of all nodes the `nodes` most
-    probable ones are verified. It is a function of the text alone, hence lossless under sampling too (siblings are
-    tried as one-hot drafts).
-    """
-
-    width: int = 4
-    nodes: int = 12
-
-    def __post_init__(self) -> None:
-        if self.width < 1 or self.nodes < self.width:
-            raise InputError(f"dynamic tree: expected 1 ≤ width ≤ nodes, found width {self.width}, nodes {self.nodes}")
-
 
 Stop = Callable[[Tensor], bool]
 """Looks at the drafter's next-token law q, (V,), before a token is drawn from it, and says whether to stop drafting."""
@@ -81,8 +63,8 @@ class DraftModelProposer(Proposer):
         self._task, self._generators = task, list(task.generators)
         rows, widest = len(self._generators), 0
         if isinstance(self.tree, Tree):
-            self._tree, _ = self.tree.pruned(task.draft_length)
-            block, widest = len(self._tree), max(map(len, self._tree.children))
+            tree, _ = self.tree.pruned(task.draft_length)
+            block, widest = len(tree), max(map(len, tree.children))
         elif isinstance(self.tree, DynamicTree):
             widest = self.tree.width
             block = self.tree.width + (task.draft_length - 1) * self.tree.width**2
@@ -107,11 +89,8 @@ class DraftModelProposer(Proposer):
         if self.tree is None:
             return self._chains(contexts, draft_lengths, logits)
         if isinstance(self.tree, Tree):
-            tree, _ = self._tree.pruned(depth)
-            drafts = self._static_trees(contexts, draft_lengths, tree, logits)
-        else:
-            drafts = self._dynamic_trees(contexts, draft_lengths, logits)
-        return [self._pruned(row, draft, k) for row, (draft, k) in enumerate(zip(drafts, draft_lengths, strict=True))]
+            return self._static_trees(self.tree.pruned(depth)[0], contexts, draft_lengths, logits)
+        return self._dynamic_trees(self.tree, contexts, draft_lengths, logits)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep what was accepted and fed; the last token of a path never was."""
@@ -163,17 +142,6 @@ class DraftModelProposer(Proposer):
             return replayed_by_position(texts, acceptance, overlaps)
         return replayed_by_ranks(texts, ranks, self.tree, overlaps)
 
-    def _pruned(self, row: int, draft: Proposal, depth: int) -> Proposal:
-        """Cut a draft to the depth that the length limit leaves this row."""
-        tree, kept = draft.tree.pruned(depth)
-        if tree is draft.tree:
-            return draft
-        self._fed[row] = [self._fed[row][node] for node in kept]
-        q, confidence = draft.probabilities, draft.confidence
-        return Proposal(
-            draft.tokens[kept], None if q is None else q[kept], tree, None if confidence is None else confidence[kept]
-        )
-
     def _feed_texts(self, contexts: Sequence[Tensor]) -> Tensor:
         """Feed what the cache lacks of each text and return the logits after it, (B, V).
 
@@ -199,8 +167,16 @@ class DraftModelProposer(Proposer):
     def _aligned(self, logits: Tensor) -> Tensor:
         return align_vocabulary(logits, self._task.vocab_size)
 
+    @property
+    def _draws(self) -> bool:
+        return self._task.sampler.do_sample and not self.greedy
+
+    @property
+    def _wants_confidence(self) -> bool:
+        return not self._task.draw_siblings  # a lossy rule may ask for it
+
     def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> list[Proposal]:
-        sampler, drawn = self._task.sampler, self._task.sampler.do_sample and not self.greedy
+        sampler, drawn = self._task.sampler, self._draws
         texts = list(contexts)
         drafted: list[list[Tensor]] = [[] for _ in contexts]
         distributions: list[list[Tensor]] = [[] for _ in contexts]
@@ -247,54 +223,47 @@ class DraftModelProposer(Proposer):
             for row in range(len(contexts))
         ]
 
-    @property
-    def _wants_confidence(self) -> bool:
-        return not self._task.draw_siblings  # a lossy rule may ask for it
-
     def _static_trees(
-        self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], tree: Tree, logits: Tensor
+        self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
     ) -> list[Proposal]:
-        """Draft every row the same shape, a depth at a time; nothing is drawn deeper than a row's draft length."""
-        sampler, rows, size = self._task.sampler, len(contexts), len(tree)
-        drawn = sampler.do_sample and self._task.draw_siblings and not self.greedy
-        tokens = contexts[0].new_zeros(rows, size)
-        distributions = logits.new_zeros(rows, size, logits.shape[-1]) if drawn else None
-        confidence = logits.new_zeros(rows, size)
-        order: list[int] = []  # inner nodes in the order in which they are fed
-        parents, after = [ROOT], logits[:, None]  # the logits after each of `parents`, (B, F, V)
-        for depth in range(1, tree.depth + 1):
-            for f, parent in enumerate(parents):
-                children = list(tree.children[parent + 1])
-                for row in range(rows):
-                    if depth > draft_lengths[row]:
-                        continue
-                    text = (
-                        contexts[row]
-                        if sampler.context_free
-                        else torch.cat([contexts[row], tokens[row, tree.path(parent)]])
-                    )
-                    scores = sampler.scores(after[row, f : f + 1], [text])[0]
-                    q = scores.softmax(-1)
-                    confidence[row, children] = q.max()
-                    if distributions is None:
-                        tokens[row, children] = scores.topk(len(children)).indices
-                        continue
-                    drawn_tokens, drawn_distributions = draw_without_replacement(
-                        q, len(children), self._generators[row]
-                    )
-                    tokens[row, children], distributions[row, children] = drawn_tokens, drawn_distributions
-            parents = [node for node, d in enumerate(tree.depths) if d == depth and tree.children[node + 1]]
-            if not parents:
-                break
-            order += parents
-            visible = torch.stack([tree.visible[node + 1] for node in parents])[:, [node + 1 for node in order]]
-            after = self._feed_nodes(tokens[:, parents], len(order) - len(parents), visible, depth)
-        slots = {node: slot for slot, node in enumerate(order)}
-        self._fed = [[slots.get(node, -1) for node in range(size)]] * rows
-        return [
-            Proposal(tokens[row], None if distributions is None else distributions[row], tree, confidence[row])
-            for row in range(rows)
-        ]
+        """Draft every row the same shape behind texts with these logits, (B, V)."""
+        fed: list[int] = []  # inner nodes, in the order in which they are fed
+
+        def logits_after(nodes: list[int], tokens: Tensor) -> Tensor:
+            if nodes == [ROOT]:
+                return logits[:, None]
+            behind = len(fed)
+            fed.extend(nodes)
+            visible = torch.stack([tree.visible[node + 1] for node in nodes])[:, [node + 1 for node in fed]]
+            return self._feed_nodes(tokens[:, nodes], behind, visible, tree.depths[nodes[0]])
+
+        task, drawn = self._task, self._draws and self._task.draw_siblings
+        drafts = draft_static_tree(
+            tree, task.sampler, contexts, draft_lengths, self._generators, drawn, self._wants_confidence, logits_after
+        )
+        slots = {node: slot for slot, node in enumerate(fed)}
+        self._fed = [[slots.get(node, -1) for node in tree.pruned(k)[1]] for k in draft_lengths]
+        return drafts
+
+    def _dynamic_trees(
+        self, shape: DynamicTree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
+    ) -> list[Proposal]:
+        """Grow each row's tree behind texts with these logits, (B, V); all rows feed as many nodes at each depth."""
+        trees = [GrowingTree(context, shape) for context in contexts]
+        logits_BFV, last = logits[:, None], max(draft_lengths)
+        for depth in range(1, last + 1):
+            for tree, logits_FV in zip(trees, logits_BFV, strict=True):
+                tree.grow(self._task.sampler, logits_FV)
+            if depth < last:
+                tokens = torch.tensor([tree.choose_frontier() for tree in trees], device=logits.device)
+                visible = torch.stack([tree.visible() for tree in trees])
+                logits_BFV = self._feed_nodes(tokens, (depth - 1) * shape.width, visible, depth)
+        drafts, self._fed = [], []
+        for tree, k in zip(trees, draft_lengths, strict=True):
+            draft, slots = tree.draft(k)
+            drafts.append(draft)
+            self._fed.append(slots)
+        return drafts
 
     def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor, depth: int) -> Tensor:
         """Feed the inner nodes of one depth, (B, F), behind `behind` earlier ones; return the logits after them.
@@ -304,76 +273,3 @@ class DraftModelProposer(Proposer):
         depths = torch.full((tokens.shape[1],), depth - 1 - behind, device=tokens.device)
         starts = [length + behind for length in self._lengths]
         return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))
-
-    def _dynamic_trees(
-        self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
-    ) -> list[Proposal]:
-        """Grow each row's tree by cumulative probability; all rows feed as many nodes at each depth."""
-        grower, sampler, rows, depth = self.tree, self._task.sampler, len(contexts), max(draft_lengths)
-        assert isinstance(grower, DynamicTree)
-        width = grower.width
-        parents: list[list[int]] = [[] for _ in range(rows)]
-        tokens: list[list[int]] = [[] for _ in range(rows)]
-        weights: list[list[float]] = [[] for _ in range(rows)]  # log of the cumulative probability
-        ranks: list[list[float]] = [[] for _ in range(rows)]
-        slots: list[dict[int, int]] = [{} for _ in range(rows)]
-        frontier: list[list[int]] = [[ROOT]] * rows
-        after = logits[:, None]
-        for level in range(1, depth + 1):
-            for row in range(rows):
-                paths = [_path(parents[row], node) for node in frontier[row]]
-                texts = [
-                    contexts[row]
-                    if sampler.context_free or not path
-                    else torch.cat([contexts[row], contexts[row].new_tensor([tokens[row][n] for n in path])])
-                    for path in paths
-                ]
-                log_q = sampler.scores(after[row], texts).log_softmax(-1)
-                best = log_q.topk(width)
-                for node, values, indices in zip(
-                    frontier[row], best.values.tolist(), best.indices.tolist(), strict=True
-                ):
-                    before = 0.0 if node == ROOT else weights[row][node]
-                    parents[row] += [node] * width
-                    tokens[row] += indices
-                    weights[row] += [before + value for value in values]
-                    ranks[row] += [values[0]] * width
-            if level == depth:
-                break
-            grown = len(parents[0]) - len(frontier[0]) * width
-            frontier = [_most_probable(weights[row], grown, width) for row in range(rows)]
-            behind = (level - 1) * width
-            for row in range(rows):
-                slots[row] |= {node: behind + f for f, node in enumerate(frontier[row])}
-            visible = torch.zeros(rows, width, behind + width, dtype=torch.bool)
-            for row in range(rows):
-                for f, node in enumerate(frontier[row]):
-                    visible[row, f, [slots[row][n] for n in _path(parents[row], node)]] = True
-            block = torch.tensor([[tokens[row][n] for n in frontier[row]] for row in range(rows)], device=logits.device)
-            after = self._feed_nodes(block, behind, visible, level)
-        drafts, self._fed = [], []
-        for row in range(rows):
-            # A child is never more probable than its parent, so that the most probable nodes are a tree. They are
-            # chosen among those that the row's own draft length allows: `width` at depth 1, width² at each further one.
-            k = draft_lengths[row]
-            allowed = weights[row][: width + (k - 1) * width**2] if k else []
-            kept = _most_probable(allowed, 0, grower.nodes)
-            new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-            shape = Tree(tuple(new[parents[row][node]] for node in kept))
-            confidence = torch.tensor([ranks[row][node] for node in kept], device=logits.device).exp()
-            drafts.append(Proposal(contexts[row].new_tensor([tokens[row][n] for n in kept]), None, shape, confidence))
-            self._fed.append([slots[row].get(node, -1) for node in kept])
-        return drafts
-
-
-def _most_probable(weights: list[float], first: int, count: int) -> list[int]:
-    """Return the `count` nodes of greatest weight from node `first` on, in the order of their numbers."""
-    return sorted(sorted(range(first, len(weights)), key=lambda node: (-weights[node], node))[:count])
-
-
-def _path(parents: list[int], node: int) -> list[int]:
-    nodes = []
-    while node != ROOT:
-        nodes.append(node)
-        node = parents[node]
-    return nodes[::-1]

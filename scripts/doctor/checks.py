@@ -9,7 +9,7 @@ import torch
 
 from draftsmith.decode.cache import check_model
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.retokenized import matching_ids
+from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.loss_masks import Sample
 from draftsmith.scripts.doctor.sides import STORED, Heads, Side, load_heads, load_side

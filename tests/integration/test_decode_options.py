@@ -10,6 +10,7 @@ from transformers.generation.streamers import BaseStreamer
 from draftsmith.decode import (
     Counts,
     DraftModelProposer,
+    DynamicTree,
     InputError,
     autoregressive_generate,
     cache,
@@ -17,7 +18,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.planner import Costs, Plan
-from draftsmith.decode.proposers.draft_model import DynamicTree, stop_above_entropy, stop_below_confidence
+from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
 

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from unit.test_retokenized import permuted
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
-from draftsmith.decode.proposers.draft_model import DynamicTree
+from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.speculative import Round
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli as commands

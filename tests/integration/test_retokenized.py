@@ -18,7 +18,8 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.proposers.retokenized import RetokenizedProposer, renumbered
+from draftsmith.decode.proposers.renumbered import renumbered
+from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.tokenizer import train_bpe

@@ -29,7 +29,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.measurement import exactness, repetition
-from draftsmith.decode.proposers import draft_model
+from draftsmith.decode.proposers import draft_model, draft_tree
 from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.rules import Rule, Verdict
 from draftsmith.decode.sampling import Sampler
@@ -593,7 +593,7 @@ MISTAKES = {
     "everything is a tie": (13, {(exactness, "TIE_ULPS"): 1e9}),
     "nodes see their cousins": (14, {"tree": SeesAllNodes}),
     "positions count nodes": (14, {(cache.CachedModel, "feed"): feeds_nodes_as_a_chain}),
-    "siblings drawn with replacement": (14, {(draft_model, "draw_without_replacement"): with_replacement}),
+    "siblings drawn with replacement": (14, {(draft_tree, "draw_without_replacement"): with_replacement}),
     "siblings tried against p": (14, {(acceptance, "residual"): lambda p, q, x: p}),
     "processors do not see drafted tokens": (15, {"rule": Changed(lambda contexts, **_: {"contexts": contexts[:1] * len(contexts)})}),
     "no n-gram is repeated": (16, {(repetition, "count_repeated_ngrams"): lambda *args: (0, 57)}),

@@ -17,8 +17,9 @@ from transformers import LogitsProcessorList
 
 from draftsmith.decode import Tree, acceptance
 from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
+from draftsmith.decode.proposers import draft_tree
 from draftsmith.decode.sampling import Sampler
-from draftsmith.medusa import MedusaHeads, MedusaProposer, proposer
+from draftsmith.medusa import MedusaHeads, MedusaProposer
 
 FALSE_ALARM = 1e-4
 VOCAB = 13
@@ -123,7 +124,7 @@ PLANTS = {
     "the most likely siblings scored with q": (
         "T=1",
         lambda heads: MedusaProposer(heads, TREE),
-        {(proposer, "draw_without_replacement"): best_draws},
+        {(draft_tree, "draw_without_replacement"): best_draws},
     ),
     "siblings tried against p": (
         "T=1",

@@ -10,7 +10,8 @@ from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from draftsmith.decode import DynamicTree, InputError
 from draftsmith.decode.proposers.base import Task
-from draftsmith.decode.proposers.retokenized import RetokenizedProposer, matching_ids, renumbered
+from draftsmith.decode.proposers.renumbered import matching_ids, renumbered
+from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.tokenizer import END_OF_TEXT, PADDING, train_bpe
 

@@ -1,0 +1,264 @@
+"""A draft model with other tokens than the target: what it writes is encoded anew as the target's tokens.
+
+Target and draft ids are told apart by name: `tokens` and `text` are the target's, `ids` the draft's.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.cache import CachedModel, check_model, padded
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import Proposal, Proposer, Task
+from draftsmith.decode.proposers.draft_model import Stop
+from draftsmith.decode.proposers.renumbered import same_specials, special_tokens, stand_in
+from draftsmith.decode.tree import Tree
+
+# What bytes that are no UTF-8, such as the first ones of a character, decode to.
+REPLACEMENT = "\ufffd"
+# Tokens at the end of a text that decide how its continuation is split: far more than any word.
+WINDOW = 32
+# Of a draft with a few bytes a token: what brings no token of the target in so many steps is given up.
+STEPS_PER_TOKEN = 8
+# Places that are tried when the text that is encoded anew each round is to begin later.
+TRIES = 16
+
+
+@dataclass
+class _Row:
+    """One text as the draft reads it."""
+
+    ids: list[int] = field(default_factory=list)
+    """The text's ids."""
+    fed: list[int] = field(default_factory=list)
+    """The ids in the cache."""
+    settled: list[int] = field(default_factory=list)
+    """The first of `ids`, which are not encoded again: those of the target's first `anchor` tokens."""
+    anchor: int = 0
+    window: int = 2 * WINDOW
+    """Tokens that are encoded anew at least."""
+    tail: list[int] = field(default_factory=list)
+    """The target's last tokens, of which drafted text is the continuation."""
+    text: str = ""
+    """Their text, up to the last whole character."""
+    before: list[int] = field(default_factory=list)
+    """The draft's last ids."""
+
+
+class ReencodingProposer(Proposer):
+    """Drafts text greedily, and proposes what the target's tokenizer makes of it.
+
+    The cache holds what the draft read, and is taken back to where a new encoding of the text departs from it. Forwards
+    are never compiled, for the sizes of their blocks depend on the text. The draft's logits are not processed as the
+    target's are: penalties and bans name the target's tokens. Special tokens go from one tokenizer to the other where
+    both have them, and are left out elsewhere. Where a text gets longer than the draft's positions, nothing is drafted.
+    """
+
+    def __init__(
+        self,
+        draft_model: PreTrainedModel,
+        draft_tokenizer: PreTrainedTokenizerBase,
+        target_tokenizer: PreTrainedTokenizerBase,
+        stop: Stop | None,
+    ):
+        check_model(draft_model, "draft model")
+        self._draft_model, self._stop = draft_model, stop
+        self._draft, self._target = draft_tokenizer, target_tokenizer
+        self._draft_specials, self._target_specials = special_tokens(draft_tokenizer), special_tokens(target_tokenizer)
+        self._to_draft = same_specials(draft_tokenizer, target_tokenizer)
+        self._to_target = same_specials(target_tokenizer, draft_tokenizer)
+        config = draft_model.config.get_text_config()
+        self._size = min(config.vocab_size, max(draft_tokenizer.get_vocab().values()) + 1)
+        self._positions: int | None = getattr(config, "max_position_embeddings", None)
+        begin = draft_tokenizer.bos_token_id
+        begins = begin is not None and draft_tokenizer.encode("a")[:1] == [begin]
+        self._prefix = [begin] if begins else []
+
+    def start(self, task: Task) -> int:
+        """Begin with an empty cache."""
+        if task.sampler.do_sample:
+            tokens = self._target.get_vocab().keys()
+            shared = len(tokens & self._draft.get_vocab().keys())
+            raise InputError(
+                "draft tokenizer: expected the target's tokens and merges under sampling, found other ones "
+                f"({shared} of {len(tokens)} tokens are shared); decode at temperature 0"
+            )
+        self._task = task
+        self._rows = [_Row() for _ in task.generators]
+        self._renew(task.max_length)
+        return task.draft_length
+
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft a chain for each row: steps of the draft until its text gives more than the tokens asked for.
+
+        More, because the last of them may be the beginning of a longer token; and how spaces are split is decided by
+        what follows them.
+        """
+        rows = self._rows
+        limits = [k * self._reads(row, context) for row, context, k in zip(rows, contexts, draft_lengths, strict=True)]
+        drafted: list[list[int]] = [[] for _ in rows]
+        found: list[list[int]] = [[] for _ in rows]
+        going = [i for i, k in enumerate(limits) if k > 0]
+        if going:
+            logits = self._feed_texts(STEPS_PER_TOKEN * (max(limits) + 2))
+        while going:
+            chosen, left = logits.argmax(-1).tolist(), []
+            for i in going:
+                row, k, ids = rows[i], limits[i], drafted[i]
+                if self._stop is not None and self._stop(logits[i].float().softmax(-1)):
+                    continue
+                ids.append(chosen[i])
+                found[i] = self._continuation(row, ids) or found[i]
+                ends = ids[-1] in self._draft_specials or not self._has_position(len(row.ids) + len(ids) - 1)
+                enough = len(found[i]) > k and not _decode(self._draft, ids[-1:])[-1:].isspace()
+                if not ends and not enough and len(ids) < STEPS_PER_TOKEN * (len(found[i]) + 1):
+                    left.append(i)
+                    row.fed.append(ids[-1])
+            going = left
+            if going:
+                # Rows that have their draft are fed their last id again, into its own slot.
+                last = torch.tensor([row.fed[-1:] for row in rows], device=self._draft_model.device)
+                logits = self._model.feed(last, [len(row.fed) - 1 for row in rows])[:, 0, : self._size]
+        drafts = []
+        for context, k, tokens in zip(contexts, limits, found, strict=True):
+            known = list(takewhile(lambda token: token < self._task.vocab_size, tokens[:k]))
+            drafts.append(Proposal(context.new_tensor(known), None, Tree.chain(len(known))))
+        return drafts
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Drop the other rows."""
+        self._model.select(rows)
+        self._rows = [self._rows[row] for row in rows]
+
+    def _has_position(self, position: int) -> bool:
+        return self._positions is None or position < self._positions
+
+    def _reads(self, row: _Row, context: Tensor) -> bool:
+        """Encode a row's text, and say whether the draft has positions for it.
+
+        What comes before `anchor` is settled. The anchor moves where cutting the text makes no difference to its ids,
+        and stays where it always does.
+        """
+        tokens = context[row.anchor :].tolist()
+        ids = self._encoded(tokens)
+        row.ids = row.settled + ids
+        if len(tokens) >= 2 * row.window:
+            latest = len(tokens) - row.window
+            for cut in range(latest, latest - TRIES, -1):
+                first = self._encoded(tokens[:cut])
+                if first + self._encoded(tokens[cut:]) == ids:
+                    row.settled, row.anchor = row.settled + first, row.anchor + cut
+                    break
+            else:
+                row.window *= 2
+        if row.ids[:1] != self._prefix:
+            row.ids = self._prefix + row.ids
+        if not row.ids:
+            row.ids = [stand_in(self._draft)]
+        row.tail = _behind(context[-WINDOW:].tolist(), self._target_specials)
+        row.text = _whole(self._target, row.tail)
+        row.before = _behind(row.ids[-WINDOW:], self._draft_specials)
+        if self._has_position(len(row.ids) - 1):
+            return True
+        row.ids = row.ids[:1]  # it goes on in the batch without being read
+        return False
+
+    def _encoded(self, tokens: Sequence[int]) -> list[int]:
+        """Encode the text of the target's tokens for the draft; of an incomplete character nothing."""
+        ids: list[int] = []
+        for special, group in groupby(tokens, self._target_specials.__contains__):
+            if special:
+                ids += [self._to_draft[token] for token in group if token in self._to_draft]
+            else:
+                ids += _encode(self._draft, _whole(self._target, list(group)))
+        return ids
+
+    def _continuation(self, row: _Row, drafted: list[int]) -> list[int]:
+        """Return the target's tokens that go on from its own with the text of the draft's.
+
+        None where there are none, such as after half a character that the draft completes to another one.
+        """
+        ends = drafted[-1] in self._draft_specials
+        before, after = (_decode(self._draft, row.before + ids) for ids in ([], drafted[: -1 if ends else None]))
+        if not after.startswith(before):
+            return []
+        text, *broken = after[len(before) :].split(REPLACEMENT)
+        tokens = next(self._splits(row, text), [])
+        if ends and not broken and drafted[-1] in self._to_target and (tokens or not text):
+            return [*tokens, self._to_target[drafted[-1]]]
+        return tokens
+
+    def _splits(self, row: _Row, text: str) -> Iterator[list[int]]:
+        """Give tokens that say `text` behind the row's own, the way that the tokenizer itself would split it first."""
+        whole = row.text + text
+        tokens = _encode(self._target, whole)
+        count = len(row.tail)
+        if tokens[:count] == row.tail:
+            yield tokens[count:]
+            return
+        # The text's own beginning may be split otherwise: it starts inside a word, or a prompt ended there.
+        most = len(text.encode()) + 3  # a byte a token, and what a character that has begun lacks
+        for start in range(len(tokens) - 1, max(-1, len(tokens) - 1 - most), -1):
+            if _decode(self._target, row.tail + tokens[start:]) == whole:
+                yield tokens[start:]
+        # Or a token reaches over the border, where the target has decided for a shorter one.
+        tokens = _encode(self._target, text)
+        if _decode(self._target, row.tail + tokens) == whole:
+            yield tokens
+
+    def _feed_texts(self, room: int) -> Tensor:
+        """Feed what the cache lacks of each text, with `room` for ids behind it; return the logits after it, (B, V)."""
+        rows, device = self._rows, self._draft_model.device
+        longest = max(len(row.ids) for row in rows)
+        if longest + room > self._slots:
+            self._renew(2 * (longest + room))
+        # Of what is there already the last id is fed again, for its logits.
+        cached = [min(_common(row.fed, row.ids), len(row.ids) - 1) for row in rows]
+        if not any(cached):
+            self._model.prefill_texts([torch.tensor(row.ids, device=device) for row in rows])
+            cached = [len(row.ids) - 1 for row in rows]
+        width = max(len(row.ids) - n for row, n in zip(rows, cached, strict=True))
+        starts = [max(0, len(row.ids) - width) for row in rows]
+        blocks = [torch.tensor(row.ids[start:], device=device) for row, start in zip(rows, starts, strict=True)]
+        logits = self._model.feed(padded(blocks, width), starts)[..., : self._size]
+        for row in rows:
+            row.fed = list(row.ids)
+        return torch.stack([logits[i, len(block) - 1] for i, block in enumerate(blocks)])
+
+    def _renew(self, slots: int) -> None:
+        """Begin with an empty cache of so many slots: how many ids a text has is not known beforehand."""
+        self._slots = slots
+        self._model = CachedModel(self._draft_model, len(self._rows), slots)
+        for row in self._rows:
+            row.fed = []
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+
+def _whole(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    """Decode up to the last whole character."""
+    text = _decode(tokenizer, ids)
+    if not text.endswith(REPLACEMENT):
+        return text
+    # Half a character takes the whole ones before it along where a decoder joins all bytes in a row.
+    return max((_decode(tokenizer, ids[: len(ids) - n]).rstrip(REPLACEMENT) for n in range(4)), key=len)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False, verbose=False)) if text else []
+
+
+def _behind(ids: list[int], specials: frozenset[int]) -> list[int]:
+    """Return the ids behind the last special one."""
+    return list(takewhile(lambda token: token not in specials, reversed(ids)))[::-1]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many ids two lists begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
