@@ -216,45 +216,15 @@ def _jsonl(path: Path) -> Iterator[Located]:
 
 
 def _json(path: Path) -> Iterator[Located]:
-    """Read an array record by record, because the decoder tells where a value ends, and so the line it began on."""
-    text = "\n".join(line for _, line in _lines(path))
-    decoder = json.JSONDecoder()
-
-    def skip_space(at: int) -> int:
-        while at < len(text) and text[at] in " \t\r\n":
-            at += 1
-        return at
-
-    at = skip_space(0)
-    if at == len(text):
-        return
-    if text[at] != "[":
+    text = "\n".join(line for _, line in _lines(path)).strip()
+    if text[:1] not in {"", "["}:
         raise InputError(
-            f"{path}:{text.count(chr(10), 0, at) + 1}: expected an array of records, found {text[at]!r} "
-            "(a file of one record a line is named .jsonl)"
+            f"{path}: expected an array of records, found {text[0]!r} (a file of one record a line is named .jsonl)"
         )
-    line, counted = 1, 0
-    while text[at] != "]":
-        at = skip_space(at + 1)  # past the bracket or comma
-        line, counted = line + text.count("\n", counted, at), at
-        if text[at : at + 1] == "]":  # an empty array, or a comma after its last record
-            break
-        try:
-            record, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise InputError(
-                f"{path}:{error.lineno}: expected JSON, found: {error.msg} (column {error.colno})"
-            ) from error
-        yield f"{path}:{line}", record
-        at = skip_space(at)
-        if text[at : at + 1] not in {",", "]"}:
-            found = repr(text[at]) if at < len(text) else "the end of the file"
-            raise InputError(f"{path}:{text.count(chr(10), 0, at) + 1}: expected ',' or ']', found {found}")
-    rest = skip_space(at + 1)
-    if rest < len(text):
-        raise InputError(
-            f"{path}:{text.count(chr(10), 0, rest) + 1}: expected the end of the file, found {text[rest]!r}"
-        )
+    try:
+        return _rows(json.loads(text or "[]"), str(path))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}:{error.lineno}: expected JSON, found: {error.msg} (column {error.colno})") from error
 
 
 def _parquet(path: Path) -> Iterator[Located]:
