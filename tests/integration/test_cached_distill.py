@@ -24,7 +24,7 @@ def completions(pipeline):
     return [str(pipeline / name) for name in ("short", "long", "heldout")]
 
 
-TRAINING = {"max_steps": 8, "eval_on_start": True, "per_device_eval_batch_size": 2}
+TRAINING = {"max_steps": 6, "eval_on_start": True, "per_device_eval_batch_size": 2}
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_with_all_tokens_it_is_what_it_is_with_the_target(
     name = tmp_path / "wide" if precision == torch.float32 else "whole"
     from_cache = distilled(pipeline, tmp_path / "cached", cached, name, **options)
     losses = history(live, "loss")
-    assert len(losses) == 8 and len(set(losses)) == 8
+    assert len(losses) == len(set(losses)) == 6
     assert history(from_cache, "loss") == pytest.approx(losses, rel=tolerance)
     assert history(from_cache, "grad_norm") == pytest.approx(history(live, "grad_norm"), rel=10 * tolerance)
     for metric in METRICS:
@@ -100,7 +100,7 @@ def test_replay_is_exact_but_for_its_bounds(pipeline, cached, tmp_path):
     assert found["loss"] < full["loss"]
 
 
-@pytest.mark.parametrize("divergence", ["reverse_kl", "skew_reverse_kl", "tvd", "reached_tvd"])
+@pytest.mark.parametrize("divergence", ["skew_reverse_kl", "reached_tvd"])
 def test_every_divergence_is_learned_from_the_top(pipeline, cached, tmp_path, divergence):
     training = {"max_steps": 20, "logging_steps": 20}
     heldout = {"heldout": [str(pipeline / "short"), str(pipeline / "long")]}

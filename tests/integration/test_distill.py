@@ -22,7 +22,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.shards import write_shard
-from draftsmith.train.losses.objective import NAMES, Objective
+from draftsmith.train.losses.objective import Objective
 from draftsmith.train.runs import save_model
 from draftsmith.train.tokenizer import train_bpe
 
@@ -37,14 +37,14 @@ def trained(pipeline, tmp_path_factory):
     return command.distill(configured(pipeline, output, training=training, **options)), output
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_divergence_is_learned(pipeline, tmp_path, name):
+@pytest.mark.parametrize("name", ["forward_kl", "tvd", "expected_length", "cross_entropy"])
+def test_a_divergence_is_learned(pipeline, tmp_path, name):
     data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
     trainer = command.distill(configured(pipeline, tmp_path / "out", divergence=name, heldout=data, training=training))
     (before, after), alpha = history(trainer, "eval_loss"), history(trainer, "eval_alpha")
     assert after < 0.9 * before
-    if name in ("forward_kl", "tvd", "expected_length"):
+    if name != "cross_entropy":
         assert alpha[1] > alpha[0] + 0.05
         lengths = history(trainer, "eval_mean_acceptance_length")
         assert 1 <= lengths[0] < lengths[1]
@@ -392,15 +392,15 @@ def test_the_command_distils(pipeline, tmp_path, capsys):
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("device", ["cpu", "auto"])
-def test_the_target_may_lie_elsewhere(pipeline, tmp_path, device):
-    training = {"max_steps": 3}
-    here, there = (
+def test_the_target_may_lie_elsewhere(pipeline, tmp_path):
+    training = {"max_steps": 2}
+    here, *elsewhere = (
         command.distill(configured(pipeline, tmp_path / str(where), target_device=where, training=training))
-        for where in (None, device)
+        for where in (None, "cpu", "auto")
     )
-    assert history(there, "loss") == history(here, "loss")
-    assert there.target.device == torch.device("cpu")
+    for there in elsewhere:
+        assert history(there, "loss") == history(here, "loss")
+        assert there.target.device == torch.device("cpu")
 
 
 def test_a_quantised_target_needs_its_library(pipeline, tmp_path):

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import shutil
 import sysconfig
 from functools import lru_cache
 from pathlib import Path
@@ -10,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from datasets import Dataset
 from families import HIDDEN, WINDOW, tiny_model
+from pipelines import configured, furthest, history, weights
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
-    Trainer,
-    TrainingArguments,
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
+from draftsmith.distill.__main__ import distill
 from draftsmith.distill.draft_init import (
     DraftInit,
     finish_draft,
@@ -80,8 +81,11 @@ def reloaded(model: PreTrainedModel, tokenizer: Any, directory: Path, **options:
     return load_model(directory, device="cpu")
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("layers", [3, [1, 2, 4]], ids=["spaced", "chosen"])
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [*((name, 3) for name in FAMILIES), *((name, [1, 2, 4]) for name in ("qwen2-window", "gemma3", "gpt2"))],
+    ids=str,
+)
 def test_carved_layers_are_the_targets(name, layers, tokenizer, tmp_path):
     """As the target is with its other layers left out, in memory and reloaded, with a cache and without."""
     target, vocab = build(name, len(tokenizer)), len(tokenizer)
@@ -318,50 +322,24 @@ def test_adapters_go_where_they_are_asked_for(tokenizer, tmp_path):
         reloaded(draft, tokenizer, tmp_path)
 
 
-class Merging(Trainer):
-    """The Trainer as a draft with adapters needs it: checkpoints as they are, the last save merged."""
+def test_adapters_resume_and_the_best_are_kept(pipeline, tmp_path):
+    """Four steps at once, and from a checkpoint after two: the same draft, its adapters merged; the best is the first.
 
-    checkpoint = False
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        self.checkpoint = _internal_call
-        super().save_model(output_dir, _internal_call)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict if self.checkpoint else merged_state(self.model, state_dict))
-
-
-def test_adapters_resume_and_the_best_are_kept(tokenizer, tmp_path):
-    """Eight steps at once, and four and four with a second start: the same draft, an ordinary model on disk."""
-    target = build("llama", len(tokenizer))
-    rows = torch.randint(len(tokenizer), (16, 8), generator=torch.Generator().manual_seed(0)).tolist()
-    data = Dataset.from_list([{"input_ids": row, "labels": row} for row in rows])
-
-    def run(output: Path, steps: int, resume: bool = False) -> Merging:
-        draft, _ = make_draft(None, DraftInit(2, lora=LoraOptions(4)), target, tokenizer)
-        args = TrainingArguments(
-            str(output), max_steps=steps, per_device_train_batch_size=4, save_steps=4, eval_strategy="steps",
-            eval_steps=4, learning_rate=0.05, lr_scheduler_type="constant", report_to=[], disable_tqdm=True,
-            load_best_model_at_end=True, use_cpu=True, save_total_limit=2,
-        )  # fmt: skip
-        trainer = Merging(draft, args, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model()
-        return trainer
-
-    whole = run(tmp_path / "whole", 8)
-    run(tmp_path / "parts", 4)
-    parts = run(tmp_path / "parts", 8, resume=True)
-    one, other = (load_model(tmp_path / name, device="cpu").state_dict() for name in ("whole", "parts"))
-    assert all(torch.equal(value, other[key]) for key, value in one.items())
-    assert parts.state.best_metric == whole.state.best_metric
-    losses = [entry["eval_loss"] for entry in parts.state.log_history if "eval_loss" in entry]
-    assert losses[1] < losses[0]
-    # A best checkpoint that is not the last is what is taken back.
-    trainer = whole
-    trainer.state.best_model_checkpoint = str(tmp_path / "whole" / "checkpoint-4")
-    trainer._load_best_model()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[0], rel=1e-6)
+    Acceptance rises, so the smallest is the first, and has to be found again.
+    """
+    training = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    training |= {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": False}
+    options = {"draft": None, "init": DraftInit(1, lora=LoraOptions(4)), "heldout": [str(pipeline / "heldout")]}
+    whole = distill(configured(pipeline, tmp_path / "whole", training=training, **options))
+    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "parts" / "checkpoint-2")
+    parts = distill(configured(pipeline, tmp_path / "parts", training=training, **options))
+    assert history(parts, "loss") == history(whole, "loss") and len(history(whole, "loss")) == 4
+    first, second, last = history(whole, "eval_alpha")
+    assert first < second and last == first
+    assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "parts")) == 0
+    names = load_file(tmp_path / "whole" / "model.safetensors").keys()
+    assert names == load_file(pipeline / "draft" / "model.safetensors").keys()
+    assert any("lora_" in name for name in load_file(tmp_path / "whole" / "checkpoint-4" / "model.safetensors"))
 
 
 @pytest.mark.parametrize(

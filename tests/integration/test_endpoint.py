@@ -1,12 +1,9 @@
 """Completions from a server: what it is asked, what its answers become, and how a run goes on after a kill."""
 
 import json
-import os
+import multiprocessing
 import signal
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -208,23 +205,23 @@ def test_a_resume_asks_for_the_missing_batches_only(remote, server, greedy, remo
 @pytest.mark.slow
 def test_resume_after_sigkill(remote, server, greedy, remote_tokenizer, in_process):
     backed(server, greedy, vllm, remote_tokenizer)
-    answer, reached = server.answer, threading.Event()
+    answer, reached, released = server.answer, threading.Event(), threading.Event()
 
     def stuck_after_five(path, body, number):
         if number > 5:
             reached.set()
-            time.sleep(30)
+            released.wait(30)
         return answer(path, body, number)
 
     server.answer = stuck_after_five
     cfg = remote(endpoint_concurrency=1)
-    names = ("target", "prompts", "output", "endpoint", "endpoint_concurrency", "temperature", "max_new_tokens")
-    flags = [part for name in (*names, "batch_size") for part in (f"--{name}", str(getattr(cfg, name)))]
-    code = "import sys; from draftsmith.scripts.prepare import main; main(sys.argv[1:])"
-    process = subprocess.Popen([sys.executable, "-c", code, *flags], stderr=subprocess.DEVNULL)
+    process = multiprocessing.get_context("fork").Process(target=prepare, args=(cfg,))
+    process.start()
     assert reached.wait(120)
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    process.kill()
+    process.join()
+    released.set()
+    assert process.exitcode == -signal.SIGKILL
     assert len(rows(cfg)) == 4  # the fifth was of the batch in flight
     server.requests.clear()
     server.answer = answer

@@ -65,8 +65,17 @@ def ground(pipeline, tmp_path_factory, tokenizer) -> Path:
     return root
 
 
-def planned(ground: Path, processes: int) -> dict[str, dict]:
-    """The runs that are compared: of two processes, or of one."""
+RESUMED = ("ddp", "fsdp2", "zero2", "zero3")
+WHOLLY = ("ddp", "fsdp2", "zero3")
+
+
+def under(*strategies: str) -> pytest.MarkDecorator:
+    """Under each of these: what no strategy changes is tried under those that differ most."""
+    return pytest.mark.parametrize("together", strategies, indirect=True, scope="module")
+
+
+def planned(ground: Path, strategy: str) -> dict[str, dict]:
+    """The runs that are compared: of one process, or of two under a strategy."""
     steps = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
     # α rises, so that the smallest is the first: an early checkpoint has to be found again.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": False}
@@ -77,7 +86,7 @@ def planned(ground: Path, processes: int) -> dict[str, dict]:
         "split": family,
         "lora": lora,
     }
-    if processes == 2:
+    if strategy in WHOLLY:
         parts = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "activation_checkpointing": True}
         runs["split"] = family | {"training": parts, "target_sharded": True}
         runs["bf16"] = {"training": {"bf16": True}}
@@ -86,12 +95,15 @@ def planned(ground: Path, processes: int) -> dict[str, dict]:
             "completions": [str(ground / "same")],
             "on_policy": 1.0,
             "on_policy_tokens": 12,
-            "training": {"max_steps": 3},
+            "training": {"max_steps": 2},
         }
+    elif strategy != "one":
+        runs = {"best": runs["best"]}
+    if strategy in RESUMED:
         # Dropout: each rank's generator has to be restored, too.
         runs["dropping"] = {
             "draft": str(ground / "dropping"),
-            "training": {"save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "linear"},
+            "training": {"max_steps": 7, "save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "linear"},
         }
     return runs
 
@@ -99,14 +111,14 @@ def planned(ground: Path, processes: int) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def alone(ground, tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
-    (found,) = forked(distilled, ground, output, planned(ground, 1), strategy="one")
+    (found,) = forked(distilled, ground, output, planned(ground, "one"), strategy="one")
     return found, output
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module")
 def together(request, ground, tmp_path_factory):
     output = tmp_path_factory.mktemp(request.param)
-    found = forked(distilled, ground, output, planned(ground, 2), strategy=request.param)
+    found = forked(distilled, ground, output, planned(ground, request.param), strategy=request.param)
     return request.param, found, output
 
 
@@ -140,6 +152,7 @@ def assert_same_draft(one: Path, two: Path, tokenizer) -> None:
     assert p.std() > 0.1 and (p - q).abs().max() < 1e-4
 
 
+@under(*STRATEGIES)
 def test_each_rank_ran_as_it_was_asked_to(together):
     strategy, found, _ = together
     kind, wrapper, parameter, stage, partitioned = WRAPPERS[strategy]
@@ -154,6 +167,7 @@ def test_each_rank_ran_as_it_was_asked_to(together):
             assert (ran["stage"], ran["partitioned"]) == (stage, partitioned)
 
 
+@under(*STRATEGIES)
 def test_losses_and_held_out_metrics_are_those_of_one_process(alone, together):
     """Completions of 3 to 12 tokens; five held-out samples, of which the sixth, that fills a batch, must not count."""
     _, (first, second), _ = together
@@ -166,6 +180,7 @@ def test_losses_and_held_out_metrics_are_those_of_one_process(alone, together):
     assert_same_metrics(alone[0]["best"], first["best"], 4)
 
 
+@under(*STRATEGIES)
 def test_the_best_checkpoint_is_loaded_and_saved_as_an_ordinary_draft(alone, together, tokenizer):
     _, found, output = together
     for rank in found:
@@ -176,6 +191,7 @@ def test_the_best_checkpoint_is_loaded_and_saved_as_an_ordinary_draft(alone, tog
     assert json.loads((output / "best" / "draftsmith.json").read_text())["config"]["temperature"] == 0.9
 
 
+@under(*WHOLLY)
 def test_accumulation_recomputation_and_a_sharded_target_change_nothing(alone, together, tokenizer):
     """Two micro-batches of 1, their layers computed twice, and half of the target each; a tied GPT-2 draft."""
     _, found, output = together
@@ -188,6 +204,7 @@ def test_accumulation_recomputation_and_a_sharded_target_change_nothing(alone, t
         assert rank["split"]["target"] == ("DTensor", 0.5) and rank["best"]["target"] == ("Parameter", 1.0)
 
 
+@under(*WHOLLY)
 def test_a_carved_draft_starts_from_the_target_and_its_adapters_are_merged(ground, alone, together, tokenizer):
     _, found, output = together
     assert_same_losses(alone[0]["lora"], [rank["lora"] for rank in found])
@@ -201,6 +218,7 @@ def test_a_carved_draft_starts_from_the_target_and_its_adapters_are_merged(groun
     assert 0 < (draft[name] - target[name]).abs().max() < 0.1
 
 
+@under(*WHOLLY)
 def test_half_precision_keeps_to_the_loss(alone, together):
     """bfloat16 has 8 bits: 0.4 % a number, and less in a mean of many.
 
@@ -215,11 +233,12 @@ def test_half_precision_keeps_to_the_loss(alone, together):
         assert half != pytest.approx(logged(alone[0]["best"], "loss"), rel=1e-5)
 
 
+@under(*WHOLLY)
 def test_each_rank_writes_its_own_texts(together):
     """From one and the same prompt; they end at different lengths, which would hang ranks that wait for each other."""
     _, found, _ = together
     first, second = (rank["on_policy"]["texts"] for rank in found)
-    assert len(first) == len(second) == 3
+    assert len(first) == len(second) == 2
     for one, two in zip(first, second, strict=True):
         assert not {tuple(text) for text in one} & {tuple(text) for text in two}
     longest = [[max(map(len, texts)) for texts in rank] for rank in (first, second)]
@@ -227,10 +246,11 @@ def test_each_rank_writes_its_own_texts(together):
     assert logged(found[0]["on_policy"], "loss") == logged(found[1]["on_policy"], "loss")
 
 
+@under(*RESUMED)
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(ground, together):
     """From a checkpoint in the second epoch, in new processes: the same texts and, bit for bit, the same losses."""
     strategy, found, output = together
-    options = planned(ground, 2)["dropping"] | {"resumes": str(output / "dropping" / "checkpoint-6")}
+    options = planned(ground, strategy)["dropping"] | {"resumes": str(output / "dropping" / "checkpoint-6")}
     state = json.loads((output / "dropping" / "checkpoint-6" / "trainer_state.json").read_text())
     assert 1 < state["epoch"] < 2
     resumed = forked(distilled, ground, output, {"resumed": options}, strategy=strategy)
@@ -266,7 +286,7 @@ def shipped(name: str) -> tuple[str, ...]:
 def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, tokenizer, strategy, flags):
     """Sharding by the launcher alone, of which the config knows nothing; the draft is saved whole all the same."""
     launch = launch_environment(*flags)
-    options = {"training": {"save_strategy": "steps", "save_steps": 4}}
+    options = {"training": {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}}
     ranks = forked(distilled, ground, tmp_path, {"launched": options}, True, strategy=strategy, launch=launch)
     kind, wrapper, parameter, stage, partitioned = WRAPPERS[strategy]
     for rank in ranks:
@@ -274,11 +294,11 @@ def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, tokeni
             "distributed_type": kind, "num_processes": 2, "backend": "gloo", "device": "cpu", "wrapper": wrapper,
             "parameter": parameter, "stage": stage, "partitioned": partitioned,
         }  # fmt: skip
-        assert logged(rank["launched"], "loss") == pytest.approx(logged(alone[0]["best"], "loss"), rel=1e-5)
+        assert logged(rank["launched"], "loss") == pytest.approx(logged(alone[0]["best"], "loss")[:3], rel=1e-5)
     found = weights(tmp_path / "launched")
     assert furthest(found, weights(ground / "draft")) > 1e-3
     if flags == FSDP2:
-        options |= {"resumes": str(tmp_path / "launched" / "checkpoint-4")}
+        options |= {"resumes": str(tmp_path / "launched" / "checkpoint-2")}
         resumed = forked(distilled, ground, tmp_path, {"resumed": options}, True, strategy=strategy, launch=launch)
         assert logged(resumed[0]["resumed"], "loss") == logged(ranks[0]["launched"], "loss")
         assert furthest(found, weights(tmp_path / "resumed")) == 0
