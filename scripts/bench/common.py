@@ -27,7 +27,7 @@ from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
 from draftsmith.decode.planner import verification_costs
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import check_same_tokenizer, default_device, load_model, load_tokenizer
@@ -95,7 +95,7 @@ Figures = dict[str, Any]
 def run_benchmark(
     config_class: type[Config],
     bench: Callable[[Config], Figures],
-    shown: Callable[[Config, Figures], Figures] = lambda config, figures: figures,
+    shown: Callable[[Config, Figures], Figures] = lambda config, results: results,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Parse the config, run a benchmark, write its figures and print them.
@@ -103,7 +103,7 @@ def run_benchmark(
     Args:
         config_class: the benchmark's options.
         bench: returns the figures.
-        shown: returns which of them are printed.
+        shown: returns what is printed of them; environment and config are left out before.
         argv: the command line; the process's own if None.
     """
     config = parse_config(config_class, argv, prog=f"python -m draftsmith.scripts.bench.{Path(sys.argv[0]).stem}")
@@ -117,12 +117,11 @@ def run_benchmark(
     # Wide tables are to be read in files too, where rich would fold them to 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
     console.print(f"{where['device']}, {where['threads']} threads, {where['dtype']}")
-    printed = {name: v for name, v in shown(config, figures).items() if name not in ("environment", "config")}
-    groups = {name: value for name, value in printed.items() if isinstance(value, Mapping | list)}
-    single = {name: value for name, value in printed.items() if name not in groups}
-    for name, value in {**groups, "figures": single}.items():
-        if value:
-            console.print(_table(name, value))
+    results = shown(config, {name: value for name, value in figures.items() if name not in ("environment", "config")})
+    groups = {name: value for name, value in results.items() if isinstance(value, Mapping | list)}
+    single = {name: value for name, value in results.items() if name not in groups}
+    for name, value in (groups | ({"figures": single} if single else {})).items():
+        console.print(_table(name, value))
     return 0
 
 
@@ -203,12 +202,8 @@ def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return pad([ids[0] for ids in rows]), pad([torch.ones_like(ids[0]) for ids in rows])
 
 
-def complete_prompts(
-    target: str, records: Sequence[dict[str, str]] | None, prompts: Path, completions: Path, **options: Any
-) -> None:
-    """Write prompts to a file, where it is not there yet (records are None), and have a target complete them."""
-    if records is not None:
-        write_prompts(prompts, records)
+def complete_prompts(target: str, prompts: Path, completions: Path, **options: Any) -> None:
+    """Have a target complete the prompts of a file; what it has written already is kept."""
     prepare(PrepareConfig(target, str(prompts), str(completions), max_prompt_tokens=MAX_PROMPT_TOKENS, **options))
 
 

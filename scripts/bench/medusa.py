@@ -30,11 +30,10 @@ from draftsmith.scripts.bench.common import read_texts, run_benchmark
 from draftsmith.scripts.bench.variants import (
     VariantsConfig,
     compare,
+    complete,
     pooled,
     tau_difference,
     taus,
-    variants_of,
-    write_texts,
 )
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import stdlib_prompts
@@ -66,7 +65,9 @@ class BenchMedusaConfig(VariantsConfig):
     known = VARIANTS
 
     output: str = "runs/medusa-bench"
+    """Receives completions, heads and results.json; a second run goes on from what is there."""
     variants: list[str] = field(default_factory=lambda: ["soft", "hard", "hydra", "medusa2"])
+    """Which variants; `NAME@STEPS` for other steps than `steps`."""
     learning_rate: float = 1e-2
     """The heads', with AdamW: the peak of a cosine with 10 steps of warm-up."""
     backbone_learning_rate: float = 3e-4
@@ -74,16 +75,13 @@ class BenchMedusaConfig(VariantsConfig):
     searched_prompts: int = 128
     """Further prompts from the training modules, whose greedy completions trees are searched on."""
     baseline: str = "soft"
+    """The variant that the others are compared with."""
 
 
 def bench(config: BenchMedusaConfig) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed."""
-    _write_searched(config)
-    return compare(config, partial(_train_and_replay, config))
-
-
-def _write_searched(config: BenchMedusaConfig, **target: Any) -> None:
-    write_texts(config, "searched", stdlib_prompts(config.searched_prompts, heldout=False, seed=3), **target)
+    searched = stdlib_prompts(config.searched_prompts, heldout=False, seed=3)
+    return compare(config, partial(_train_and_replay, config), {"searched": searched})
 
 
 def _train_and_replay(
@@ -114,9 +112,7 @@ def _train_and_replay(
         trainer.save_model()
         path, completions = str(directory / "backbone"), directory / "completions"
         backbone = load_model(path, device="cpu")
-        _write_searched(config, target=path, completions=completions)
-        for side in ("replayed-greedy", "replayed-sampled"):
-            write_texts(config, side, None, target=path, completions=completions)
+        complete(config, ("searched", "replayed-greedy", "replayed-sampled"), path, completions)
         moved = _moved(config, target, backbone)
     heads.save_pretrained(directory / "heads" if not joint else directory)
     return {**_replayed(backbone, heads, completions), "moved": moved}
@@ -171,7 +167,7 @@ def shown(config: BenchMedusaConfig, results: dict[str, Any]) -> dict[str, Any]:
         moved = [run["moved"] for run in runs.values() if run["moved"]]
         return row | {key: sum(distances[key] for distances in moved) / len(moved) for key in (moved or [{}])[0]}
 
-    return {"heads": {variant: row(runs) for variant, runs in variants_of(results).items()}}
+    return {"heads": {variant: row(runs) for variant, runs in results.items()}}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import ASSETS, read_texts, run_benchmark
-from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, taus, variants_of
+from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, taus
 from draftsmith.train.cli import run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import load_model, load_tokenizer
@@ -73,14 +73,17 @@ class BenchObjectivesConfig(VariantsConfig):
     known = VARIANTS
 
     output: str = "runs/objectives"
+    """Receives completions, drafts and results.json; a second run goes on from what is there."""
     draft: str = str(ASSETS / "tiny-draft")
     """Where every draft starts."""
     variants: list[str] = field(default_factory=lambda: list(VARIANTS))
+    """Which objectives; `NAME@STEPS` for other steps than `steps`."""
     learning_rate: float = 3e-3
     """The peak of a cosine with 10 steps of warm-up, for Muon on the matrices and AdamW on the rest."""
     draft_length: int = 4
     """γ of the replayed τ, and of the block objectives."""
     baseline: str = "forward_kl"
+    """The objective that the others are compared with."""
 
 
 def bench(config: BenchObjectivesConfig) -> dict[str, Any]:
@@ -167,7 +170,7 @@ def shown(config: BenchObjectivesConfig, results: dict[str, Any]) -> dict[str, A
             f"T={temperature} τ by seed": ", ".join(f"{tau:.3f}" for tau in seeds),
         }
 
-    return {"objectives": {name: row(runs, "0") | row(runs, "1") for name, runs in variants_of(results).items()}}
+    return {"objectives": {name: row(runs, "0") | row(runs, "1") for name, runs in results.items()}}
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts.bench.common import PairConfig, complete_prompts, read_texts, run_benchmark, training_fields
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
-from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment
@@ -70,9 +70,10 @@ class BenchTeacherCacheConfig(PairConfig):
 def bench(config: BenchTeacherCacheConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     for side, count in (("train", config.train_prompts), ("heldout", config.heldout_prompts)):
-        records, prompts = stdlib_prompts(count, heldout=side == "heldout"), Path(config.output) / f"{side}.jsonl"
+        prompts = Path(config.output) / f"{side}.jsonl"
+        write_prompts(prompts, stdlib_prompts(count, heldout=side == "heldout"))
         options = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
-        complete_prompts(config.target, records, prompts, Path(config.completions(side)), **options)
+        complete_prompts(config.target, prompts, Path(config.completions(side)), **options)
     target, stock = load_model(config.target), load_model(config.draft)
     caches = []
     for k in config.k:
@@ -97,11 +98,11 @@ def bench(config: BenchTeacherCacheConfig) -> dict[str, Any]:
         seconds = next(entry["train_runtime"] for entry in trainer.state.log_history if "train_runtime" in entry)
         rate = alpha(config, target, load_model(directory))
         trained[name] = {"alpha": rate, "seconds_per_step": seconds / config.steps}
-    _, lengths = texts = read_texts(Path(config.completions("heldout")))
+    heldout = zip(*read_texts(Path(config.completions("heldout"))), strict=True)
     return {
         "environment": environment(target.device, "float32"),
         "config": vars(config),
-        "positions": sum(map(len, texts[0])) - sum(lengths),
+        "positions": sum(len(text) - prompt for text, prompt in heldout),
         "caches": caches,
         "trained": trained,
     }

@@ -5,7 +5,7 @@ results.json. τ is pooled over the seeds, its interval is over prompts.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -21,7 +21,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, complete_prompts, training_fields
 from draftsmith.train.data.collator import training_examples
-from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.models import load_model
 from draftsmith.train.provenance import environment, write_json
 
@@ -80,6 +80,10 @@ class VariantsConfig(BenchmarkConfig):
         """The directory of the target's completions."""
         return Path(self.output) / "completions"
 
+    def prompts(self, side: str) -> Path:
+        """Return the file of the prompts of one of `WRITTEN`."""
+        return Path(self.output) / "prompts" / f"{side}.jsonl"
+
     def training_arguments(self, variant: str, seed: int) -> dict[str, Any]:
         """Return the fields of the Trainer's arguments for one run."""
         return training_fields(
@@ -98,6 +102,7 @@ class VariantsConfig(BenchmarkConfig):
 def compare(
     config: VariantsConfig,
     train_and_replay: Callable[[str, int, PreTrainedModel, Dataset], dict[str, Any]],
+    prompts: Mapping[str, Sequence[dict[str, str]]] | None = None,
     untrained: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed.
@@ -105,14 +110,17 @@ def compare(
     Args:
         config: says what to run.
         train_and_replay: returns the figures of a variant and seed, given the target and what to learn from.
+        prompts: others than those to learn from and those to replay, by their names in `WRITTEN`.
         untrained: names for which it is called once, with seed 0, before all others.
     """
-    path, prompts = config.figures_path(), stdlib_prompts(config.train_prompts, heldout=False)
-    sampled = len(prompts) * 2 // 3
-    write_texts(config, "sampled", prompts[:sampled])
-    write_texts(config, "greedy", prompts[sampled:])
-    for side in ("replayed-sampled", "replayed-greedy"):
-        write_texts(config, side, stdlib_prompts(config.replayed_prompts, heldout=True, seed=2))
+    path, train_prompts = config.figures_path(), stdlib_prompts(config.train_prompts, heldout=False)
+    sampled = len(train_prompts) * 2 // 3
+    fresh = stdlib_prompts(config.replayed_prompts, heldout=True, seed=2)
+    prompts = {"sampled": train_prompts[:sampled], "greedy": train_prompts[sampled:], **(prompts or {})}
+    prompts |= {"replayed-sampled": fresh, "replayed-greedy": fresh}
+    for side, records in prompts.items():
+        write_prompts(config.prompts(side), records)
+    complete(config, prompts, config.target, config.completions)
     results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     target = load_model(config.target, field="target", device="cpu")
     train = training_examples([str(config.completions / side) for side in ("sampled", "greedy")])
@@ -126,26 +134,12 @@ def compare(
     return results
 
 
-def write_texts(
-    config: VariantsConfig,
-    side: str,
-    records: list[dict[str, str]] | None,
-    target: str | None = None,
-    completions: Path | None = None,
-) -> None:
-    """Have a target complete prompts.
-
-    Args:
-        config: the benchmark's.
-        side: one of `WRITTEN`.
-        records: the prompts; those that were written before if None.
-        target: the benchmark's own if None.
-        completions: the parent of the directory that receives the texts; the benchmark's own if None.
-    """
-    prompts, texts = Path(config.output) / "prompts" / f"{side}.jsonl", (completions or config.completions) / side
-    temperature, tokens = WRITTEN[side]
-    options = {"temperature": temperature, "max_new_tokens": tokens, "batch_size": 64}
-    complete_prompts(target or config.target, records, prompts, texts, **options)
+def complete(config: VariantsConfig, sides: Iterable[str], target: str, completions: Path) -> None:
+    """Have a target complete the prompts of some of `WRITTEN`, each in its directory among the completions."""
+    for side in sides:
+        temperature, tokens = WRITTEN[side]
+        options = {"temperature": temperature, "max_new_tokens": tokens, "batch_size": 64}
+        complete_prompts(target, config.prompts(side), completions / side, **options)
 
 
 def remember(target: PreTrainedModel, rows: list[list[int]]) -> None:
@@ -176,11 +170,6 @@ def pooled(runs: Mapping[str, Any], name: str) -> dict[str, list[float]]:
         key: [sum(values) / len(columns) for values in zip(*(column[key] for column in columns), strict=True)]
         for key in columns[0]
     }
-
-
-def variants_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the results by variant and seed alone."""
-    return {name: runs for name, runs in results.items() if name != "environment"}
 
 
 def taus(

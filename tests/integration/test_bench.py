@@ -118,7 +118,7 @@ def test_variants_are_compared_with_the_baseline(benchmark):
         names = ("0", "1") if benchmark is objectives else ("chain", "reference", "searched", "sampled")
         figures = {name: sums for name in names} | {"accuracies": [[0.5, 0.2]], "moved": None}
         runs[variant] = {str(seed): figures for seed in (0, 1)}
-    (table,) = benchmark.shown(config, {**runs, "environment": {}}).values()
+    (table,) = benchmark.shown(config, runs).values()
     assert set(table) == set(runs)
     title = "T=0" if benchmark is objectives else "chain"
     row = table[config.variants[0]]
