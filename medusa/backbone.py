@@ -1,4 +1,4 @@
-"""Medusa-2: the backbone in training with its heads, and the law that it had before."""
+"""Medusa-2: the backbone in training with its heads, and the backbone as it was before."""
 
 import copy
 from collections.abc import Iterator

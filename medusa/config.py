@@ -1,10 +1,10 @@
-"""What a training run of Medusa heads is told."""
+"""The settings of a training run of Medusa heads."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import SHARE, InputError, at_least, more_than, one_of, require
 from draftsmith.medusa.heads import LM_HEADS
 from draftsmith.train.lora import LoraOptions
 from draftsmith.train.losses.objective import BLOCK_TERMS, Objective
@@ -36,13 +36,14 @@ class MedusaTrainingConfig(RecipeConfig):
     draft_vocabulary: int | None = None
     """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given."""
     divergence: str | dict[str, float] = "forward_kl"
-    """What each head minimises: soft labels by forward_kl, jsd, tvd, … to the target's own law (of Medusa-2, as it was
-    before); hard labels by cross_entropy on the completions' tokens; or weights by name, for their sum."""
+    """What each head minimises: soft labels by forward_kl, jsd, tvd, … to the target's distribution (in Medusa-2 to
+    that before training); hard labels by cross_entropy on the completions' tokens; or weights by name, for their
+    sum."""
     decay: float = 0.8
     """λ_i = decay^(i − 1), the weight of head i's loss (Medusa, section 2.2.1)."""
     backbone: str = "frozen"
     """"frozen" (Medusa-1); or train the target with its heads (Medusa-2), by "lora" or in "full". Then what is decoded
-    afterwards is the new backbone's law, not the old one's."""
+    afterwards is the new backbone's text, not the old one's."""
     lora: LoraOptions = field(default_factory=LoraOptions)
     """Adapters of the backbone; merged when it is saved."""
     backbone_divergence: str = "forward_kl"
@@ -61,21 +62,12 @@ class MedusaTrainingConfig(RecipeConfig):
         super().__post_init__()
         if self.objective.couples:
             raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
-        for name, known in (("lm_heads", LM_HEADS), ("backbone", BACKBONES)):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name}: expected one of {', '.join(known)}, found {getattr(self, name)!r}")
-        if self.backbone_divergence not in ("forward_kl", "cross_entropy"):
-            raise InputError(
-                f"backbone_divergence: expected forward_kl or cross_entropy, found {self.backbone_divergence!r}"
-            )
-        for name in ("num_heads", "num_layers", "draft_vocabulary"):
-            if (count := getattr(self, name)) is not None and count < 1:
-                raise InputError(f"{name}: expected at least 1, found {count}")
-        for name in ("decay", "backbone_weight", "heads_weight", "head_learning_rate_multiplier"):
-            if not getattr(self, name) > 0:
-                raise InputError(f"{name}: expected more than 0, found {getattr(self, name)}")
-        if not 0 <= self.warmup_heads <= 1:
-            raise InputError(f"warmup_heads: expected a share between 0 and 1, found {self.warmup_heads}")
+        require(self, one_of(LM_HEADS), "lm_heads")
+        require(self, one_of(BACKBONES), "backbone")
+        require(self, one_of(("forward_kl", "cross_entropy")), "backbone_divergence")
+        require(self, at_least(1), "num_heads", "num_layers", "draft_vocabulary")
+        require(self, more_than(0), "decay", "backbone_weight", "heads_weight", "head_learning_rate_multiplier")
+        require(self, SHARE, "warmup_heads")
         if self.heads is not None and self.draft_vocabulary is not None:
             raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")
         if self.joint and (self.target_quantization or self.target_sharded or self.target_device):

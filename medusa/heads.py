@@ -212,11 +212,11 @@ class MedusaHeads(PreTrainedModel):
         )
         heads = cls(config)
         with torch.no_grad():
-            for own in heads.all_lm_heads:
+            for lm_head in heads.all_lm_heads:
                 kept = slice(None) if token_map is None else token_map
-                own.weight.copy_(head.weight[kept])
+                lm_head.weight.copy_(head.weight[kept])
                 if head.bias is not None:
-                    own.bias.copy_(head.bias[kept])
+                    lm_head.bias.copy_(head.bias[kept])
         if heads.token_map is not None and token_map is not None:
             heads.token_map.copy_(token_map)
         return heads.check_map()
@@ -230,18 +230,18 @@ class MedusaHeads(PreTrainedModel):
                 cannot be, or tensors that are missing, not expected or of another shape.
         """
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
-        options |= {"ignore_mismatched_sizes": True, **kwargs}  # told below, in one line
+        options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
         if Path(path).is_dir() and "subfolder" not in kwargs and not (Path(path) / "config.json").is_file():
             # The library would fall back on the defaults.
             raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found no config.json")
         if looks_local(path) and not Path(path).is_dir():
             raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found nothing there")
         try:
-            found: Any = super().from_pretrained(path, *args, **options)
+            loaded: Any = super().from_pretrained(path, *args, **options)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
             text = " ".join(str(error).split())
             raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found: {text}") from error
-        heads, info = found
+        heads, info = loaded
         for kind, what in (
             ("missing_keys", "missing"),
             ("unexpected_keys", "not expected"),
@@ -266,13 +266,13 @@ class MedusaHeads(PreTrainedModel):
 
     def lm_head_of(self, index: int) -> LMHead:
         """Return the language-model head of head `index`."""
-        own = self.all_lm_heads
-        return own[0] if self.config.original_lm_head else own[index]
+        lm_heads = self.all_lm_heads
+        return lm_heads[0] if self.config.original_lm_head else lm_heads[index]
 
     def head(self, index: int) -> OutputHead:
         """Return the map of head `index` from its block's output to logits over its own vocabulary, (D, H)."""
-        own, config = self.lm_head_of(index), self.config
-        return OutputHead(own.weight, own.bias, config.logit_scale, config.final_logit_softcapping)
+        lm_head, config = self.lm_head_of(index), self.config
+        return OutputHead(lm_head.weight, lm_head.bias, config.logit_scale, config.final_logit_softcapping)
 
     def forward(self, hidden: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return logits over the target's vocabulary, (…, K, V); −∞ for tokens that heads cannot draft.
@@ -316,10 +316,10 @@ class MedusaHeads(PreTrainedModel):
     def check_fits(self, target: PreTrainedModel) -> None:
         """Raise an InputError where a target has another hidden size or vocabulary than the heads were made for."""
         vocab_size, hidden_size = head_of(target).weight.shape
-        for name, found in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-            if getattr(self.config, name) != found:
+        for name, expected in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            if getattr(self.config, name) != expected:
                 raise InputError(
-                    f"medusa: expected heads with the target's {name} {found}, found {getattr(self.config, name)}"
+                    f"medusa: expected heads with the target's {name} {expected}, found {getattr(self.config, name)}"
                 )
 
     def check_map(self, field: str = "token_map") -> "MedusaHeads":

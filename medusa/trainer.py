@@ -35,7 +35,7 @@ PER_HEAD = ("count", "overlap", "right")
 
 
 class MedusaTrainer(RecipeTrainer):
-    """Minimises Σ_i λ_i · objective of head i, against the target's own law or text, on the completions' positions.
+    """Minimises Σ_i λ_i · objective of head i, against the target's distribution or text, on completions.
 
     Evaluation replays held-out completions with a chain of all heads, and reports `mean_acceptance_length`, `alpha`
     (of the first head), `loss`, Σ_i λ_i · objective of head i, and for each head i ≥ 1 `accuracy_i`, the share of its
@@ -61,8 +61,8 @@ class MedusaTrainer(RecipeTrainer):
         self.objective: Objective = config.objective
         self.count: int = heads.config.num_heads
         if not config.train_lm_heads:
-            for own in heads.all_lm_heads:
-                own.requires_grad_(False)
+            for lm_head in heads.all_lm_heads:
+                lm_head.requires_grad_(False)
         model: Any = Joint(heads, target, config) if config.joint else heads
         open_forward(model, *heads.all_lm_heads)  # losses run inside of these: `train/losses/inside_forward.py`
         self.heads = heads
@@ -184,13 +184,13 @@ class MedusaTrainer(RecipeTrainer):
             total = total + heads.lm_head_of(index)(
                 states,
                 inside=lambda states, index=index, labels=labels, teacher=teacher: chunked_objective(
-                    self.objective, states, self._own_head(index), teacher, labels, weight=self.config.decay**index
+                    self.objective, states, self._trained_head(index), teacher, labels, weight=self.config.decay**index
                 ),
             )
         return total
 
     def _replayed(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the sums of `prediction_step`. Replay asks for the law of deployment over the whole vocabulary."""
+        """Return the sums of `prediction_step`; replay compares distributions over the whole vocabulary."""
         joint, heads = self.config.joint, self.heads
         trained: Any = self.accelerator.unwrap_model(self.model)
         backbone = trained.backbone if joint else self.target
@@ -199,13 +199,13 @@ class MedusaTrainer(RecipeTrainer):
         head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head(labels.device)
         places = None if self._places is None else self._places.to(labels.device)
 
-        def features(p: Any, q_logits: Tensor, own: Tensor) -> Tensor:
+        def features(p: Any, q_logits: Tensor, tokens: Tensor) -> Tensor:
             wide = heads.widened(q_logits)[..., : self.vocab_size]
-            replayed = replay_features(p, wide, own, self.sampler)
-            right = (wide.argmax(-1) == own).float()
+            replayed = replay_features(p, wide, tokens, self.sampler)
+            right = (wide.argmax(-1) == tokens).float()
             if places is not None:
-                p, own = p[:, heads.token_map], places[own]
-            return torch.cat([replayed[:, :2], right[:, None], self.objective.features(p, q_logits, own)], dim=1)
+                p, tokens = p[:, heads.token_map], places[tokens]
+            return torch.cat([replayed[:, :2], right[:, None], self.objective.features(p, q_logits, tokens)], dim=1)
 
         chosen = labels != IGNORED
         a = hidden.new_zeros(*chosen.shape, self.count, dtype=torch.float32)
@@ -215,15 +215,15 @@ class MedusaTrainer(RecipeTrainer):
             states = heads.states(
                 index, at.before(hidden, heads), at.embeddings(backbone.get_input_embeddings(), heads)
             )
-            found = heads.lm_head_of(index)(
+            features_NK = heads.lm_head_of(index)(
                 states,
                 inside=lambda h, i=index, at=at: chunked_features(
-                    features, at.labels, h, self._own_head(i), LiveDistributions(at.teacher(hidden), head)
+                    features, at.labels, h, self._trained_head(i), LiveDistributions(at.teacher(hidden), head)
                 ),
             )
             # The round that begins with a token drafts from the state of the token two before it.
-            spread = a.new_zeros(*chosen.shape, found.shape[1])
-            spread[:, 1 : 1 + at.width][at.chosen] = found.float()
+            spread = a.new_zeros(*chosen.shape, features_NK.shape[1])
+            spread[:, 1 : 1 + at.width][at.chosen] = features_NK.float()
             a[..., index] = spread[..., 0]
             loss += self.config.decay**index * spread[..., 3].sum(1)
             sums.append(torch.stack([at.chosen.sum(1).float(), spread[..., 1].sum(1), spread[..., 2].sum(1)], dim=1))
@@ -234,7 +234,7 @@ class MedusaTrainer(RecipeTrainer):
         rounds = expected_rounds_of_starts(a.double(), lengths).float()
         return torch.cat([lengths[:, None].float(), rounds[:, None], loss[:, None], *sums], dim=1)
 
-    def _own_head(self, index: int) -> OutputHead:
+    def _trained_head(self, index: int) -> OutputHead:
         """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
         head = self.heads.head(index)
         return head if self._places is not None else head.cut(self.vocab_size)
@@ -246,10 +246,8 @@ class MedusaTrainer(RecipeTrainer):
         return self._teacher_head
 
     def _narrowed(self, head: OutputHead) -> OutputHead:
-        if self._places is None:
-            return head
-        kept = torch.nonzero(self._places >= 0)[:, 0]
-        return head.of(kept[self._places[kept].argsort()].to(head.weight.device))
+        token_map = self.heads.token_map
+        return head if token_map is None else head.of(token_map.to(head.weight.device))
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make Muon where it is asked for; give heads in joint training a learning rate of their own."""
@@ -264,8 +262,8 @@ class MedusaTrainer(RecipeTrainer):
             groups = list(optimizer.param_groups)
             optimizer.param_groups.clear()
             for group in groups:
-                for own, rate in ((True, self.config.head_learning_rate_multiplier), (False, 1.0)):
-                    parameters = [p for p in group["params"] if (id(p) in of_heads) == own]
+                for in_heads, rate in ((True, self.config.head_learning_rate_multiplier), (False, 1.0)):
+                    parameters = [p for p in group["params"] if (id(p) in of_heads) == in_heads]
                     if parameters:
                         optimizer.add_param_group({**group, "params": parameters, "lr": group["lr"] * rate})
         return optimizer
@@ -291,9 +289,9 @@ class MedusaTrainer(RecipeTrainer):
 class Positions:
     """Where head `index` learns: positions t where tokens t + 1 … t + 2 + index are all a completion's, one text.
 
-    It guesses token t + 2 + index from the hidden state at t; the teacher's law of that token is at t + 1 + index.
-    Heads draft after a token that the target has just written: t + 1 is one of those. A text's first token has no
-    label, so that no window reaches into the next text of a packed row.
+    It guesses token t + 2 + index from the hidden state at t; the teacher predicts that token at t + 1 + index. Heads
+    draft after a token that the target has just written: t + 1 is one of those. A text's first token has no label, so
+    that no window reaches into the next text of a packed row.
     """
 
     def __init__(self, inputs: dict[str, Tensor], index: int):
@@ -327,12 +325,12 @@ def medusa_metrics(prediction: EvalPrediction) -> dict[str, float]:
     sums = np.asarray(prediction.predictions, dtype=np.float64).sum(0)
     tokens, rounds, loss = sums[:3]
     heads = sums[3:].reshape(-1, len(PER_HEAD))
-    found = {"mean_acceptance_length": float(tokens / rounds), "loss": float(loss / tokens)}
+    metrics = {"mean_acceptance_length": float(tokens / rounds), "loss": float(loss / tokens)}
     for index, (count, overlap, right) in enumerate(heads, 1):
-        found[f"accuracy_{index}"] = float(right / max(count, 1))
-        found[f"alpha_{index}"] = float(overlap / max(count, 1))
-    found["alpha"] = found["alpha_1"]
-    return found
+        metrics[f"accuracy_{index}"] = float(right / max(count, 1))
+        metrics[f"alpha_{index}"] = float(overlap / max(count, 1))
+    metrics["alpha"] = metrics["alpha_1"]
+    return metrics
 
 
 def frequent_tokens(dataset: Dataset, count: int) -> Tensor:
@@ -344,10 +342,9 @@ def frequent_tokens(dataset: Dataset, count: int) -> Tensor:
     counts = np.zeros(1, dtype=np.int64)
     for labels in dataset["labels"]:
         kept = np.asarray(labels)
-        found = np.bincount(kept[kept != IGNORED])
-        if len(found) > len(counts):
-            counts = np.pad(counts, (0, len(found) - len(counts)))
-        counts[: len(found)] += found
+        more = np.bincount(kept[kept != IGNORED], minlength=len(counts))
+        more[: len(counts)] += counts
+        counts = more
     if np.count_nonzero(counts) < count:
         raise InputError(
             f"draft_vocabulary: expected at most the {np.count_nonzero(counts)} different tokens of the completions, "

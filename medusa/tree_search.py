@@ -106,9 +106,9 @@ def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None
     for length in range(1, depth + 1):
         alive = alive & (rows[:, length - 1] < base)
         codes = codes * base + np.where(alive, rows[:, length - 1], 0)
-        found, inverse = np.unique(codes[alive], return_inverse=True)
-        sums = np.bincount(inverse, weights=mass_of[alive], minlength=len(found))
-        for code, total in zip(found.tolist(), sums.tolist(), strict=True):
+        kinds, inverse = np.unique(codes[alive], return_inverse=True)
+        sums = np.bincount(inverse, weights=mass_of[alive], minlength=len(kinds))
+        for code, total in zip(kinds.tolist(), sums.tolist(), strict=True):
             path = tuple(code // base**place % base for place in reversed(range(length)))
             masses[path] = total
     return masses
@@ -200,9 +200,9 @@ def search_tree(
         if candidates and tree == candidates[-1]:
             break
         candidates.append(tree)
-        for text, own in zip(texts, weights, strict=True):
-            own *= turn / (turn + 1)
-            own[text.starts(tree)] += 1 / (turn + 1)
+        for text, text_weights in zip(texts, weights, strict=True):
+            text_weights *= turn / (turn + 1)
+            text_weights[text.starts(tree)] += 1 / (turn + 1)
     candidates.append(independence_tree(texts, nodes))
     return max(candidates, key=lambda tree: mean_acceptance_length(selection, tree))
 
@@ -246,6 +246,6 @@ def search_budgets(
     for size in sorted(nodes):
         tree = search_tree(texts, size, selection)
         if all(tree != budget.tree for budget in budgets):
-            own = mean_acceptance_length(texts if selection is None else selection, tree)
-            budgets.append(Budget(tree, own, costs(tree)))
+            length = mean_acceptance_length(texts if selection is None else selection, tree)
+            budgets.append(Budget(tree, length, costs(tree)))
     return budgets

@@ -5,18 +5,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, one_of, require
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import FORMATS, check_format, export_heads, vllm_command
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.models import DTYPES, check_same_tokenizer, load_model, load_tokenizer
+from draftsmith.train.models import DTYPES, check_same_tokenizer, empty_model, load_model, load_tokenizer
 
 SERVERS = ("vllm", "sglang")
 GAMMA = 4
@@ -62,20 +59,14 @@ class ExportConfig:
             for name in ("output", "dtype"):
                 if getattr(self, name) is not None:
                     raise InputError(f"{name}: expected none with a draft model, which stays as it is, found one")
-        if self.import_from is None:
-            if self.format is None:
-                raise InputError("format: expected one, found none")
-            servers = self.draft is not None
-            check_format(self.format, SERVERS) if servers else check_format(self.format)
-        elif self.format is not None:
-            check_format(self.format, FORMATS)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        if self.draft_length is not None:
-            if self.draft_length < 1:
-                raise InputError(f"draft_length: expected at least 1, found {self.draft_length}")
-            if self.draft is None and (self.heads is None or self.format != "vllm"):
-                raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
+        if self.import_from is None and self.format is None:
+            raise InputError("format: expected one, found none")
+        if self.format is not None:
+            check_format(self.format, FORMATS if self.draft is None else SERVERS)
+        require(self, one_of(DTYPES), "dtype")
+        require(self, at_least(1), "draft_length")
+        if self.draft_length is not None and self.draft is None and (self.heads is None or self.format != "vllm"):
+            raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
 
 
 def export(config: ExportConfig) -> list[str]:
@@ -93,7 +84,7 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     format, output = str(config.format), str(config.output)
     heads = import_heads(source, "own")
     if config.target is not None:
-        heads.check_fits(_without_weights(config.target, config.trust_remote_code))
+        heads.check_fits(empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code))
         heads.config.base_model_name_or_path = config.target
     count = heads.config.num_heads if config.draft_length is None else config.draft_length
     if count > heads.config.num_heads:
@@ -102,33 +93,28 @@ def _export(config: ExportConfig, source: str) -> list[str]:
         heads, output, format, config.dtype, by_rank=config.by_rank, readme=str(card(heads, format=format))
     )
     target = heads.config.base_model_name_or_path or "TARGET"
-    told = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
+    lines = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
     if format == "vllm":
         speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
-        return [*told, "# SGLang loads no Medusa heads", vllm_command(target, speculative)]
+        return [*lines, "# SGLang loads no Medusa heads", vllm_command(target, speculative)]
     if format == "fasterdecoding":
-        return [*told, f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
+        return [*lines, f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
     if format == "modelopt":
-        return [*told, "# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
-    return told
+        return [*lines, "# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
+    return lines
 
 
 def _import(config: ExportConfig, source: str) -> list[str]:
     output = str(config.output)
-    target = None
+    target, code = None, config.trust_remote_code
     if config.target is not None:
-        target = load_model(
-            config.target,
-            field="target",
-            dtype=_stored_dtype(config.target, config.trust_remote_code),
-            trust_remote_code=config.trust_remote_code,
-            device="cpu",
-        )
+        dtype = _stored_dtype(config.target, code)
+        target = load_model(config.target, field="target", dtype=dtype, trust_remote_code=code, device="cpu")
     heads = import_heads(source, config.format, target)
     heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
     notes = export_heads(heads, output, "own", config.dtype, readme=str(card(heads)))
-    said = f"wrote {output}: {heads.config.num_heads} heads, read back by another process with the same logits"
-    return [f"# {note}" for note in [said, *notes]]
+    written = f"wrote {output}: {heads.config.num_heads} heads, read back by another process with the same logits"
+    return [f"# {note}" for note in [written, *notes]]
 
 
 def _serve_draft(config: ExportConfig, path: str) -> list[str]:
@@ -137,17 +123,16 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         raise InputError(f"draft: expected a directory, found none at {path}")
     if not any(directory.glob("*.safetensors")):
         raise InputError(f"draft: expected weights in safetensors in {path}, found none; save it with save_pretrained")
+    code = config.trust_remote_code
     try:
-        draft = load_model(
-            path, field="draft", dtype="bfloat16", trust_remote_code=config.trust_remote_code, device="cpu"
-        )
+        draft = load_model(path, field="draft", dtype="bfloat16", trust_remote_code=code, device="cpu")
     except (SafetensorError, RuntimeError) as error:  # the latter for shapes other than the config's
         raise InputError(f"draft: expected whole weights in {path}, found: {' '.join(str(error).split())}") from error
-    tokenizer = load_tokenizer(path, field="draft", trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(path, field="draft", trust_remote_code=code)
     if config.target is not None:
-        other = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        other = load_tokenizer(config.target, field="target", trust_remote_code=code)
         check_same_tokenizer(other, tokenizer, config.target, path)
-        target = _without_weights(config.target, config.trust_remote_code)
+        target = empty_model(config.target, field="target", trust_remote_code=code)
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
         if config.format == "vllm" and sizes[0] != sizes[1]:
             raise InputError(
@@ -155,7 +140,7 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
                 f"draft.resize_token_embeddings({max(sizes)}) pads it"
             )
     name = config.target or "TARGET"
-    told = [
+    lines = [
         f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
     ]
     if config.format == "sglang":
@@ -168,26 +153,16 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
             "--speculative-num-draft-tokens": length + 1,
         }
         return [
-            *told,
+            *lines,
             "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag),
         ]
     speculative = {"method": "draft_model", "model": path, "num_speculative_tokens": length}
     drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
-    return [*told, f"# {drawn}", vllm_command(name, speculative)]
-
-
-def _without_weights(path: str, trust_remote_code: bool) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a broken config raises whatever its architecture stumbles over
-        raise InputError(f"target: expected a causal LM in {path}, found: {' '.join(str(error).split())}") from error
-    return model
+    return [*lines, f"# {drawn}", vllm_command(name, speculative)]
 
 
 def _stored_dtype(path: str, trust_remote_code: bool) -> str:
-    model = _without_weights(path, trust_remote_code)
+    model = empty_model(path, field="target", trust_remote_code=trust_remote_code)
     stored = str(model.config.dtype).removeprefix("torch.")
     return stored if stored in DTYPES else "float32"
 

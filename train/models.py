@@ -167,6 +167,36 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
+def empty_model(
+    config: str | Path | PretrainedConfig,
+    *,
+    field: str = "model",
+    dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Return a causal LM without weights, on the meta device, in eval mode.
+
+    Args:
+        config: a config, or the directory or hub id that has one.
+        field: the config field or flag that named it, for the error message.
+        dtype: of its tensors; the config's if None.
+        trust_remote_code: run model code that the repository ships.
+
+    Raises:
+        InputError: not the config of a causal LM.
+    """
+    source = config.name_or_path if isinstance(config, PretrainedConfig) else config
+    try:
+        if not isinstance(config, PretrainedConfig):
+            config = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
+        with torch.device("meta"), whole_weights():
+            options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # a broken config raises whatever its architecture stumbles over
+        raise InputError(f"{field}: expected a causal LM in {source}, found: {first_line(error)}") from error
+    return model.eval()
+
+
 def load_tokenizer(
     path: str | Path, *, field: str = "model", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.formats import readers as prove
+from draftsmith.medusa.formats import readers
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
 from draftsmith.train.files import written_aside
 from draftsmith.train.losses.output_head import OutputHead
@@ -141,26 +141,26 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, base: str | No
     """Return heads as the format says them, on the CPU: rounded, with a head and biases each where it wants them."""
     config: Any = copy.deepcopy(heads.config)
     config.base_model_name_or_path = base or config.base_model_name_or_path
-    own = heads.state_dict()
+    tensors = heads.state_dict()
     if by_rank and format != "own":
         config.final_logit_softcapping = None
         config.logit_scale = config.logit_scale if format == "vllm" else 1.0
     if format in PREFIXES:
         config.medusa_fc_bias, config.original_lm_head = True, False
         for h in range(config.num_heads):
-            own[f"lm_heads.{h}.weight"] = heads.lm_head_of(h).weight
+            tensors[f"lm_heads.{h}.weight"] = heads.lm_head_of(h).weight
             for layer in range(config.num_hidden_layers):
-                own.setdefault(f"blocks.{h}.layers.{layer}.bias", torch.zeros(config.hidden_size))
-        own.pop("lm_head.weight", None)
-    for name, tensor in own.items():
+                tensors.setdefault(f"blocks.{h}.layers.{layer}.bias", torch.zeros(config.hidden_size))
+        tensors.pop("lm_head.weight", None)
+    for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            own[name] = tensor.cpu()
+            tensors[name] = tensor.cpu()
             continue
         # A copy each: safetensors takes no two names for one memory, and converters drop such names.
-        own[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        if not own[name].isfinite().all():
+        tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if not tensors[name].isfinite().all():
             raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
-    return assembled(config, own)
+    return assembled(config, tensors)
 
 
 def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
@@ -183,13 +183,13 @@ def _config(heads: MedusaHeads, format: str) -> dict[str, Any]:
     common = {"base_model_name_or_path": config.base_model_name_or_path, "torch_dtype": dtype_name(heads.dtype)}
     if format == "vllm":
         names = "hidden_size vocab_size num_heads num_hidden_layers truncated_vocab_size medusa_fc_bias"
-        said = {name: getattr(config, name) for name in [*names.split(), "original_lm_head", "logit_scale"]}
-        return {"architectures": ["MedusaModel"], "model_type": "medusa", **said, **common}
+        fields = {name: getattr(config, name) for name in [*names.split(), "original_lm_head", "logit_scale"]}
+        return {"architectures": ["MedusaModel"], "model_type": "medusa", **fields, **common}
     if format == "modelopt":
         medusa = {"num_medusa_heads": config.num_heads, "num_medusa_layers": config.num_hidden_layers}
         return {"medusa": medusa, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, **common}
-    said = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_hidden_layers, **common}
-    return said if config.medusa_choices is None else {**said, "medusa_choices": config.medusa_choices}
+    fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_hidden_layers, **common}
+    return fields if config.medusa_choices is None else {**fields, "medusa_choices": config.medusa_choices}
 
 
 def _notes(heads: MedusaHeads, format: str) -> list[str]:
@@ -225,21 +225,20 @@ def _prove(heads: MedusaHeads, directory: Path, format: str, dtype: torch.dtype,
     config, generator = heads.config, torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
     embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)
-    found = read_apart(format, directory, hidden_NH, embeddings_NKH)
+    logits_NKV = read_apart(format, directory, hidden_NH, embeddings_NKH)
+    shape = (4, config.num_heads, config.vocab_size)
     for k in range(config.num_heads):
         expected = _rounded_logits(heads, k, format, dtype, by_rank, hidden_NH, embeddings_NKH)
         there = expected.isfinite()
-        if found.shape != (4, config.num_heads, config.vocab_size) or not (found[:, k].isfinite() == there).all():
-            raise RuntimeError(
-                f"export: expected {format} to read logits of shape {tuple(expected.shape)} for head {k}"
-            )
-        error = float((found[:, k] - expected)[there].abs().max() / expected[there].abs().max().clamp_min(1e-30))
+        if logits_NKV.shape != shape or not (logits_NKV[:, k].isfinite() == there).all():
+            raise RuntimeError(f"export: expected {format} to read finite logits of shape {shape} for head {k}")
+        error = float((logits_NKV[:, k] - expected)[there].abs().max() / expected[there].abs().max().clamp_min(1e-30))
         if not error <= TOLERANCE:
             raise RuntimeError(f"export: expected {format} to read the same logits, found head {k} off by {error:.1e}")
 
 
 def read_apart(format: str, directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Tensor:
-    """Return the logits that `prove` reads in a fresh process, (N, K, V).
+    """Return the logits that `readers` compute in a fresh process, (N, K, V).
 
     Raises:
         RuntimeError: it could not read them.
@@ -248,11 +247,11 @@ def read_apart(format: str, directory: Path, hidden_NH: Tensor, embeddings_NKH: 
         inputs, output = Path(scratch) / "inputs.safetensors", Path(scratch) / "output.safetensors"
         save_file({"hidden": hidden_NH, "embeddings": embeddings_NKH}, inputs)
         # -P keeps the folder of the file, which has modules of its own, out of the path.
-        command = [sys.executable, "-P", str(Path(prove.__file__)), format, str(directory), str(inputs), str(output)]
+        command = [sys.executable, "-P", str(Path(readers.__file__)), format, str(directory), str(inputs), str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise RuntimeError(f"export: expected a fresh process to read {format}, found: {said[-1]}")
+            messages = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+            raise RuntimeError(f"export: expected a fresh process to read {format}, found: {messages[-1]}")
         return load_file(output)["logits"]
 
 

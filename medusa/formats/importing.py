@@ -39,7 +39,7 @@ def import_heads(
     Args:
         directory: a local one.
         format: one of `FORMATS`; recognised by its files if None.
-        target: whose language-model head they use, where the file has none of its own; else they must fit it.
+        target: whose language-model head they use, where the file has none; else they must fit it.
 
     Returns:
         Heads in the widest dtype of their tensors, on the CPU, in eval mode.
@@ -75,13 +75,13 @@ def detect(directory: str | Path) -> str:
         "fasterdecoding": (directory / PICKLED).is_file() or (directory / LEGACY).is_file(),
         "modelopt": isinstance(config.get("medusa"), dict),
     }
-    found = [format for format, marked in marks.items() if marked]
-    if len(found) != 1:
+    formats = [format for format, marked in marks.items() if marked]
+    if len(formats) != 1:
         raise InputError(
             f"{directory}: expected Medusa heads in one of {', '.join(FORMATS)}, found "
-            + (f"marks of {' and '.join(found)}; name the format" if found else "no mark of any")
+            + (f"marks of {' and '.join(formats)}; name the format" if formats else "no mark of any")
         )
-    return found[0]
+    return formats[0]
 
 
 def _read_own(directory: Path) -> MedusaHeads:
@@ -117,18 +117,18 @@ def _read_vllm(directory: Path) -> MedusaHeads:
         logit_scale=_field(raw, path, "logit_scale", float, 1.0),
         base_model_name_or_path=raw.get("base_model_name_or_path"),
     )
-    found = {name.replace("medusa_heads.", ""): t for name, t in _read_safetensors(_shards(directory)).items()}
-    if config.original_lm_head and "lm_head.weight" not in found and "lm_heads.0.weight" in found:
-        found["lm_head.weight"] = found.pop("lm_heads.0.weight")
-    token_map = found.get("token_map")
+    tensors = {name.replace("medusa_heads.", ""): t for name, t in _read_safetensors(_shards(directory)).items()}
+    if config.original_lm_head and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
+        tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+    token_map = tensors.get("token_map")
     if token_map is not None and token_map.ndim == 1 and bool((token_map < config.vocab_size).all()):
-        for name, tensor in found.items():
+        for name, tensor in tensors.items():
             # vLLM cuts heads of the whole vocabulary to the tokens of the map.
             if name.startswith("lm_head") and tensor.ndim == 2 and len(tensor) == config.vocab_size > len(token_map):
-                found[name] = tensor[token_map.long()]
-    if not config.medusa_fc_bias and any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias", name) for name in found):
+                tensors[name] = tensor[token_map.long()]
+    if not config.medusa_fc_bias and any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias", name) for name in tensors):
         raise InputError(f"{path}: expected medusa_fc_bias true beside biases, which vLLM skips without, found false")
-    return _built(directory, config, found, {})
+    return _built(directory, config, tensors, {})
 
 
 def _read_sequential(directory: Path, format: str, target: PreTrainedModel | None) -> MedusaHeads:
@@ -137,23 +137,23 @@ def _read_sequential(directory: Path, format: str, target: PreTrainedModel | Non
     raw = _read_config(directory)
     prefix = PREFIXES[format]
     if format == "modelopt":
-        said = _field(raw, path, "medusa", dict)
-        heads, layers = (_field(said, path, f"num_medusa_{part}", int) for part in ("heads", "layers"))
+        shape = _field(raw, path, "medusa", dict)
+        heads, layers = (_field(shape, path, f"num_medusa_{part}", int) for part in ("heads", "layers"))
         # ModelOpt keeps the heads inside of a checkpoint of the whole model, of which they are all that is read.
-        found = _read_safetensors(_shards(directory), lambda name: name.startswith(prefix))
+        tensors = _read_safetensors(_shards(directory), lambda name: name.startswith(prefix))
     else:
         heads, layers = (_field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
-        found = _read_fasterdecoding(directory)
+        tensors = _read_fasterdecoding(directory)
     first, last = f"{prefix}0.0.linear.weight", f"{prefix}0.{layers}.weight"
-    shared = not any(re.fullmatch(rf"{re.escape(prefix)}\d+\.{layers}\.weight", name) for name in found)
+    shared = not any(re.fullmatch(rf"{re.escape(prefix)}\d+\.{layers}\.weight", name) for name in tensors)
     if shared and target is None:
         raise InputError(f"target: expected it for heads without language-model heads, as in {directory}, found none")
     for name in (first,) if shared else (first, last):
-        if name not in found or found[name].ndim != 2:
+        if name not in tensors or tensors[name].ndim != 2:
             raise InputError(f"{directory}: expected the tensors of {heads} heads, found no matrix {name}")
     config = MedusaConfig(
-        hidden_size=found[first].shape[1],
-        vocab_size=1 if shared else found[last].shape[0],
+        hidden_size=tensors[first].shape[1],
+        vocab_size=1 if shared else tensors[last].shape[0],
         num_heads=heads,
         num_hidden_layers=layers,
         medusa_fc_bias=True,
@@ -166,10 +166,10 @@ def _read_sequential(directory: Path, format: str, target: PreTrainedModel | Non
         config.vocab_size = config.truncated_vocab_size = len(head.weight)
         config.original_lm_head, config.lm_head_bias = True, head.bias is not None
         config.logit_scale, config.final_logit_softcapping = head.scale, head.softcap
-        found["lm_head.weight"] = head.weight.detach().cpu().clone()
+        tensors["lm_head.weight"] = head.weight.detach().cpu().clone()
         if head.bias is not None:
-            found["lm_head.bias"] = head.bias.detach().cpu().clone()
-    return _built(directory, config, found, names)
+            tensors["lm_head.bias"] = head.bias.detach().cpu().clone()
+    return _built(directory, config, tensors, names)
 
 
 def _read_fasterdecoding(directory: Path) -> dict[str, Tensor]:
@@ -180,25 +180,25 @@ def _read_fasterdecoding(directory: Path) -> dict[str, Tensor]:
     if legacy.is_file():
         return _read_safetensors([legacy])
     try:
-        found = torch.load(pickled, map_location="cpu", weights_only=True)
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise InputError(f"{pickled}: expected pickled tensors alone, found other objects or damage") from error
     except Exception as error:  # a damaged archive raises whatever its reader stumbles over
         raise InputError(f"{pickled}: expected a whole file of tensors, found: {first_line(error)}") from error
-    if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        raise InputError(f"{pickled}: expected a state dict, found {type(found).__name__} of other things")
-    return {str(name): tensor for name, tensor in found.items()}
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise InputError(f"{pickled}: expected a state dict, found {type(tensors).__name__} of other things")
+    return {str(name): tensor for name, tensor in tensors.items()}
 
 
-def _built(directory: Path, config: MedusaConfig, found: dict[str, Tensor], names: dict[str, str]) -> MedusaHeads:
-    """Return heads with the tensors found, which must be those of the config, under the names of their format."""
+def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], names: dict[str, str]) -> MedusaHeads:
+    """Return heads with these tensors, which must be those of the config, under the names of their format."""
     try:
         with torch.device("meta"):
             empty = MedusaHeads(config).state_dict()
     except (InputError, TypeError) as error:  # the latter from choices that are no lists of ranks
         raise InputError(f"{directory / CONFIG}: {error}") from error
     expected = {names.get(name, name): (name, tensor) for name, tensor in empty.items()}
-    for kind, odd in (("missing", expected.keys() - found), ("not expected", found.keys() - expected)):
+    for kind, odd in (("missing", expected.keys() - tensors), ("not expected", tensors.keys() - expected)):
         if odd:
             listed = f"{', '.join(sorted(odd)[:5])}{', …' if len(odd) > 5 else ''}"
             raise InputError(
@@ -206,13 +206,13 @@ def _built(directory: Path, config: MedusaConfig, found: dict[str, Tensor], name
                 f"blocks each, found {len(odd)} {kind}: {listed}"
             )
     for name, (_, tensor) in expected.items():
-        if found[name].shape != tensor.shape:
-            shape = tuple(found[name].shape)
+        if tensors[name].shape != tensor.shape:
+            shape = tuple(tensors[name].shape)
             raise InputError(f"{directory}: expected {name} of shape {tuple(tensor.shape)}, found {shape}")
-        if (found[name].dtype in DTYPES.values()) != tensor.is_floating_point():
+        if (tensors[name].dtype in DTYPES.values()) != tensor.is_floating_point():
             wanted = "a floating-point type" if tensor.is_floating_point() else "integers"
-            raise InputError(f"{directory}: expected {name} in {wanted}, found {dtype_name(found[name].dtype)}")
-    ours = {name: found[theirs] for theirs, (name, _) in expected.items()}
+            raise InputError(f"{directory}: expected {name} in {wanted}, found {dtype_name(tensors[name].dtype)}")
+    ours = {name: tensors[theirs] for theirs, (name, _) in expected.items()}
     # One dtype for all, which must lose nothing: float16 blocks before a bfloat16 head become float32.
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in ours.values() if tensor.is_floating_point()))
     ours = {k: tensor.to(dtype if tensor.is_floating_point() else torch.int64) for k, tensor in ours.items()}
@@ -259,11 +259,11 @@ def _shards(directory: Path) -> list[Path]:
 
 
 def _read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in paths:
         try:
             with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys() if keep(name)}  # noqa: SIM118
+                tensors |= {name: file.get_tensor(name) for name in file.keys() if keep(name)}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}: expected safetensors, found: {first_line(error)}") from error
-    return found
+    return tensors

@@ -1,9 +1,9 @@
 """Read exported heads by what their format documents alone, and compute logits with them.
 
-Run as a file, in a process of its own, it imports nothing of this package: whatever it reads, another reader of the
+Run as a file, in another process, it imports nothing of this package: whatever it reads, another reader of the
 format's documentation reads too.
 
-    python prove.py FORMAT DIRECTORY INPUTS.safetensors OUTPUT.safetensors
+    python readers.py FORMAT DIRECTORY INPUTS.safetensors OUTPUT.safetensors
 
 Shape suffixes: N positions, H hidden, V the target's vocabulary, K heads.
 """

@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -11,91 +11,37 @@ from draftsmith.decode.cache import check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.loss_masks import Sample
-from draftsmith.scripts.doctor.sides import STORED, Heads, Side, load_heads, load_side
+from draftsmith.scripts.doctor.sides import STORED, HeadsSide, Pair, Side
 from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, tokenizer_size
 
 CHEAP = 0.5  # a draft of more than this share of the target's parameters hardly pays
 
 
-@dataclass(frozen=True)
-class Patient:
-    """What there is to be checked; None is not given, or does not load."""
-
-    target: Side | None = None
-    draft: Side | None = None
-    heads: Heads | None = None
-
-    @property
-    def sides(self) -> list[Side]:
-        """Target and draft, as far as there are any."""
-        return [side for side in (self.target, self.draft) if side is not None]
-
-    @property
-    def parts(self) -> list[Side | Heads]:
-        """All that has weights."""
-        return [*self.sides, *([self.heads] if self.heads is not None else [])]
-
-
-def load(
-    target: str, draft: str | None, medusa: str | None, trust_remote_code: bool = False
-) -> tuple[Patient, list[Finding]]:
-    """Load what was given without its weights; what does not load is an error among the findings."""
-    side, finding = load_side("target", target, trust_remote_code)
-    findings, other, heads = [finding], None, None
-    if draft is not None:
-        other, finding = load_side("draft", draft, trust_remote_code)
-        findings.append(finding)
-    if medusa is not None:
-        heads, finding = load_heads(medusa)
-        findings.append(finding)
-    return Patient(side, other, heads), findings
-
-
-def diagnose(patient: Patient, context: int | None, dtype: str, device: torch.device) -> Iterator[Finding]:
+def check_pair(pair: Pair, context: int | None, dtype: str, device: torch.device) -> Iterator[Finding]:
     """Check each of them, and whether they fit each other.
 
     Args:
-        patient: what was given.
+        pair: what was given.
         context: tokens of a text, prompt included; None for as many as the models have positions.
         dtype: that the models are to run in, by its name.
         device: where.
     """
-    target, draft, heads, sides = patient.target, patient.draft, patient.heads, patient.sides
+    target, draft, heads, sides = pair.target, pair.draft, pair.heads, pair.sides
     if target is not None and draft is not None:
         yield _sizes(target, draft)
         yield _tokenizers(target, draft)
     if sides:
         yield _vocabulary(sides)
         yield _rollback(sides)
-        yield _positions(sides, context)
+        yield _positions(pair, context)
     if target is not None and heads is not None:
         yield _heads(target, heads)
-    if patient.parts:
-        yield _dtype(patient.parts, dtype, device)
+    if pair.parts:
+        yield _dtype(pair.parts, dtype, device)
     if target is not None:
         yield _chat_template(target, draft)
         yield _special_tokens(target, draft)
-
-
-def check_lengths(samples: Sequence[Sample], patient: Patient) -> Finding | None:
-    """Compare the samples with the context lengths; None where there is nothing to compare."""
-    limits = {side.role: side.positions for side in patient.sides if side.positions is not None}
-    if not samples or not limits:
-        return None
-    role = min(limits, key=lambda name: limits[name])
-    longest, limit = max(len(sample.ids) for sample in samples), limits[role]
-    long = sum(len(sample.ids) > limit for sample in samples)
-    said = f"{longest} tokens at most, of the {role}'s {limit}"
-    if long:
-        return Finding(
-            "warning",
-            "lengths",
-            f"{long} of {len(samples)} samples are longer than the {role}'s {limit} positions, the longest {longest}",
-            f"leave them out, or cut them: --max-prompt-tokens of prepare and measure, --max-length {limit} of distill",
-        )
-    return Finding("ok", "lengths", said)
 
 
 def bfloat16_is_native(device: torch.device) -> bool:
@@ -107,20 +53,18 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return True  # not to be asked of other processors
 
 
-def _dtype(parts: Sequence[Side | Heads], dtype: str, device: torch.device) -> Finding:
+def _dtype(parts: Sequence[Side | HeadsSide], dtype: str, device: torch.device) -> Finding:
     wanted, troubles, remedies = DTYPES[dtype], list[str](), list[str]()
     stored = {part.role: part.stored.most_common(1)[0][0] for part in parts if part.stored}
     kept = {role: STORED[name] for role, name in stored.items() if name in STORED}
-    said = ", ".join(f"{role} in {name}" for role, name in stored.items())
-    said = f"stored: {said}" if said else "what is stored was not looked at"
+    text = ", ".join(f"{role} in {name}" for role, name in stored.items())
+    text = f"stored: {text}" if text else "what is stored was not looked at"
     if wanted == torch.bfloat16 and not bfloat16_is_native(device):
         troubles.append(f"this {device.type} computes bfloat16 by way of float32")
         remedies.append("compare --dtype float32 by --costs true")
-    rounded = [role for role, own in kept.items() if torch.promote_types(own, wanted) != wanted]
+    rounded = [role for role, kind in kept.items() if torch.promote_types(kind, wanted) != wanted]
     if rounded:
-        widest = torch.float16 if set(kept.values()) == {torch.float16} else torch.bfloat16
-        for own in kept.values():
-            widest = torch.promote_types(widest, own)
+        widest = reduce(torch.promote_types, kept.values())
         name = next(name for name, value in DTYPES.items() if value == widest)
         troubles.append(f"{dtype} rounds {' and '.join(rounded)}")
         remedies.append(f"fine where it is served so; --dtype {name} keeps every number")
@@ -129,12 +73,12 @@ def _dtype(parts: Sequence[Side | Heads], dtype: str, device: torch.device) -> F
         troubles.append("target and draft differ")
         remedies.append(f"here both run in {dtype}; for a server, save the draft in the target's dtype")
     if troubles:
-        return Finding("warning", "dtype", "; ".join([said, *troubles]), "; ".join(remedies))
-    wider = any(own.itemsize < wanted.itemsize for own in kept.values())
-    return Finding("ok", "dtype", f"{said}; to run in {dtype}" + (", exactly but in more memory" if wider else ""))
+        return Finding("warning", "dtype", "; ".join([text, *troubles]), "; ".join(remedies))
+    wider = any(kind.itemsize < wanted.itemsize for kind in kept.values())
+    return Finding("ok", "dtype", f"{text}; to run in {dtype}" + (", exactly but in more memory" if wider else ""))
 
 
-def _heads(target: Side, heads: Heads) -> Finding:
+def _heads(target: Side, heads: HeadsSide) -> Finding:
     name, config, model = "heads", heads.model.config, heads.model
     try:
         model.check_fits(target.model)
@@ -156,26 +100,26 @@ def _heads(target: Side, heads: Heads) -> Finding:
             "search one that they can draft: draftsmith medusa-tree --heads DIR",
         )
     shape = f"a chain of {len(tree)}" if config.medusa_choices is None else f"a tree of {len(tree)}, {tree.depth} deep"
-    said = f"made for this target's hidden size {config.hidden_size} and {config.vocab_size} logits; draft {shape}"
+    text = f"made for this target's hidden size {config.hidden_size} and {config.vocab_size} logits; draft {shape}"
     base = config.base_model_name_or_path
     if base and Path(base) != Path(target.path):
-        said += f"; trained on {base}, which should be the same model"
+        text += f"; trained on {base}, which should be the same model"
     if tree.depth < config.num_heads:
         return Finding(
             "warning",
             name,
-            f"{said}; {config.num_heads - tree.depth} of {config.num_heads} heads lie deeper and are not used",
+            f"{text}; {config.num_heads - tree.depth} of {config.num_heads} heads lie deeper and are not used",
             "search a deeper tree (draftsmith medusa-tree --heads DIR), or train fewer heads",
         )
-    return Finding("ok", name, said)
+    return Finding("ok", name, text)
 
 
 def _sizes(target: Side, draft: Side) -> Finding:
     p, q = target.model.num_parameters(), draft.model.num_parameters()
-    said = f"the draft has {q / p:.1%} of the target's parameters"
+    text = f"the draft has {q / p:.1%} of the target's parameters"
     if q > CHEAP * p:
-        return Finding("warning", "sizes", said, "a draft pays by being far cheaper: --costs true says from which α on")
-    return Finding("ok", "sizes", said)
+        return Finding("warning", "sizes", text, "a draft pays by being far cheaper: --costs true says from which α on")
+    return Finding("ok", "sizes", text)
 
 
 def _tokenizers(target: Side, draft: Side) -> Finding:
@@ -183,19 +127,19 @@ def _tokenizers(target: Side, draft: Side) -> Finding:
     try:
         check_same_tokenizer(target.tokenizer, draft.tokenizer, target.path, draft.path)
     except InputError as error:
-        found = str(error).rpartition("found ")[2]
+        difference = str(error).rpartition("found ")[2]
         if alike:
             return Finding(
                 "warning",
                 name,
-                f"the same pieces under other ids: {found}",
+                f"the same pieces under other ids: {difference}",
                 "generate and RetokenizedProposer renumber them at any temperature; distill and measure want one "
                 "tokenizer for both",
             )
         return Finding(
             "warning",
             name,
-            found,
+            difference,
             "generate and RetokenizedProposer encode the draft's text again, at T=0 alone; to distill and measure take "
             "a draft with the target's tokenizer",
         )
@@ -212,7 +156,7 @@ def _tokenizers(target: Side, draft: Side) -> Finding:
 
 def _vocabulary(sides: list[Side]) -> Finding:
     tokenizer = sides[0].tokenizer
-    said = ", ".join(f"{side.role} {side.head} logits" for side in sides)
+    text = ", ".join(f"{side.role} {side.head} logits" for side in sides)
     for side in sides:
         try:
             check_head(side.model, side.tokenizer, side.role)
@@ -220,17 +164,17 @@ def _vocabulary(sides: list[Side]) -> Finding:
             return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
     padding = [side.head - tokenizer_size(side.tokenizer) for side in sides]
     if any(padding):
-        said += f" for {tokenizer_size(tokenizer)} tokens: padding is never drafted or written"
+        text += f" for {tokenizer_size(tokenizer)} tokens: padding is never drafted or written"
     if len({side.head for side in sides}) > 1 and sides[0].tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab():
         # SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
         return Finding(
             "warning",
             "vocabulary",
-            said,
+            text,
             "fine here, but vLLM's draft_model refuses unequal vocab_size: "
             f"resize_token_embeddings({max(side.head for side in sides)}) before training",
         )
-    return Finding("ok", "vocabulary", said)
+    return Finding("ok", "vocabulary", text)
 
 
 def _rollback(sides: list[Side]) -> Finding:
@@ -242,24 +186,24 @@ def _rollback(sides: list[Side]) -> Finding:
     return Finding("ok", "rollback", "rejected tokens can be dropped from the cache")
 
 
-def _positions(sides: list[Side], context: int | None) -> Finding:
-    name, said = "positions", ", ".join(f"{side.role} {side.positions or 'without limit'}" for side in sides)
-    limits = {side.role: side.positions for side in sides if side.positions is not None}
+def _positions(pair: Pair, context: int | None) -> Finding:
+    name, text = "positions", ", ".join(f"{side.role} {side.positions or 'without limit'}" for side in pair.sides)
+    limits = pair.positions
     if context is not None:
-        said += f", for texts of {context}"
+        text += f", for texts of {context}"
         if context > limits.get("target", context):
-            return Finding("error", name, said, f"--context {limits['target']} at most, or a target that reads further")
+            return Finding("error", name, text, f"--context {limits['target']} at most, or a target that reads further")
     wanted = context or limits.get("target")
     if "draft" in limits and (wanted is None or limits["draft"] < wanted):
         return Finding(
-            "warning", name, said, f"keep prompt and text within {limits['draft']} tokens, or take a longer draft"
+            "warning", name, text, f"keep prompt and text within {limits['draft']} tokens, or take a longer draft"
         )
-    return Finding("ok", name, said)
+    return Finding("ok", name, text)
 
 
 def _chat_template(target: Side, draft: Side | None) -> Finding:
-    name, own = "chat template", target.tokenizer.chat_template
-    if own is None:
+    name, template = "chat template", target.tokenizer.chat_template
+    if template is None:
         return Finding(
             "warning",
             name,
@@ -268,25 +212,25 @@ def _chat_template(target: Side, draft: Side | None) -> Finding:
             "texts nobody asks for",
         )
     marked = has_generation_markers(target.tokenizer)
-    said = "with generation markers" if marked else "without generation markers: turns are found by comparison"
-    if draft is None or draft.tokenizer.chat_template == own:
-        return Finding("ok", name, said + (", the same in both" if draft is not None else ""))
+    text = "with generation markers" if marked else "without generation markers: turns are found by comparison"
+    if draft is None or draft.tokenizer.chat_template == template:
+        return Finding("ok", name, text + (", the same in both" if draft is not None else ""))
     other = "none in the draft" if draft.tokenizer.chat_template is None else "another one in the draft"
-    return Finding("ok", name, f"{said}; {other}, which does not matter: the target's is used")
+    return Finding("ok", name, f"{text}; {other}, which does not matter: the target's is used")
 
 
 def _special_tokens(target: Side, draft: Side | None) -> Finding:
     name, tokenizer = "special tokens", target.tokenizer
     ends = {token: f"{tokenizer.decode([token])!r} ({token})" for token in target.ends}
-    said = f"texts end with {', '.join(ends.values())}" if ends else "nothing ends a text in generation_config.json"
-    said += f", padding is {tokenizer.pad_token!r}"
+    text = f"texts end with {', '.join(ends.values())}" if ends else "nothing ends a text in generation_config.json"
+    text += f", padding is {tokenizer.pad_token!r}"
     wanted = {} if tokenizer.eos_token_id is None else {tokenizer.eos_token_id: "the tokenizer's end of sequence"}
     if tokenizer.chat_template is not None:
         talk = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello"}]
         try:
             masked = mask_conversation(talk, tokenizer, "Hello")
         except InputError as error:
-            return Finding("warning", name, f"{said}; {error}", "answers in your data cannot be masked as they are")
+            return Finding("warning", name, f"{text}; {error}", "answers in your data cannot be masked as they are")
         last = next((token for token, bit in zip(masked.ids[::-1], masked.mask[::-1], strict=True) if bit), None)
         if last is not None and last in tokenizer.added_tokens_decoder:
             # What ends an answer matters; the tokenizer's own may end whole documents in pretraining alone.
@@ -296,9 +240,9 @@ def _special_tokens(target: Side, draft: Side | None) -> Finding:
             return Finding(
                 "warning",
                 name,
-                f"{said}, but not with {tokenizer.decode([token])!r} ({token}), {role}",
+                f"{text}, but not with {tokenizer.decode([token])!r} ({token}), {role}",
                 f"put {sorted({*target.ends, token})} into generation_config.json as eos_token_id, or texts run on",
             )
     if draft is not None and draft.ends and set(draft.ends) != set(target.ends):
-        said += f"; the draft's generation config says {list(draft.ends)}, which does not matter: the target decides"
-    return Finding("ok" if ends else "warning", name, said, "" if ends else "put eos_token_id there, or texts run on")
+        text += f"; the draft's generation config says {list(draft.ends)}, which does not matter: the target decides"
+    return Finding("ok" if ends else "warning", name, text, "" if ends else "put eos_token_id there, or texts run on")

@@ -9,12 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, one_of, require, require_some
 from draftsmith.scripts.doctor import loss_masks
-from draftsmith.scripts.doctor.checks import check_lengths, diagnose, load
+from draftsmith.scripts.doctor.checks import check_pair
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
-from draftsmith.train.cli import parse_config, run
+from draftsmith.scripts.doctor.sides import load_pair
+from draftsmith.train.cli import numbers, parse_config, run
 from draftsmith.train.models import DTYPES, default_device
 from draftsmith.train.provenance import environment, write_json
 
@@ -56,61 +57,53 @@ class DoctorConfig:
     batch_sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        if self.show_mask < 0:
-            raise InputError(f"show_mask: expected 0 or more, found {self.show_mask}")
-        for name in ("limit", "context"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"{name}: expected at least 1, found {value}")
+        self.batch_sizes = numbers(self.batch_size, int, "batch_size")
+        require_some(self, "batch_sizes", "number")
+        at_least(1).check("batch_size", self.batch_sizes)
+        require(self, at_least(0), "show_mask")
+        require(self, at_least(1), "limit", "context")
+        require(self, one_of(DTYPES), "dtype")
         if self.prompts is not None and self.completions is not None:
             raise InputError("completions: expected either prompts or completions, found both")
         if self.show_mask and self.prompts is None and self.completions is None:
             raise InputError("show_mask: expected samples to show in prompts or completions, found none")
         if self.costs and self.draft is None and self.medusa is None:
             raise InputError("costs: expected a draft or Medusa heads to measure, found neither")
-        if self.dtype not in DTYPES:
-            raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {self.dtype!r}")
-        sizes = self.batch_size if isinstance(self.batch_size, list) else str(self.batch_size).split(",")
-        try:
-            self.batch_sizes = [int(size) for size in sizes]
-        except ValueError as error:
-            raise InputError(f"batch_size: expected numbers separated by commas, found {self.batch_size!r}") from error
-        if not self.batch_sizes or min(self.batch_sizes) < 1:
-            raise InputError(f"batch_size: expected at least 1, found {min(self.batch_sizes, default='none')}")
 
 
 def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     """Print all findings and the samples asked for; 2 where something cannot be used, else 0."""
     findings: list[Finding] = []
 
-    def found(finding: Finding) -> None:
+    def add(finding: Finding) -> None:
         findings.append(finding)
         report(finding, console)
 
     device = default_device()
-    patient, loaded = load(config.target, config.draft, config.medusa, config.trust_remote_code)
-    for finding in [*loaded, *diagnose(patient, config.context, config.dtype, device)]:
-        found(finding)
+    pair, loaded = load_pair(config.target, config.draft, config.medusa, config.trust_remote_code)
+    for finding in [*loaded, *check_pair(pair, config.context, config.dtype, device)]:
+        add(finding)
     fits = False
-    if patient.parts:
-        fits, finding = check_memory(patient, config.batch_sizes, config.context, config.dtype, device)
-        found(finding)
+    if pair.parts:
+        fits, finding = check_memory(pair, config.batch_sizes, config.context, config.dtype, device)
+        add(finding)
     works = all(finding.state != "error" for finding in findings)
     if config.costs and works and not fits:
-        found(Finding("warning", "costs", "not measured: the weights do not fit", "see memory, above"))
+        add(Finding("warning", "costs", "not measured: the weights do not fit", "see memory, above"))
     elif config.costs and works:
         with errors.status("measuring"):
-            costs = list(check_costs(patient, config.batch_sizes, config.dtype, device, config.trust_remote_code))
+            costs = list(check_costs(pair, config.batch_sizes, config.dtype, device, config.trust_remote_code))
         for finding in costs:
-            found(finding)
+            add(finding)
     sampled = config.prompts is not None or config.completions is not None
-    if sampled and patient.target is not None:
-        tokenizer = patient.target.tokenizer
+    if sampled and pair.target is not None:
+        tokenizer = pair.target.tokenizer
         with errors.status("reading the samples"):
             samples = loss_masks.read(config.prompts, config.completions, tokenizer, config.split, config.limit)
         for finding in loss_masks.check_masks(samples):
-            found(finding)
-        if (lengths := check_lengths(samples.all, patient)) is not None:
-            found(lengths)
+            add(finding)
+        if (lengths := loss_masks.check_lengths(samples.all, pair)) is not None:
+            add(lengths)
         loss_masks.show(samples, config.show_mask, tokenizer, console)
     states = Counter(finding.state for finding in findings)
     counts = ", ".join(f"{states[state]} {SYMBOLS[state]}" for state in ("ok", "warning", "error"))

@@ -15,9 +15,8 @@ from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.doctor.checks import Patient
 from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.sides import Heads, Side
+from draftsmith.scripts.doctor.sides import HeadsSide, Pair, Side
 from draftsmith.train.models import DTYPES, load_model
 
 GAMMA = 4
@@ -27,12 +26,12 @@ HARD = 0.9  # an acceptance rate that few drafts reach
 
 
 def check_memory(
-    patient: Patient, batch_sizes: Sequence[int], context: int | None, dtype: str, device: torch.device
+    pair: Pair, batch_sizes: Sequence[int], context: int | None, dtype: str, device: torch.device
 ) -> tuple[bool, Finding]:
     """Compare weights, keys and values with the memory that is free; activations are not counted.
 
     Args:
-        patient: what was given, at least one part of it.
+        pair: what was given, at least one part of it.
         batch_sizes: texts that are decoded together.
         context: tokens of a text; None for as many as the models have positions.
         dtype: that the models are to run in; quantised checkpoints stay as they are stored.
@@ -42,32 +41,31 @@ def check_memory(
         Whether the weights fit, and the finding.
     """
     free, width = free_memory(device), DTYPES[dtype].itemsize
-    weights = {part.role: _weights_bytes(part, width) for part in patient.parts}
-    held = {side.role: numbers * width for side in patient.sides if (numbers := cached_numbers(side.model))}
+    weights = {part.role: _weights_bytes(part, width) for part in pair.parts}
+    held = {side.role: numbers * width for side in pair.sides if (numbers := cached_numbers(side.model))}
     total, each = sum(weights.values()), sum(held.values())
-    said = f"{dtype} weights: {', '.join(f'{role} {size(bytes)}' for role, bytes in weights.items())}"
+    text = f"{dtype} weights: {', '.join(f'{role} {size(bytes)}' for role, bytes in weights.items())}"
     place = f"{size(free)} free ({device.type})"
     if total > free:
         return False, Finding(
             "warning",
             "memory",
-            f"{said}; {place}: they do not fit",
+            f"{text}; {place}: they do not fit",
             f"find a device with more than {size(total)}, or take a smaller {max(weights, key=lambda r: weights[r])}"
             + (", or --dtype bfloat16" if width > 2 else ""),
         )
     if held:
-        said += f"; a token in the cache: {' + '.join(size(bytes) for bytes in held.values())}"
-    limits = [side.positions for side in patient.sides if side.positions is not None]
-    tokens = context or min(limits, default=None)
+        text += f"; a token in the cache: {' + '.join(size(bytes) for bytes in held.values())}"
+    tokens = context or min(pair.positions.values(), default=None)
     if not held or tokens is None:
-        return True, Finding("ok", "memory", f"{said}; {place}")
+        return True, Finding("ok", "memory", f"{text}; {place}")
     needed = {rows: total + rows * tokens * each for rows in batch_sizes}
-    said += f"; {tokens} tokens × batch size {', '.join(f'{rows}: {size(bytes)}' for rows, bytes in needed.items())}"
-    said += f", of {place}"
+    text += f"; {tokens} tokens × batch size {', '.join(f'{rows}: {size(bytes)}' for rows, bytes in needed.items())}"
+    text += f", of {place}"
     if max(needed.values()) <= free:
-        return True, Finding("ok", "memory", said)
+        return True, Finding("ok", "memory", text)
     fitting = ", ".join(f"{int((free - total) // (rows * each))} at batch size {rows}" for rows in batch_sizes)
-    return True, Finding("warning", "memory", said, f"texts that fit, in tokens: {fitting} (--context to check them)")
+    return True, Finding("warning", "memory", text, f"texts that fit, in tokens: {fitting} (--context to check them)")
 
 
 def free_memory(device: torch.device) -> int:
@@ -77,25 +75,23 @@ def free_memory(device: torch.device) -> int:
 
 def size(count: float) -> str:
     """Format bytes."""
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if count >= unit:
-            return f"{count / unit:.1f} {name}"
-    return f"{count:.0f} B"
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((f"{count / unit:.1f} {name}" for unit, name in units if count >= unit), f"{count:.0f} B")
 
 
 def check_costs(
-    patient: Patient, batch_sizes: Sequence[int], dtype: str, device: torch.device, trust_remote_code: bool = False
+    pair: Pair, batch_sizes: Sequence[int], dtype: str, device: torch.device, trust_remote_code: bool = False
 ) -> Iterator[Finding]:
     """Load the models, and measure for each batch size from which acceptance on draft and heads pay."""
-    assert patient.target is not None
+    assert pair.target is not None
     options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "device": device}
     name = "costs"
     try:
-        target = load_model(patient.target.path, field="target", **options)
-        draft = None if patient.draft is None else load_model(patient.draft.path, field="draft", **options)
+        target = load_model(pair.target.path, field="target", **options)
+        draft = None if pair.draft is None else load_model(pair.draft.path, field="draft", **options)
         heads: Any = None
-        if patient.heads is not None:
-            heads = MedusaHeads.from_pretrained(patient.heads.path, dtype=DTYPES[dtype]).eval()
+        if pair.heads is not None:
+            heads = MedusaHeads.from_pretrained(pair.heads.path, dtype=DTYPES[dtype]).eval()
         for rows in batch_sizes:
             name = f"costs, B = {rows}"
             if draft is not None:
@@ -114,21 +110,21 @@ def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> F
     verifying, drafting = _measure(target, DraftModelProposer(draft), rows, GAMMA, GAMMA, context)
     name, costs = f"costs, B = {rows}", Costs(verifying, drafting / GAMMA)
     one, block = costs.target[1], costs.target[GAMMA + 1]
-    said = f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({GAMMA + 1}) = {block / one:.2f} t(1), drafting c = "
-    said += f"{costs.draft_step / one:.2f} t(1) a token: γ = {GAMMA} pays"
+    text = f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({GAMMA + 1}) = {block / one:.2f} t(1), drafting c = "
+    text += f"{costs.draft_step / one:.2f} t(1) a token: γ = {GAMMA} pays"
     alpha = costs.break_even_acceptance(GAMMA)
     if alpha is None:
         best = costs.speedup(GAMMA + 1, GAMMA)
         return Finding(
             "warning",
             name,
-            f"{said} at no α, for at α = 1 it is {best:.2f}× as fast",
+            f"{text} at no α, for at α = 1 it is {best:.2f}× as fast",
             "take a smaller draft, or another --dtype or device",
         )
-    said += f" from α = {alpha:.2f} on"
+    text += f" from α = {alpha:.2f} on"
     if alpha > HARD:
-        return Finding("warning", name, said, "few drafts agree that often: take a smaller one")
-    return Finding("ok", name, said)
+        return Finding("warning", name, text, "few drafts agree that often: take a smaller one")
+    return Finding("ok", name, text)
 
 
 def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Finding:
@@ -138,17 +134,17 @@ def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Findi
     verifying, drafting = _measure(target, MedusaProposer(heads), rows, tree.depth, len(tree), context)
     name, one, nodes = f"heads, B = {rows}", verifying[1], len(tree) + 1
     needed, most = (drafting + verifying[nodes]) / one, tree.depth + 1
-    said = (
+    text = (
         f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({nodes}) = {verifying[nodes] / one:.2f} t(1), drafting "
     )
-    said += f"{drafting / one:.2f} t(1): a tree of {len(tree)} pays"
+    text += f"{drafting / one:.2f} t(1): a tree of {len(tree)} pays"
     remedy = "search a smaller tree: draftsmith medusa-tree --heads DIR --nodes N"
     if needed >= most:
-        return Finding("warning", name, f"{said} at no τ: {needed:.2f} is asked, and {most} the most", remedy)
-    said += f" from τ = {needed:.2f} on, of {most} at most"
+        return Finding("warning", name, f"{text} at no τ: {needed:.2f} is asked, and {most} the most", remedy)
+    text += f" from τ = {needed:.2f} on, of {most} at most"
     if needed > acceptance_length([HARD] * tree.depth):
-        return Finding("warning", name, said, remedy)
-    return Finding("ok", name, said)
+        return Finding("warning", name, text, remedy)
+    return Finding("ok", name, text)
 
 
 def _room(models: Sequence[PreTrainedModel], drafted: int) -> int:
@@ -166,7 +162,7 @@ def _measure(
     return verifying, drafting_seconds(target, proposer, texts, context, depth, repeats=ROUNDS)[0]
 
 
-def _weights_bytes(part: Side | Heads, width: int) -> int:
+def _weights_bytes(part: Side | HeadsSide, width: int) -> int:
     if getattr(part.model.config, "quantization_config", None) is not None:  # packed numbers stay packed
         return sum(file.stat().st_size for file in Path(part.path).glob("*.safetensors"))
     return part.model.num_parameters() * width

@@ -1,4 +1,4 @@
-"""What a check found: its line in the terminal."""
+"""The result of a check, and its line in the terminal."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +14,7 @@ STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found."""
+    """The result of a check."""
 
     state: State
     name: str

@@ -1,7 +1,7 @@
 """Which tokens of samples count in the loss: counted, and shown in the terminal."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.generate import load_completions
@@ -102,15 +103,33 @@ def check_masks(samples: Samples) -> Iterator[Finding]:
     empty = [sample.name for sample in answered if not any(sample.mask)]
     prompts = len(samples.all) - len(answered)
     loss, total = sum(sum(sample.mask) for sample in answered), sum(len(sample.mask) for sample in answered)
-    said = f"{loss} of {total} tokens count in {len(answered)} samples with an answer, {len(empty)} with an empty mask"
+    text = f"{loss} of {total} tokens count in {len(answered)} samples with an answer, {len(empty)} with an empty mask"
     if prompts:
-        said += f"; {prompts} more end with the user's turn, for the target to answer"
+        text += f"; {prompts} more end with the user's turn, for the target to answer"
     if answered and len(empty) == len(answered):
-        yield Finding("error", "loss masks", said, "there is nothing to learn: give samples with answers")
+        yield Finding("error", "loss masks", text, "there is nothing to learn: give samples with answers")
     elif empty:
-        yield Finding("warning", "loss masks", f"{said}: {', '.join(empty[:5])}", "they train nothing: leave them out")
+        yield Finding("warning", "loss masks", f"{text}: {', '.join(empty[:5])}", "they train nothing: leave them out")
     elif samples.all:
-        yield Finding("ok", "loss masks", said)
+        yield Finding("ok", "loss masks", text)
+
+
+def check_lengths(samples: Sequence[Sample], pair: Pair) -> Finding | None:
+    """Compare the samples with the context lengths; None where there is nothing to compare."""
+    limits = pair.positions
+    if not samples or not limits:
+        return None
+    role = min(limits, key=lambda name: limits[name])
+    longest, limit = max(len(sample.ids) for sample in samples), limits[role]
+    long = sum(len(sample.ids) > limit for sample in samples)
+    if long:
+        return Finding(
+            "warning",
+            "lengths",
+            f"{long} of {len(samples)} samples are longer than the {role}'s {limit} positions, the longest {longest}",
+            f"leave them out, or cut them: --max-prompt-tokens of prepare and measure, --max-length {limit} of distill",
+        )
+    return Finding("ok", "lengths", f"{longest} tokens at most, of the {role}'s {limit}")
 
 
 def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -135,15 +154,10 @@ def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
 
 def bracketed(text: Text) -> Text:
     """Return the text with its green stretches in ⟦⟧, for where there are no colours."""
-    plain, parts, end = text.plain, list[str](), 0
-    green = [span for span in text.spans if "green" in str(span.style)]
-    for i, span in enumerate(green):
-        joined = i > 0 and green[i - 1].end == span.start
-        parts += [plain[end : span.start], "" if joined else "⟦", plain[span.start : span.end]]
-        end = span.end
-        if i + 1 == len(green) or green[i + 1].start != end:
-            parts.append("⟧")
-    return Text("".join([*parts, plain[end:]]))
+    green = {place for span in text.spans if "green" in str(span.style) for place in range(span.start, span.end)}
+    stretches = groupby(enumerate(text.plain), key=lambda item: item[0] in green)
+    pieces = [(counts, "".join(character for _, character in stretch)) for counts, stretch in stretches]
+    return Text("".join(f"⟦{piece}⟧" if counts else piece for counts, piece in pieces))
 
 
 def show(samples: Samples, count: int, tokenizer: PreTrainedTokenizerBase, console: Console) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -21,7 +19,7 @@ from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads import MedusaConfig
 from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.models import empty_model, load_tokenizer
 
 # What safetensors calls the dtypes that are arithmetic too; others are quantised.
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -58,7 +56,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadsSide:
     """Medusa heads, without their weights."""
 
     role: str
@@ -69,72 +67,94 @@ class Heads:
     """As of a `Side`."""
 
 
+@dataclass(frozen=True)
+class Pair:
+    """What is checked; None was not given, or does not load."""
+
+    target: Side | None = None
+    draft: Side | None = None
+    heads: HeadsSide | None = None
+
+    @property
+    def sides(self) -> list[Side]:
+        """Target and draft, as far as there are any."""
+        return [side for side in (self.target, self.draft) if side is not None]
+
+    @property
+    def parts(self) -> list[Side | HeadsSide]:
+        """All that has weights."""
+        return [*self.sides, *([self.heads] if self.heads is not None else [])]
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """The longest text that each model reads, in tokens, by its role; of those that have such a limit."""
+        return {side.role: side.positions for side in self.sides if side.positions is not None}
+
+
+def load_pair(
+    target: str, draft: str | None, medusa: str | None, trust_remote_code: bool = False
+) -> tuple[Pair, list[Finding]]:
+    """Load what was given without its weights; what does not load is an error among the findings."""
+    loaded = [load_side("target", target, trust_remote_code)]
+    if draft is not None:
+        loaded.append(load_side("draft", draft, trust_remote_code))
+    heads = None if medusa is None else load_heads(medusa)
+    findings = [finding for _, finding in loaded] + ([] if heads is None else [heads[1]])
+    return Pair(loaded[0][0], loaded[1][0] if draft is not None else None, heads and heads[0]), findings
+
+
 def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | None, Finding]:
     """Load a target or a draft without its weights, and say what it is; None where it does not load."""
     try:
         tokenizer = load_tokenizer(path, field=role, trust_remote_code=trust_remote_code)
-        model, config = _empty_model(role, path, trust_remote_code)
+        # In bfloat16: grouped products of experts have no shapes in another dtype.
+        model = empty_model(path, field=role, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
     except InputError as error:
-        said = str(error).removeprefix(f"{role}: ")
-        return None, Finding("error", role, said, "give the directory of a causal LM and its tokenizer")
+        text = str(error).removeprefix(f"{role}: ")
+        return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")
     try:
         generation = GenerationConfig.from_pretrained(path)
     except OSError:
-        generation = GenerationConfig.from_model_config(config)
+        generation = GenerationConfig.from_model_config(model.config)
     ends = generation.eos_token_id
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
-    said = f"{type(model).__name__}, {_counted(layers, 'layer')}, {_count(model.num_parameters())} parameters"
-    tensors, finding = _checkpoint(role, path, said)
+    text = f"{type(model).__name__}, {_counted(layers, 'layer')}, {_count(model.num_parameters())} parameters"
+    tensors, finding = _checkpoint(role, path, text)
     side = Side(
         role, path, tokenizer, model, tuple([ends] if isinstance(ends, int) else ends or ()), _by_dtype(tensors)
     )
     return side, finding
 
 
-def load_heads(path: str) -> tuple[Heads | None, Finding]:
+def load_heads(path: str) -> tuple[HeadsSide | None, Finding]:
     """Load Medusa heads without their weights, and say what they are; None where they do not load."""
-    role, remedy = (
-        "medusa",
-        "give what draftsmith.medusa wrote; draftsmith export --import-from DIR reads other formats",
-    )
+    role = "medusa"
+    remedy = "give what draftsmith.medusa wrote; draftsmith export --import-from DIR reads other formats"
     try:
         model = _empty_heads(path)
     except InputError as error:
-        said = str(error).removeprefix("medusa: ")
-        if said.startswith("tree: "):
+        text = str(error).removeprefix("medusa: ")
+        if text.startswith("tree: "):
             remedy = "search one that they can draft: draftsmith medusa-tree --heads DIR"
-        return None, Finding("error", role, said, remedy)
+        return None, Finding("error", role, text, remedy)
     config = model.config
-    said = f"{_counted(config.num_heads, 'head')}, {_counted(config.num_hidden_layers, 'block')} each, "
-    said += f"{_count(model.num_parameters())} parameters"
-    tensors, finding = _checkpoint(role, path, said)
+    text = f"{_counted(config.num_heads, 'head')}, {_counted(config.num_hidden_layers, 'block')} each, "
+    text += f"{_count(model.num_parameters())} parameters"
+    tensors, finding = _checkpoint(role, path, text)
     if finding.state != "error" and tensors:
-        wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        found = {name: shape for name, (_, shape) in tensors.items()}
-        differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stored = {name: shape for name, (_, shape) in tensors.items()}
+        differing = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
         if differing:  # loaders skip names they do not know, and fill what is missing with random numbers
             name = differing[0]
             finding = Finding(
                 "error",
                 role,
-                f"{said}, but {len(differing)} tensors are not what its config.json says, the first {name}: expected "
-                f"{wanted.get(name, 'none')}, found {found.get(name, 'none')}",
+                f"{text}, but {len(differing)} tensors are not what its config.json says, the first {name}: expected "
+                f"{expected.get(name, 'none')}, found {stored.get(name, 'none')}",
                 remedy,
             )
-    return Heads(role, path, model, _by_dtype(tensors)), finding
-
-
-def _empty_model(role: str, path: str, trust_remote_code: bool) -> tuple[PreTrainedModel, Any]:
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            # In bfloat16: grouped products of experts have no shapes in another dtype.
-            model: Any = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
-            )
-    except Exception as error:  # a broken config raises whatever its architecture stumbles over
-        raise InputError(f"{role}: expected a causal LM in {path}, found: {first_line(error)}") from error
-    return model.eval(), config
+    return HeadsSide(role, path, model, _by_dtype(tensors)), finding
 
 
 def _empty_heads(path: str) -> MedusaHeads:
@@ -151,43 +171,39 @@ def _empty_heads(path: str) -> MedusaHeads:
         raise InputError(f"medusa: expected Medusa heads in {path}, found: {first_line(error)}") from error
 
 
-def _checkpoint(role: str, path: str, said: str) -> tuple[dict[str, tuple[str, tuple[int, ...]]], Finding]:
+def _checkpoint(role: str, path: str, text: str) -> tuple[dict[str, tuple[str, tuple[int, ...]]], Finding]:
     """Read the headers of a directory's safetensors: dtype and shape by name, and what is wrong with the files."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     directory = Path(path)
     if not directory.is_dir():
-        return tensors, Finding("ok", role, f"{said}; the weights, on the hub, were not looked at")
+        return tensors, Finding("ok", role, f"{text}; the weights, on the hub, were not looked at")
     files = sorted(directory.glob("*.safetensors"))
+    index = directory / "model.safetensors.index.json"
+    if not files and any(directory.glob("pytorch_model*.bin")):
+        remedy = "save it again with save_pretrained: safetensors"
+        return tensors, Finding("warning", role, f"{text}, in pickled weights", remedy)
     if not files:
-        if any(directory.glob("pytorch_model*.bin")):
-            remedy = "save it again with save_pretrained: safetensors"
-            return tensors, Finding("warning", role, f"{said}, in pickled weights", remedy)
-        return tensors, Finding("error", role, f"{said}, but no weights in {path}", "copy its *.safetensors there")
-    for file in files:
-        try:
-            with safe_open(file, "pt") as weights:
+        return tensors, Finding("error", role, f"{text}, but no weights in {path}", "copy its *.safetensors there")
+    read = index
+    try:
+        for read in files:
+            with safe_open(read, "pt") as weights:  # which checks the size of the file too
                 for key in weights.keys():  # noqa: SIM118 - it is no mapping
                     tensor = weights.get_slice(key)
                     tensors[key] = tensor.get_dtype(), tuple(tensor.get_shape())
-        except (SafetensorError, OSError) as error:
-            remedy = "copy it there again"
-            return tensors, Finding("error", role, f"{said}, but {file.name} is damaged: {error}", remedy)
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, OSError) as error:
-            remedy = "copy it there again"
-            return tensors, Finding("error", role, f"{said}, but {index.name} is damaged: {error}", remedy)
-        missing = sorted(shards - {file.name for file in files})
-        if missing:
-            count = f"{len(missing)} of {len(shards)} files are missing, the first {missing[0]}"
-            return tensors, Finding("error", role, f"{said}, but {count}", "copy them there")
+        read = index
+        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        return tensors, Finding("error", role, f"{text}, but {read.name} is damaged: {error}", "copy it there again")
+    if missing := sorted(shards - {file.name for file in files}):
+        count = f"{len(missing)} of {len(shards)} files are missing, the first {missing[0]}"
+        return tensors, Finding("error", role, f"{text}, but {count}", "copy them there")
     if not tensors:
-        return tensors, Finding("error", role, f"{said}, but no weights in {files[0].name}", "copy it there again")
-    (dtype, most), whole = _by_dtype(tensors).most_common(1)[0], _by_dtype(tensors).total()
+        return tensors, Finding("error", role, f"{text}, but no weights in {files[0].name}", "copy it there again")
+    by_dtype = _by_dtype(tensors)
+    (dtype, most), whole = by_dtype.most_common(1)[0], by_dtype.total()
     mixed = "" if most == whole else f" ({most / whole:.0%} of it)"
-    return tensors, Finding("ok", role, f"{said}, stored as {dtype}{mixed}")
+    return tensors, Finding("ok", role, f"{text}, stored as {dtype}{mixed}")
 
 
 def _by_dtype(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Counter[str]:
@@ -198,10 +214,8 @@ def _by_dtype(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Counter[str]:
 
 
 def _count(number: int) -> str:
-    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:.1f} {name}"
-    return str(number)
+    units = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+    return next((f"{number / unit:.1f} {name}" for unit, name in units if number >= unit), str(number))
 
 
 def _counted(number: Any, what: str) -> str:

@@ -1,7 +1,7 @@
 """Activations, traced without data and without a GPU.
 
-They follow no formula for one family: the models' own forward and backward, and our own loss, run on tensors that have
-shapes and no data (`FakeTensorMode`), and every storage is counted from its allocation to its release. So the figures
+They follow no formula for one family: the models' forward and backward and the loss run on tensors that have shapes
+and no data (`FakeTensorMode`), and every storage is counted from its allocation to its release. So the figures
 have what PyTorch keeps for the backward of each operation, two copies of a norm's input and a dropout's mask included,
 and follow the code when it changes.
 
@@ -238,7 +238,7 @@ def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShap
         mode: that the model was built in.
         model: the target, or a draft that is evaluated.
         batch: what it is fed.
-        precision: "autocast", or anything else for the weights' own.
+        precision: "autocast", or anything else for that of the weights.
     """
 
     def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:

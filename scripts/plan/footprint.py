@@ -53,7 +53,7 @@ class Footprint:
     k: int = 32
     """Tokens of a cached distribution."""
     cache: Affine | None = None
-    """`trace_cache` of a draft that writes texts of its own."""
+    """`trace_cache` of a draft that writes texts itself."""
     _losses: dict[int, tuple[float, float]] = field(default_factory=dict)
     """`trace_loss` by the number of positions."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, at_least, first_line, one_of, require
 from draftsmith.distill.config import DistillConfig
@@ -33,7 +33,7 @@ from draftsmith.scripts.plan.model_states import (
 )
 from draftsmith.train import options
 from draftsmith.train.lora import add_lora
-from draftsmith.train.models import DTYPES, stored_dtype, whole_weights
+from draftsmith.train.models import DTYPES, empty_model, stored_dtype
 
 GIB = 2**30
 ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -191,13 +191,8 @@ class MemoryPlan:
         for name in DROPOUT:  # fused kernels draw it anew in the backward; without a GPU it would be stored
             if getattr(config, name, None):
                 setattr(config, name, 0.0)
-        try:
-            with torch.device("meta"), whole_weights():
-                code = self.config.trust_remote_code
-                model: Any = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], trust_remote_code=code)
-        except (ValueError, TypeError, KeyError, ZeroDivisionError, RuntimeError) as error:
-            raise InputError(f"{field}: expected the config of a causal LM, found: {first_line(error)}") from error
-        return model
+        code = self.config.trust_remote_code
+        return empty_model(config, field=field, dtype=DTYPES[dtype], trust_remote_code=code)
 
     def _check_length(self) -> None:
         for field, model in (("target", self.target(self.setting.target_dtype)), ("draft", self.draft(False))):

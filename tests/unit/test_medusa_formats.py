@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.formats import export as formats
-from draftsmith.medusa.formats import readers as prove
+from draftsmith.medusa.formats import readers
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import FORMATS, export_heads, refusal
 from draftsmith.medusa.formats.importing import detect, import_heads
@@ -29,7 +29,7 @@ CHOICES = [[0], [0, 0], [1], [0, 1]]
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(formats, "read_apart", prove.logits)
+    monkeypatch.setattr(formats, "read_apart", readers.logits)
 
 
 def noisy(heads: MedusaHeads, seed: int = 3) -> MedusaHeads:
@@ -537,7 +537,7 @@ def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
-    monkeypatch.setattr(formats, "read_apart", lambda *a: prove.logits(*a) * (1 + 1e-4))
+    monkeypatch.setattr(formats, "read_apart", lambda *a: readers.logits(*a) * (1 + 1e-4))
     with pytest.raises(RuntimeError, match=rf"expected {format} to read the same logits, found head 0 off by 1\.0e-04"):
         export_heads(made(), tmp_path / "x", format)
     assert not list(tmp_path.iterdir())
