@@ -531,7 +531,7 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"show_mask": -1}, "show_mask: expected 0 or more, found -1"),
+        ({"show_mask": -1}, "show_mask: expected at least 0, found -1"),
         ({"limit": 0}, "limit: expected at least 1, found 0"),
         ({"show_mask": 1}, "show_mask: expected samples to show in prompts or completions, found none"),
         ({"prompts": "a", "completions": "b"}, "completions: expected either prompts or completions, found both"),
