@@ -13,7 +13,7 @@ from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import FORMATS, check_format, export_heads, vllm_command
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.models import DTYPES, check_same_tokenizer, empty_model, load_model, load_tokenizer
+from draftsmith.train.models import DTYPES, check_same_tokenizer, empty_model, load_model, load_tokenizer, stored_dtype
 
 SERVERS = ("vllm", "sglang")
 GAMMA = 4
@@ -108,7 +108,7 @@ def _import(config: ExportConfig, source: str) -> list[str]:
     output = str(config.output)
     target, code = None, config.trust_remote_code
     if config.target is not None:
-        dtype = _stored_dtype(config.target, code)
+        dtype = stored_dtype(empty_model(config.target, field="target", trust_remote_code=code).config)
         target = load_model(config.target, field="target", dtype=dtype, trust_remote_code=code, device="cpu")
     heads = import_heads(source, config.format, target)
     heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
@@ -159,12 +159,6 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
     speculative = {"method": "draft_model", "model": path, "num_speculative_tokens": length}
     drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
     return [*lines, f"# {drawn}", vllm_command(name, speculative)]
-
-
-def _stored_dtype(path: str, trust_remote_code: bool) -> str:
-    model = empty_model(path, field="target", trust_remote_code=trust_remote_code)
-    stored = str(model.config.dtype).removeprefix("torch.")
-    return stored if stored in DTYPES else "float32"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
