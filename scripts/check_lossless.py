@@ -1,8 +1,8 @@
 """`python -m draftsmith.scripts.check_lossless`: does this pair decode losslessly, on these prompts, by every drafter?
 
 At T=0 each text must be plain decoding's, token for token or up to a tie that rounding broke; under sampling the texts
-must have the target's distribution (`draftsmith.scripts.measure.certificate`). Exit code 0 if all hold, 3 if one does
-not.
+must have the target's distribution (`draftsmith.decode.measurement.certificate`). Exit code 0 if all hold, 3 if one
+does not.
 """
 
 import sys
@@ -19,9 +19,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DynamicTree, InputError, Tree
+from draftsmith.decode.measurement.certificate import certify_greedy, sample_and_test
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
 from draftsmith.scripts.configs import LosslessConfig
-from draftsmith.scripts.measure.certificate import certify_greedy, sample_and_test
 from draftsmith.scripts.pair import Drafter, DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
@@ -118,7 +118,7 @@ def _greedy(
     texts = list(expected)
     for difference in comparison.differences:
         texts[difference.prompt] = list(difference.found[len(prompts[difference.prompt]) :])
-    return certify_greedy(target, expected, texts, prompts) | _figures(comparison.counts, begun)
+    return vars(certify_greedy(target, expected, texts, prompts)) | _figures(comparison.counts, begun)
 
 
 def _sampled(

@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftsmith.decode.errors import InputError, Range, at_least, between, more_than, one_of, require, require_some
+from draftsmith.decode.measurement import FALSE_ALARM
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.measure.config import FALSE_ALARM, TEST_TOKENS
+from draftsmith.scripts.measure.config import TEST_TOKENS
 from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.options import ModelOptions, PromptOptions
 

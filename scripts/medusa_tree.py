@@ -22,7 +22,7 @@ from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import ranks_of_states, replay_ranks, text_states
+from draftsmith.medusa.replay import ranks_of_states, text_states
 from draftsmith.medusa.tree_search import (
     Budget,
     acceptance_estimate,
@@ -36,7 +36,7 @@ from draftsmith.medusa.tree_search import (
 )
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.pair import DrafterSpec, load_pair
-from draftsmith.scripts.report.tree_chart import svg, tree_scene, write_png
+from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.losses.output_head import head_of, require_split
@@ -212,30 +212,13 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
     directory = Path(config.output or config.heads)
     write_json(directory / "tree.json", report)
     estimate, texts = report["trees"]["searched"]["mean_acceptance_length"], report["calibration"]["texts"]["check"]
-    # Pillow's own font has no Greek.
-    title = f"{len(tree)} nodes, mean acceptance length {format_estimate(estimate, spread='interval')}"
+    title = f"{len(tree)} nodes, τ {format_estimate(estimate, spread='interval')}"
     subtitle = f"tokens per forward of the target at T=0, replayed on {texts} texts that were not searched on"
-    scene = tree_scene(tree, report["node_shares"], title, subtitle)
-    (directory / "tree.svg").write_text(svg(scene), encoding="utf-8")
-    write_png(scene, directory / "tree.png")
+    svg = draw_tree(tree, report["node_shares"], title, subtitle, png=directory / "tree.png")
+    (directory / "tree.svg").write_text(svg, encoding="utf-8")
     if config.output is None:
         path = directory / "config.json"
         write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"medusa_choices": report["choices"]})
-
-
-def picture(target: PreTrainedModel, heads: MedusaHeads, texts: Sequence[tuple[Tensor, int]]) -> str:
-    """Return the heads' tree as SVG, with the shares of rounds that accept each node.
-
-    Args:
-        target: the model.
-        heads: of this target.
-        texts: what it wrote at T=0, (T,) each, and tokens of the prompt.
-    """
-    tree = heads.tree
-    ranks = [replay_ranks(target, heads, sequence, length) for sequence, length in texts]
-    estimate = acceptance_estimate(ranks, tree)
-    title = f"{len(tree)} nodes, mean acceptance length {estimate.value:.2f}"
-    return svg(tree_scene(tree, node_shares(ranks, tree).tolist(), title, f"T=0, replayed on {len(texts)} texts"))
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:

@@ -21,6 +21,7 @@ from draftsmith.scripts.measure.command import measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.medusa_tree import print_tree, search
 from draftsmith.scripts.report.table import print_report
+from draftsmith.scripts.report.types import Report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
 
 
-def quickstart(config: QuickstartConfig, console: Console) -> dict[str, Any]:
+def quickstart(config: QuickstartConfig, console: Console) -> Report:
     """Run the road and return the report."""
     for directory in (TARGET, STOCK):
         if not directory.is_dir():

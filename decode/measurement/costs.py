@@ -8,7 +8,7 @@ Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -50,30 +50,30 @@ class CostTable:
     context: int
     """Tokens of text in the cache."""
     temperature: float
-    target: dict[int, dict[int, float]]
+    target_seconds: dict[int, dict[int, float]]
     """B → k → t(k)."""
-    plain_overhead: dict[int, float]
+    plain_overhead_seconds: dict[int, float]
     """B → what plain decoding does for a token beside its forward."""
-    prefill: dict[int, float]
-    """B → the target's forward over `prompt` tokens."""
     prompt: int
+    prefill_seconds: dict[int, float]
+    """B → the target's forward over `prompt` tokens."""
     drafters: dict[str, dict[int, DraftCosts]]
     """Name → B → what its drafting costs."""
 
     def at(self, name: str, rows: int) -> Costs:
         """Return a drafter's costs for a number of rows, interpolated between those measured."""
-        sizes = sorted({k for own in self.target.values() for k in own})
+        sizes = sorted({k for own in self.target_seconds.values() for k in own})
         own = self.drafters[name]
 
         def between(values: Mapping[int, float]) -> float:
             return interpolated(values, rows)
 
         return Costs(
-            target={k: between({b: t[k] for b, t in self.target.items()}) for k in sizes},
+            target={k: between({b: t[k] for b, t in self.target_seconds.items()}) for k in sizes},
             draft_step=between({b: costs.step for b, costs in own.items()}),
             overhead=between({b: costs.overhead for b, costs in own.items()}),
             draft_start=between({b: costs.start for b, costs in own.items()}),
-            plain_overhead=between(self.plain_overhead),
+            plain_overhead=between(self.plain_overhead_seconds),
         )
 
     def speculative_seconds(
@@ -85,7 +85,7 @@ class CostTable:
         """
         first = self.at(name, len(rounds))
         prefill = interpolated({b: c.prefill for b, c in self.drafters[name].items()}, len(rounds))
-        seconds = interpolated(self.prefill, len(rounds)) + prefill
+        seconds = interpolated(self.prefill_seconds, len(rounds)) + prefill
         if len(rounds) == 1:  # the prompt and the first draft go through the target together
             seconds += first.drafting(draft_length) + first.overhead
             rounds = [rounds[0] - 1]
@@ -93,47 +93,35 @@ class CostTable:
 
     def plain_seconds(self, tokens: Sequence[float]) -> float:
         """Return how long plain decoding takes for rows of these many tokens, prompts included."""
-        seconds = interpolated(self.prefill, len(tokens))
+        seconds = interpolated(self.prefill_seconds, len(tokens))
         steps = [tokens[0] - 1] if len(tokens) == 1 else tokens  # one prompt's forward gives its first token
 
         def token_seconds(rows: int) -> float:
-            return interpolated({b: t[1] for b, t in self.target.items()}, rows) + interpolated(
-                self.plain_overhead, rows
+            return interpolated({b: t[1] for b, t in self.target_seconds.items()}, rows) + interpolated(
+                self.plain_overhead_seconds, rows
             )
 
         return seconds + _drained(steps, token_seconds)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON types; keys are strings."""
-        return {
-            "context": self.context,
-            "temperature": self.temperature,
-            "target_seconds": {str(b): {str(k): s for k, s in own.items()} for b, own in self.target.items()},
-            "plain_overhead_seconds": {str(b): s for b, s in self.plain_overhead.items()},
-            "prompt": self.prompt,
-            "prefill_seconds": {str(b): s for b, s in self.prefill.items()},
-            "drafters": {
-                name: {str(b): asdict(costs) for b, costs in own.items()} for name, own in self.drafters.items()
-            },
-        }
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "CostTable":
-        """Return what `to_dict` gave.
+        """Return the table that was written to JSON, where all keys are strings.
 
         Raises:
             InputError: something else.
         """
+
+        def by_number(seconds: Mapping[str, Any]) -> dict[int, float]:
+            return {int(number): float(s) for number, s in seconds.items()}
+
         try:
             return cls(
                 context=values["context"],
                 temperature=values["temperature"],
-                target={
-                    int(b): {int(k): float(s) for k, s in own.items()} for b, own in values["target_seconds"].items()
-                },
-                plain_overhead={int(b): float(s) for b, s in values["plain_overhead_seconds"].items()},
+                target_seconds={int(b): by_number(seconds) for b, seconds in values["target_seconds"].items()},
+                plain_overhead_seconds=by_number(values["plain_overhead_seconds"]),
                 prompt=values["prompt"],
-                prefill={int(b): float(s) for b, s in values["prefill_seconds"].items()},
+                prefill_seconds=by_number(values["prefill_seconds"]),
                 drafters={
                     name: {int(b): DraftCosts(**{k: float(s) for k, s in c.items()}) for b, c in own.items()}
                     for name, own in values["drafters"].items()
@@ -198,7 +186,7 @@ def measure_costs(
                 costs, (seconds, nodes) = Costs(forward, step, draft_start=start), rounds[name]
                 rest = seconds - costs.round_seconds(draft_lengths[name], nodes)
                 drafters[name][rows] = DraftCosts(start, step, rest, first)
-        tables.append(CostTable(context, temperature, forwards, plain, prefill, prompt, drafters))
+        tables.append(CostTable(context, temperature, forwards, plain, prompt, prefill, drafters))
     return tables
 
 

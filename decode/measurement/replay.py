@@ -7,9 +7,10 @@ integer.
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Generic, TypeVar
 
 import torch
 from accelerate import PartialState
@@ -33,6 +34,8 @@ Its distributions take as much, then the drafter's logits in place of the target
 on top. In float32, with texts of 512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts
 at a time, 0.5 GiB at T=0, 1.1 at T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
 """
+Key = TypeVar("Key", bound=Hashable)
+"""What a caller calls a drafter by."""
 FOREIGN = 6.0
 """Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
 probability of 2e-9, were the sum normal; its tails are a little heavier."""
@@ -80,24 +83,24 @@ class Replay:
     def draft_acceptance_rate(self) -> dict[int, Estimate]:
         """Accepted ÷ drafted tokens for each draft length."""
         return {
-            k: ratio([c.num_accepted_tokens for c in own], [c.num_draft_tokens for c in own])
-            for k, own in self._by_length.items()
+            k: ratio([c.num_accepted_tokens for c in counts], [c.num_draft_tokens for c in counts])
+            for k, counts in self._by_length.items()
         }
 
     @cached_property
     def acceptance_per_position(self) -> dict[int, list[Estimate]]:
         """For each draft length: of each position, rounds that accepted it ÷ rounds that drafted it."""
-        return {k: _per_position(own, "num_draft_tokens_per_pos") for k, own in self._by_length.items()}
+        return {k: _per_position(counts, "num_draft_tokens_per_pos") for k, counts in self._by_length.items()}
 
     @cached_property
     def conditional_acceptance(self) -> dict[int, list[Estimate]]:
         """For each draft length: of each position, its acceptance given that all before it were accepted."""
-        return {k: _per_position(own, "num_reached_per_pos") for k, own in self._by_length.items()}
+        return {k: _per_position(counts, "num_reached_per_pos") for k, counts in self._by_length.items()}
 
     def tokens_and_rounds(self, draft_length: int) -> tuple[list[float], list[float]]:
         """Return each text's tokens and expected rounds, whose sums' ratio is τ."""
-        own = self._by_length[draft_length]
-        return [c.num_emitted_tokens for c in own], [c.num_drafts for c in own]
+        counts = self._by_length[draft_length]
+        return [c.num_emitted_tokens for c in counts], [c.num_drafts for c in counts]
 
     def overlaps_and_contexts(self) -> tuple[list[float], list[int]]:
         """Return each text's summed overlap and its contexts, whose sums' ratio is α."""
@@ -152,14 +155,14 @@ def replay_acceptance(
 @torch.inference_mode()
 def replay_drafters(
     target: PreTrainedModel,
-    proposers: Mapping[str, Proposer],
+    proposers: Mapping[Key, Proposer],
     sequences: Sequence[Tensor],
     prompt_lengths: Sequence[int],
     draft_lengths: Sequence[int],
     sampler: Sampler,
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
-) -> dict[str, Replay]:
+) -> dict[Key, Replay]:
     """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`."""
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
@@ -170,40 +173,40 @@ def replay_drafters(
         if refusal := proposer.replay_refusal(sampler.do_sample):
             raise InputError(refusal)
     state = PartialState()
-    own = list(range(len(texts)))[state.process_index :: state.num_processes]
-    shares = [_share(target, proposers, texts, own, draft_lengths, sampler, allow_biased)]
+    places = range(len(texts))[state.process_index :: state.num_processes]
+    shares = [_share(target, proposers, texts, places, draft_lengths, sampler, allow_biased)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
         if share.refusal is not None:
             raise InputError(share.refusal)
     sum((share.surprise for share in shares[1:]), shares[0].surprise).judge()
-    found = sorted((own for share in shares for own in share.found), key=lambda pair: pair[0])
-    return {name: Replay([replays[name] for _, replays in found], allow_biased) for name in proposers}
+    replays = {place: replay for share in shares for place, replay in share.replays.items()}
+    return {key: Replay([replays[place][key] for place in sorted(replays)], allow_biased) for key in proposers}
 
 
 @dataclass
-class _Share:
-    """What one process found."""
+class _Share(Generic[Key]):
+    """What one process replayed."""
 
-    found: list[tuple[int, dict[str, TextReplay]]] = field(default_factory=list)
-    """A text's place, and what replay says of it by drafter."""
+    replays: dict[int, dict[Key, TextReplay]] = field(default_factory=dict)
+    """By a text's place, then by drafter."""
     surprise: "_Surprise" = field(default_factory=lambda: _Surprise())
     refusal: str | None = None
-    """Of bad input, what is wrong: for all processes to raise, who would else wait for this one."""
+    """The error message for bad input, so that every process raises it and none waits for the others."""
 
 
 def _share(
     target: PreTrainedModel,
-    proposers: Mapping[str, Proposer],
+    proposers: Mapping[Key, Proposer],
     texts: Sequence[WrittenText],
-    own: Sequence[int],
+    places: Sequence[int],
     draft_lengths: Sequence[int],
     sampler: Sampler,
     allow_biased: bool,
-) -> _Share:
-    """Replay the texts at the places of `own`, as many at a time as memory allows."""
-    share = _Share()
+) -> _Share[Key]:
+    """Replay the texts at these places, as many at a time as memory allows."""
+    share: _Share[Key] = _Share()
     vocab_size = target.config.get_text_config().vocab_size
     task = Task(
         sampler=sampler,
@@ -216,7 +219,7 @@ def _share(
         target=target,
     )
     try:
-        for batch in _batches(texts, own, vocab_size):
+        for batch in _batches(texts, places, vocab_size):
             members = [texts[i] for i in batch]
             distributions: list[Tensor] | None = [] if sampler.do_sample else None
             logits = teacher_forced(target, members)
@@ -231,8 +234,8 @@ def _share(
             del logits, logits_NV, scores_NV  # before the drafters' logits
             replayed = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
             by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
-            for place, i in enumerate(batch):
-                share.found.append((i, {name: _of_text(r, by_length[name], place) for name, r in replayed.items()}))
+            for i, place in enumerate(batch):
+                share.replays[place] = {name: _of_text(r, by_length[name], i) for name, r in replayed.items()}
     except InputError as error:
         share.refusal = str(error)
     return share
@@ -241,7 +244,7 @@ def _share(
 def _of_text(replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], place: int) -> TextReplay:
     overlap = replayed.overlaps[place]
     return TextReplay(
-        {k: own[place] for k, own in counts.items()},
+        {k: of_batch[place] for k, of_batch in counts.items()},
         float(overlap.double().sum()),
         len(overlap),
         tuple(replayed.acceptance[place].tolist()),

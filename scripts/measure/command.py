@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +11,22 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.decode import Proposer, Replay
+from draftsmith.decode import Replay
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.decode.measurement.replay import replay_drafters
-from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import Tree
-from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.measure.build import build_report
-from draftsmith.scripts.measure.certificate import certify_runs
+from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
 from draftsmith.scripts.measure.estimates import rows_of
+from draftsmith.scripts.measure.replays import replay_all, tree_pictures
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
-from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
-from draftsmith.scripts.measure.verdict import markdown
-from draftsmith.scripts.medusa_tree import picture
-from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, Drafter, DrafterSpec, Pair, load_pair, short_names
+from draftsmith.scripts.measure.state import Measured
+from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, DrafterSpec, load_pair, short_names
 from draftsmith.scripts.report.page import write_page
+from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
+from draftsmith.scripts.report.types import Report, TreePicture, Verifier
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import complete, make_batches
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
@@ -41,14 +38,14 @@ REPLAYED_LENGTHS = 16
 """γ up to this is replayed: it costs next to nothing."""
 
 
-def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
+def measure(config: MeasureConfig, progress: bool = True) -> Report:
     """Measure as the config says, write the report into its output directory, and return it."""
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
-    decoded = encoded[: config.limit]
+    decoded, prompt_lengths = encoded[: config.limit], [len(ids) for ids in encoded]
     if max(config.batch_size) > len(decoded):
         raise InputError(
             f"batch_size: expected at most the {len(decoded)} prompts that are decoded, found {max(config.batch_size)}"
@@ -63,11 +60,11 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
     output, samplers = Path(config.output), {t: config.at(t).sampler() for t in config.temperature}
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
     texts: dict[float, list[list[int]]] = {}
-    replays: dict[tuple[float, str, str], Replay] = {}
+    replays: dict[tuple[float, str, Verifier], Replay] = {}
     first_heads: dict[tuple[float, str], Replay] = {}
     for temperature, sampler in samplers.items():
         for rows in config.batch_size:
-            found = decode_side_by_side(
+            groups = decode_side_by_side(
                 target,
                 {drafter.name: drafter.proposer for drafter in drafters},
                 methods,
@@ -78,14 +75,42 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
                 config.repeats,
                 f"T={temperature:g}, B={rows}" if progress else None,
             )
-            observations |= {(temperature, rows, method): own for method, own in found.items()}
+            observations |= {(temperature, rows, method): of_method for method, of_method in groups.items()}
         plain = rows_of(observations[temperature, config.batch_size[0], Method()])
         texts[temperature] = [row.tokens for row in plain]
         missing = slice(len(plain), len(prompts))
         texts[temperature] += _completed(config, target, prompts[missing], encoded[missing], temperature, progress)
-        _replay(config, target, drafters, sampler, temperature, encoded, texts[temperature], replays, first_heads)
+        by_drafter, first = replay_all(
+            target,
+            drafters,
+            _sequences(encoded, texts[temperature]),
+            prompt_lengths,
+            range(1, max(REPLAYED_LENGTHS, *config.draft_length) + 1),
+            sampler,
+            config.max_new_tokens,
+        )
+        replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
+        first_heads |= {(temperature, name): replay for name, replay in first.items()}
     if tables is None:
-        tables = _costs(config, pair, samplers, encoded, texts, output)
+        written = next(iter(texts.values()))
+        prompt = max(1, round(sum(prompt_lengths) / len(encoded)))
+        mean = max(2, round(prompt + sum(map(len, written)) / len(written) / 2))
+        tables = measured_costs(
+            output / "costs.json",
+            target,
+            config.target,
+            dtype,
+            drafters,
+            max(config.draft_length),
+            _sequences(encoded, written),
+            samplers,
+            config.batch_size,
+            config.context or [mean],
+            prompt,
+        )
+    pictures: list[TreePicture] = []
+    if 0.0 in texts and not samplers[0.0].processors:  # a picture knows the heads' ranks alone, no penalties
+        pictures = tree_pictures(target, drafters, _sequences(encoded, texts[0.0]), prompt_lengths)
     measured = Measured(
         target=target,
         target_path=config.target,
@@ -104,12 +129,12 @@ def measure(config: MeasureConfig, progress: bool = True) -> dict[str, Any]:
             target,
             {drafter.name: drafter.proposer for drafter in drafters},
             observations,
-            [_ids(prompt) for prompt in decoded],
+            [torch.tensor(prompt, device=target.device) for prompt in decoded],
             config.lossless_tokens,
             config,
             config.max_new_tokens,
         ),
-        trees=_trees(target, drafters, encoded, texts, samplers),
+        trees=pictures,
     )
     report = build_report(measured, config.min_speedup, config.min_gain, config.confidence)
     write_json(output / "report.json", report)
@@ -153,90 +178,9 @@ def _completed(
     return [written[prompt.id] for prompt in prompts]
 
 
-def _replay(
-    config: MeasureConfig,
-    target: PreTrainedModel,
-    drafters: Sequence[Drafter],
-    sampler: Sampler,
-    temperature: float,
-    encoded: Sequence[list[int]],
-    texts: Sequence[list[int]],
-    replays: dict[tuple[float, str, str], Replay],
-    first_heads: dict[tuple[float, str], Replay],
-) -> None:
-    """Replay every drafter that replay applies to, and both verifiers of draft models under sampling."""
-    proposers: dict[tuple[str, str], Proposer] = {}
-    for drafter in drafters:
-        if isinstance(drafter.proposer, MedusaProposer) and sampler.do_sample and not drafter.proposer.tree.is_chain:
-            proposers[drafter.name, ""] = MedusaProposer(drafter.proposer.heads, Tree.chain(1))
-            continue
-        proposers[drafter.name, PROBABILISTIC] = drafter.proposer
-        if drafter.greedy is not None and sampler.do_sample:
-            proposers[drafter.name, GREEDY] = drafter.greedy
-    found = replay_drafters(
-        target,
-        {"\n".join(key): proposer for key, proposer in proposers.items()},
-        [_ids(prompt + text) for prompt, text in zip(encoded, texts, strict=True)],
-        [len(prompt) for prompt in encoded],
-        range(1, max(REPLAYED_LENGTHS, *config.draft_length) + 1),
-        sampler,
-        config.max_new_tokens,
-    )
-    for name, verifier in proposers:
-        replay = found[f"{name}\n{verifier}"]
-        if verifier:
-            replays[temperature, name, verifier] = replay
-        else:
-            first_heads[temperature, name] = replay
-
-
-def _costs(
-    config: MeasureConfig,
-    pair: Pair,
-    samplers: Mapping[float, Sampler],
-    encoded: Sequence[list[int]],
-    texts: Mapping[float, Sequence[list[int]]],
-    output: Path,
-) -> list[CostTable]:
-    own = next(iter(texts.values()))
-    prompt = max(1, round(sum(map(len, encoded)) / len(encoded)))
-    mean = max(2, round(prompt + sum(map(len, own)) / len(own) / 2))
-    samples = [_ids(ids + text) for ids, text in zip(encoded, own, strict=True)]
-    return measured_costs(
-        output / "costs.json",
-        pair.target,
-        config.target,
-        pair.dtype,
-        pair.drafters,
-        max(config.draft_length),
-        samples,
-        samplers,
-        config.batch_size,
-        config.context or [mean],
-        prompt,
-    )
-
-
-def _trees(
-    target: PreTrainedModel,
-    drafters: Sequence[Drafter],
-    encoded: Sequence[list[int]],
-    texts: Mapping[float, Sequence[list[int]]],
-    samplers: Mapping[float, Sampler],
-) -> list[dict[str, str]]:
-    """Draw the trees of heads, as far as there are greedy texts to say how often each node is accepted."""
-    if 0.0 not in texts or samplers[0.0].processors:  # the picture knows the heads' ranks alone, no penalties
-        return []
-    sequences = [(_ids(p + t), len(p)) for p, t in zip(encoded, texts[0.0], strict=True)]
-    return [
-        {"proposer": d.name, "svg": picture(target, d.model, sequences)}
-        for d in drafters
-        if isinstance(d.model, MedusaHeads) and not d.model.tree.is_chain
-    ]
-
-
-def _ids(ids: list[int]) -> Tensor:
-    return torch.tensor(ids, device=default_device())
+def _sequences(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[Tensor]:
+    """Return prompts with their texts, (T,) each."""
+    return [torch.tensor(ids + text, device=default_device()) for ids, text in zip(prompts, texts, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -249,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if steps:
         with open(steps, "a", encoding="utf-8") as file:
             file.write(markdown(report))
-    return 3 if report["gate"] is not None and not report["gate"]["passed"] else 0
+    return 3 if report.gate is not None and not report.gate.passed else 0
 
 
 if __name__ == "__main__":

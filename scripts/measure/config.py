@@ -4,14 +4,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, between, finite, require, require_some
+from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import PromptOptions
 
-FALSE_ALARM = 1e-4
-"""A lossless drafter fails one test of the sampled tokens' distribution with at most this probability."""
-LEAST_TOKENS = 2000
-"""What that test needs: 20 for each of its 10 × 10 bins of pairs."""
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
 
 

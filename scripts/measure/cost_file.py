@@ -71,7 +71,7 @@ def measured_costs(
             "environment": environment(target.device, dtype),
             "target": target_path,
             "drafters": {drafter.name: drafter.to_dict() for drafter in drafters},
-            "tables": [table.to_dict() for table in tables],
+            "tables": tables,
         },
     )
     return tables
@@ -112,7 +112,7 @@ def load_costs(
         if wanted != own:
             raise InputError(f"costs: expected those of {name} {wanted} in {path}, found those of {own}: measure again")
     tables = [CostTable.from_dict(table) for table in found.get("tables", [])]
-    largest = max((rows for table in tables for rows in table.target), default=0)
+    largest = max((rows for table in tables for rows in table.target_seconds), default=0)
     if max(batch_sizes) > largest:
         raise InputError(
             f"costs: expected those of batch size {max(batch_sizes)} in {path}, found up to {largest}: measure again"
@@ -125,5 +125,4 @@ def load_costs(
 
 def table_for(tables: Sequence[CostTable], temperature: float, context: float) -> CostTable:
     """Return the table of a temperature whose context is the nearest."""
-    own = [table for table in tables if table.temperature == temperature]
-    return min(own, key=lambda table: abs(table.context - context))
+    return min((t for t in tables if t.temperature == temperature), key=lambda table: abs(table.context - context))

@@ -1,18 +1,10 @@
 """Ratios over what was decoded, with intervals over prompts, or over the batches that they were decoded in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from draftsmith.decode.measurement.intervals import Estimate, Interval, rate_ratio, rate_ratio_interval, ratio
 from draftsmith.scripts.measure.side_by_side import Group, Row
-
-
-@dataclass(frozen=True)
-class Speed(Estimate):
-    """Tokens per second of the whole, and its interval over batches."""
-
-    median: float
-    """Over batches."""
+from draftsmith.scripts.report.types import Speed
 
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:

@@ -1,15 +1,17 @@
 """What the planner says: costs times acceptance for every draft length and batch size, and how far the clock agrees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from statistics import median
 
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
 from draftsmith.scripts.measure.side_by_side import Group
-from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, entry_of
 from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.report.types import Costs as CostsEntry
+from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, Run, Verifier
 
 WORTH_SAYING = 1.02
 """A draft length that was not decoded is spoken of where it promises this many times the speed."""
@@ -20,7 +22,7 @@ def predicted_speedup(
     temperature: float,
     drafter: Drafter,
     draft_length: int,
-    own: Sequence[Group],
+    groups: Sequence[Group],
     plain: Sequence[Group],
 ) -> Estimate | None:
     """Return the speed-up that costs and acceptance predict for these batches, prompts and ragged ends included.
@@ -31,7 +33,7 @@ def predicted_speedup(
     if table is None:
         return None
     seconds, plain_seconds = [], []
-    for group, base in zip(own, plain, strict=True):
+    for group, base in zip(groups, plain, strict=True):
         if replay is None:
             rounds = [float(row.counts.num_drafts) for row in group.rows]
         else:
@@ -58,64 +60,58 @@ def _nodes(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int
     counts = [text.counts[draft_length] for text in replay.texts]
     drafts = sum(c.num_drafts for c in counts)
     drafted = [sum(position) for position in zip_longest(*(c.num_draft_tokens_per_pos for c in counts), fillvalue=0.0)]
-    return sum(1 - (1 - min(1.0, own / drafts)) ** rows for own in drafted)
+    return sum(1 - (1 - min(1.0, count / drafts)) ** rows for count in drafted)
 
 
-def curve_of(measured: Measured, temperature: float, name: str, verifier: str, replay: Replay) -> dict[str, Any]:
+def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifier, replay: Replay) -> Curve:
     """Return what replay says of a drafter at every draft length."""
     drafter = measured.drafter(name)
     # A tree has one draft length; one that is cut was never searched.
     lengths = list(drafter.draft_lengths) if drafter.nodes is not None else replay.draft_lengths
-    by_batch: dict[int, dict[int, tuple[Costs, float | None]]] = {}
+    costs: dict[int, dict[int, tuple[Costs, float | None]]] = {}
     table = measured.costs(temperature)
     if table is not None:
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
-            by_batch[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k, rows)) for k in lengths}
-    return {
-        "proposer": drafter.to_dict(),
-        "temperature": temperature,
-        "verifier": verifier,
-        "alpha": replay.alpha,
-        "mean_acceptance_length": {str(k): replay.mean_acceptance_length[k] for k in lengths},
-        "acceptance_per_position": replay.acceptance_per_position[lengths[-1]],
-        "conditional_acceptance": replay.conditional_acceptance[lengths[-1]],
-        "by_category": {
+            costs[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k, rows)) for k in lengths}
+    return Curve(
+        proposer=entry_of(drafter),
+        temperature=temperature,
+        verifier=verifier,
+        alpha=replay.alpha,
+        mean_acceptance_length={k: replay.mean_acceptance_length[k] for k in lengths},
+        acceptance_per_position=replay.acceptance_per_position[lengths[-1]],
+        conditional_acceptance=replay.conditional_acceptance[lengths[-1]],
+        by_category={
             category: _category(Replay([replay.texts[i] for i in places]), lengths)
             for category, places in measured.categories().items()
         },
-        "predicted_speedup": {
-            str(b): {
-                str(k): replay.mean_acceptance_length[k].scaled(costs.speedup(1.0, k, nodes))
-                for k, (costs, nodes) in own.items()
+        predicted_speedup={
+            b: {
+                k: replay.mean_acceptance_length[k].scaled(cost.speedup(1.0, k, nodes))
+                for k, (cost, nodes) in by_length.items()
             }
-            for b, own in by_batch.items()
+            for b, by_length in costs.items()
         },
-        "break_even_alpha": {
-            str(b): {
-                str(k): costs.break_even_acceptance(k) if nodes is None else None for k, (costs, nodes) in own.items()
-            }
-            for b, own in by_batch.items()
+        break_even_alpha={
+            b: {k: cost.break_even_acceptance(k) if nodes is None else None for k, (cost, nodes) in by_length.items()}
+            for b, by_length in costs.items()
         },
-    }
+    )
 
 
-def _category(replay: Replay, lengths: Sequence[int]) -> dict[str, Any]:
-    return {
-        "prompts": len(replay.texts),
-        "alpha": replay.alpha,
-        "mean_acceptance_length": {str(k): ratio(*replay.tokens_and_rounds(k)) for k in lengths},
-    }
+def _category(replay: Replay, lengths: Sequence[int]) -> CurveCategory:
+    return CurveCategory(len(replay.texts), replay.alpha, {k: ratio(*replay.tokens_and_rounds(k)) for k in lengths})
 
 
-def advice(curves: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]]) -> str | None:
+def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:
     """Return what the planner says of draft lengths that were not decoded, where one of them is faster."""
-    decoded = {(run["proposer"]["name"], run["draft_length"]) for run in runs}
+    decoded = {(run.proposer.name, run.draft_length) for run in runs}
     worst: dict[tuple[str, int], float] = {}
     for curve in curves:
-        if curve["verifier"] == PROBABILISTIC:
-            for own in curve["predicted_speedup"].values():
-                for k, estimate in own.items():
-                    key = curve["proposer"]["name"], int(k)
+        if curve.verifier == PROBABILISTIC:
+            for by_length in curve.predicted_speedup.values():
+                for k, estimate in by_length.items():
+                    key = curve.proposer.name, k
                     worst[key] = min(worst.get(key, float("inf")), estimate.value or 0.0)
     best = max(worst, key=lambda key: worst[key], default=None)
     known = max((worst[key] for key in decoded if key in worst), default=0.0)
@@ -124,56 +120,53 @@ def advice(curves: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]
     return f"The planner expects {worst[best]:.2f} times of {best[0]} with γ = {best[1]}, which was not decoded."
 
 
-def costs_entry(measured: Measured) -> dict[str, Any] | None:
+def costs_entry(measured: Measured) -> CostsEntry | None:
     """Return what the report says of costs: those at the first temperature, and all tables as they were measured."""
-    tables = {t: measured.costs(t) for t in dict.fromkeys(t for t, _ in measured.settings)}
-    table = next(iter(tables.values()))
+    temperature, _ = measured.settings[0]
+    table = measured.costs(temperature)
     if table is None:
         return None
-    found = table.to_dict()
-    drafters = {own.name: table.drafters[own.name] for own in measured.drafters}  # a file's may be more
-    return {
-        "context": table.context,
-        "target_seconds": found["target_seconds"],
-        "draft_seconds": {
-            name: {
-                str(b): {str(k): own.start + k * own.step for k in _lengths_of(measured.drafter(name))}
-                for b, own in costs.items()
+    # A file's drafters may be more.
+    drafters = [(drafter, table.drafters[drafter.name]) for drafter in measured.drafters]
+    return CostsEntry(
+        context=table.context,
+        target_seconds=table.target_seconds,
+        draft_seconds={
+            drafter.name: {
+                b: {k: cost.start + k * cost.step for k in _lengths_of(drafter)} for b, cost in costs.items()
             }
-            for name, costs in drafters.items()
+            for drafter, costs in drafters
         },
-        "draft_seconds_per_token": {
-            name: {str(b): own.step for b, own in costs.items()} for name, costs in drafters.items()
+        draft_seconds_per_token={
+            drafter.name: {b: cost.step for b, cost in costs.items()} for drafter, costs in drafters
         },
-        "overhead_seconds": {
-            name: {str(b): own.overhead for b, own in costs.items()} for name, costs in drafters.items()
-        },
-        "plain_overhead_seconds": found["plain_overhead_seconds"],
-        "prefill_seconds": found["prefill_seconds"],
-        "tables": [table.to_dict() for table in measured.tables],
-    }
+        overhead_seconds={drafter.name: {b: cost.overhead for b, cost in costs.items()} for drafter, costs in drafters},
+        plain_overhead_seconds=table.plain_overhead_seconds,
+        prefill_seconds=table.prefill_seconds,
+        tables=measured.tables,
+    )
 
 
 def _lengths_of(drafter: Drafter) -> list[int]:
     return list(drafter.draft_lengths) if drafter.nodes is not None else sorted({1, *drafter.draft_lengths})
 
 
-def planner_check(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def planner_check(runs: Sequence[Run]) -> PlannerCheck | None:
     """Return how far predicted speed-ups are from measured ones; None where none was predicted."""
     points = [
-        {
-            "proposer": run["proposer"]["name"],
-            "draft_length": run["draft_length"],
-            "batch_size": run["batch_size"],
-            "temperature": run["temperature"],
-            "predicted": run["predicted_speedup"].value,
-            "measured": run["speedup"].value,
-        }
+        Prediction(
+            run.proposer.name,
+            run.draft_length,
+            run.batch_size,
+            run.temperature,
+            predicted=run.predicted_speedup.value,
+            measured=run.speedup.value,
+        )
         for run in runs
-        if run["predicted_speedup"] is not None
+        if run.predicted_speedup is not None
+        and run.predicted_speedup.value is not None
+        and run.speedup.value is not None
     ]
-    errors = sorted(abs(point["predicted"] / point["measured"] - 1) for point in points)
-    if not errors:
+    if not points:
         return None
-    middle = (errors[(len(errors) - 1) // 2] + errors[len(errors) // 2]) / 2
-    return {"median_relative_error": middle, "points": points}
+    return PlannerCheck(median(abs(point.predicted / point.measured - 1) for point in points), points)

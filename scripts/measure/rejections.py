@@ -1,38 +1,35 @@
-"""Where acceptance breaks: the tokens that a drafter misses most, and texts token by token."""
+"""Where tokens are rejected: the tokens that a drafter misses most, and texts token by token."""
 
 from collections import defaultdict
-from typing import Any
 
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
+from draftsmith.scripts.report.types import RejectedToken, Rejections, TextAcceptance, TokenAcceptance
 
 TEXTS, TOKENS = 8, 30
 
 
-def breaks(measured: Measured) -> dict[str, Any] | None:
+def rejections_of(measured: Measured) -> Rejections | None:
     """Return what the first drafter that replay applies to misses, at T=0 if measured; None where none is replayed."""
     temperatures = sorted({t for t, _, _ in measured.replays})
-    found = ((t, d.name) for t in temperatures for d in measured.drafters)
-    chosen = next((key for key in found if (*key, PROBABILISTIC) in measured.replays), None)
+    keys = ((t, d.name) for t in temperatures for d in measured.drafters)
+    chosen = next((key for key in keys if (*key, PROBABILISTIC) in measured.replays), None)
     if chosen is None:
         return None
     temperature, name = chosen
-    replay, own = measured.replays[temperature, name, PROBABILISTIC], measured.texts[temperature]
+    replay, texts = measured.replays[temperature, name, PROBABILISTIC], measured.texts[temperature]
     seen: defaultdict[int, int] = defaultdict(int)
     rejected: defaultdict[int, float] = defaultdict(float)
-    for text, replayed in zip(own, replay.texts, strict=True):
+    for text, replayed in zip(texts, replay.texts, strict=True):
         for token, accepted in zip(text, replayed.acceptance, strict=True):
             seen[token] += 1
             rejected[token] += 1 - accepted
     most = sorted(rejected, key=lambda token: -rejected[token])[:TOKENS]
-    return {
-        "temperature": temperature,
-        "proposer": name,
-        "texts": [_text(measured, place, own[place], replay.texts[place].acceptance) for place in _spread(measured)],
-        "tokens": [
-            {"text": measured.tokenizer.decode([token]), "seen": seen[token], "rejected": rejected[token]}
-            for token in most
-        ],
-    }
+    return Rejections(
+        temperature,
+        name,
+        [_text(measured, place, texts[place], replay.texts[place].acceptance) for place in _spread(measured)],
+        [RejectedToken(str(measured.tokenizer.decode([t])), seen[t], rejected[t]) for t in most],
+    )
 
 
 def _spread(measured: Measured) -> list[int]:
@@ -41,14 +38,12 @@ def _spread(measured: Measured) -> list[int]:
     return sorted(dict.fromkeys([*first, *range(len(measured.prompts))]), key=lambda i: (i not in first, i))[:TEXTS]
 
 
-def _text(measured: Measured, place: int, tokens: list[int], acceptance: tuple[float, ...]) -> dict[str, Any]:
-    return {
-        "category": measured.prompts[place].category,
-        "prompt": measured.tokenizer.decode(measured.prompt_ids[place]),
-        "tokens": [
-            {"text": piece, "acceptance": a} for piece, a in zip(_pieces(measured, tokens), acceptance, strict=True)
-        ],
-    }
+def _text(measured: Measured, place: int, tokens: list[int], acceptance: tuple[float, ...]) -> TextAcceptance:
+    return TextAcceptance(
+        measured.prompts[place].category,
+        str(measured.tokenizer.decode(measured.prompt_ids[place])),
+        [TokenAcceptance(piece, a) for piece, a in zip(_pieces(measured, tokens), acceptance, strict=True)],
+    )
 
 
 def _pieces(measured: Measured, tokens: list[int]) -> list[str]:

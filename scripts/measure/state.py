@@ -2,21 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.measure.cost_file import table_for
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.report.types import ProposerEntry, TreePicture, Verifier
 from draftsmith.train.data.prompts import Prompt
 
-PROBABILISTIC, GREEDY = "probabilistic", "greedy"
+PROBABILISTIC: Verifier = "probabilistic"
+GREEDY: Verifier = "greedy"
 """Verifiers: of drafts that were drawn from q, and of the draft's argmax, which servers draft by default."""
-Replays = Mapping[tuple[float, str, str], Replay]
+Replays = Mapping[tuple[float, str, Verifier], Replay]
 """By temperature, drafter and verifier."""
+
+
+def entry_of(drafter: Drafter) -> ProposerEntry:
+    """Return what a report says of a drafter."""
+    return ProposerEntry(**drafter.to_dict())
 
 
 @dataclass(frozen=True)
@@ -39,9 +46,8 @@ class Measured:
     first_heads: Mapping[tuple[float, str], Replay]
     """Where a tree cannot be replayed, what its first head would be accepted at."""
     tables: Sequence[CostTable]
-    lossless: Mapping[tuple[float, int, Method], dict[str, Any]]
-    trees: Sequence[dict[str, str]]
-    """Pictures."""
+    lossless: Mapping[tuple[float, int, Method], Certificate]
+    trees: Sequence[TreePicture]
 
     @property
     def settings(self) -> list[tuple[float, int]]:
@@ -54,14 +60,14 @@ class Measured:
 
     def categories(self) -> dict[str, list[int]]:
         """Return the places of each category's prompts, in order of the names."""
-        found: dict[str, list[int]] = {}
+        categories: dict[str, list[int]] = {}
         for place, prompt in enumerate(self.prompts):
             if prompt.category is not None:
-                found.setdefault(prompt.category, []).append(place)
-        return dict(sorted(found.items()))
+                categories.setdefault(prompt.category, []).append(place)
+        return dict(sorted(categories.items()))
 
     def costs(self, temperature: float) -> CostTable | None:
         """Return what rounds cost at a temperature, behind the texts' mean length; None where it was not measured."""
-        own = self.texts[temperature]
-        mean = sum(len(ids) + len(text) / 2 for ids, text in zip(self.prompt_ids, own, strict=True)) / len(own)
+        texts = self.texts[temperature]
+        mean = sum(len(ids) + len(text) / 2 for ids, text in zip(self.prompt_ids, texts, strict=True)) / len(texts)
         return table_for(self.tables, temperature, mean) if self.tables else None

@@ -76,7 +76,8 @@ class Series:
     """Estimates of one drafter over x, joined by a line or as points with error bars."""
 
     style: Style
-    estimates: Mapping[float, Estimate | None]
+    estimates: Mapping[Any, Estimate]
+    """By x, a number."""
     form: Form = "curve"
     """"other_curve" is dashed: another verifier's."""
     ringed: float | None = None
@@ -84,7 +85,7 @@ class Series:
 
     def known(self) -> dict[float, Estimate]:
         """Return the estimates that have a value, in the order of x."""
-        return {x: e for x, e in sorted(self.estimates.items()) if e is not None and e.value is not None}
+        return {x: e for x, e in sorted(self.estimates.items()) if e.value is not None}
 
 
 def value_of(estimate: Estimate) -> float:

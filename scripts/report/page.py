@@ -5,7 +5,7 @@ section of which nothing was measured is left out.
 """
 
 import base64
-from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
+from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report import figures
-from draftsmith.scripts.report.figures import Report, at_length, has_value
+from draftsmith.scripts.report.figures import at_length, has_value
+from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.train.files import write_aside
 
 NONE = "–"
-FALSE_ALARM = 1e-4
-"""An honest decoder fails the law test with this probability."""
 TEXTS, TOKENS_OF_A_TEXT, PROMPT_CHARACTERS, REJECTED_TOKENS = 8, 400, 280, 30
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
@@ -39,30 +39,29 @@ def render_page(report: Report) -> str:
     source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     style = figures.styles(report)
     setting = _setting(report)
+    rejections = report.rejections
     return environment.from_string(source).render(
         report=report,
+        environment=asdict(report.environment),
         style=style,
         verdict=_verdict(report),
         setting=setting,
         kinds=KINDS,
-        drafters=list(
-            {one["proposer"]["name"]: one["proposer"] for one in (*report["curves"], *report["runs"])}.values()
-        ),
         speedups=figures.speedup_panels(report, style),
         lengths=figures.length_panels(report, style),
         positions=figures.position_panels(report, style),
-        categories=figures.category_panels(report, style, setting["draft_length"]),
+        categories=figures.category_panels(report, style, setting.draft_length),
         break_even=figures.break_even_panels(report, style),
         break_even_rows=_break_even_rows(report),
         costs=figures.cost_panels(report, style),
-        cost_rows=_cost_rows(report, setting["draft_length"]),
+        cost_rows=_cost_rows(report, setting.draft_length),
         check=figures.check_panel(report, style),
         groups=_groups(report),
         comparisons=_comparisons(report),
         certificate=_certificate(report),
         texts=_texts(report),
-        rejected=((report["breaks"] or {}).get("tokens") or [])[:REJECTED_TOKENS],
-        trees=[(tree["proposer"], _picture(tree["svg"])) for tree in report["trees"]],
+        rejected=[] if rejections is None else rejections.tokens[:REJECTED_TOKENS],
+        trees=[(tree.proposer, _picture(tree.svg)) for tree in report.trees],
     )
 
 
@@ -109,158 +108,146 @@ def visible(text: str, whole: bool = False) -> str:
     return "".join(shown) or "∅"
 
 
-def lossless(entry: Mapping[str, Any], report: Report) -> tuple[str, str]:
-    """Return "yes", "rounding", "no" or "unknown", and what was found in words."""
-    if not entry["checked"]:
-        reason = entry.get("reason")
-        return "unknown", "not checked" + (f": {reason}" if reason else "")
-    if entry["p_value"] is not None:
-        passed = entry.get("passed")
-        if passed is None:
-            passed = entry["p_value"] > FALSE_ALARM
-        tokens = "" if entry.get("tokens") is None else f" over {entry['tokens']:,} tokens"
-        return "yes" if passed else "no", f"law test{tokens}: p = {entry['p_value']:.2g}"
-    same, near, total = entry["prompts_identical"], entry.get("near_ties"), report["prompts"]["count"]
-    words = "texts identical" if same is None else f"{same} of {total} texts identical"
-    if entry["identical"] is None:
-        return "unknown", words
-    if entry["identical"]:
+def lossless(entry: Certificate, report: Report) -> tuple[str, str]:
+    """Return "yes", "rounding", "no" or "unknown", and what the certificate says in words."""
+    if not entry.checked:
+        return "unknown", "not checked" + (f": {entry.reason}" if entry.reason else "")
+    if entry.p_value is not None:
+        return "yes" if entry.passed else "no", f"law test over {entry.tokens:,} tokens: p = {entry.p_value:.2g}"
+    words = f"{entry.prompts_identical} of {report.prompts.count} texts identical"
+    if entry.identical:
         return "yes", words
-    departures = entry.get("departures")
-    if departures is None and near is not None and same is not None:
-        departures = total - same - near
-    words += f", {near} part at a near-tie" if near else ""
-    words += f", {departures} depart" if departures else ""
-    passed = entry.get("passed")
-    if passed or (passed is None and departures == 0):
-        return "rounding", words
-    return "no", words
+    words += f", {entry.near_ties} part at a near-tie" if entry.near_ties else ""
+    words += f", {entry.departures} depart" if entry.departures else ""
+    return "rounding" if entry.passed else "no", words
 
 
-def _verdict(report: Report) -> dict[str, Any]:
-    chosen, gate = report["recommendation"], report["gate"]
-    if chosen is None:
-        return {"state": "unknown", "word": "No recommendation", "reason": "Nothing was compared."}
-    if chosen["go"]:
+def _verdict(report: Report) -> dict[str, str]:
+    chosen, gate = report.recommendation, report.gate
+    if chosen.go:
         state, word = "go", "GO"
-    elif chosen["proposer"] is None and (gate is None or gate["passed"]):
+    elif chosen.proposer is None and (gate is None or gate.passed):
         state, word = "no", "No drafter pays"
     else:
         state, word = "no", "NO-GO"
-    return {"state": state, "word": word, "reason": chosen["reason"]}
+    return {"state": state, "word": word, "reason": chosen.reason}
 
 
-def _setting(report: Report) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Setting:
+    """The setting that the page opens with."""
+
+    title: str
+    proposer: str | None = None
+    draft_length: int | None = None
+    batch_size: int | None = None
+    temperature: float | None = None
+    measured: Estimate | None = None
+    """Its speed-up."""
+    predicted: Estimate | None = None
+    length: Estimate | None = None
+    """Its τ."""
+    lossless: tuple[str, str] = ("unknown", "not checked")
+    plain: float | None = None
+    """Plain decoding's tokens per second."""
+    speed: float | None = None
+
+
+def _setting(report: Report) -> Setting:
     """Return the recommended setting and its figures; where none is, the fastest that was measured, and so named."""
-    chosen = report["recommendation"] or {}
-    setting: dict[str, Any] = {
-        "title": "Recommended setting" if chosen.get("go") else "Best setting",
-        "proposer": None,
-        "draft_length": None,
-    }
-    run: Mapping[str, Any] | None
-    if chosen.get("proposer") is not None:
-        setting |= {key: chosen[key] for key in ("proposer", "draft_length", "batch_size", "temperature")}
-        setting |= {"measured": chosen["measured_speedup"], "predicted": chosen["predicted_speedup"]}
-        run = next((run for run in report["runs"] if _key(run) == _key_of(setting)), None)
+    chosen = report.recommendation
+    title, predicted, measured = "Best setting", chosen.predicted_speedup, chosen.measured_speedup
+    run: Run | None
+    if chosen.proposer is not None:
+        run = next((run for run in report.runs if run.setting == chosen.setting), None)
+        if chosen.go:
+            title = "Recommended setting"
     else:
-        timed = [run for run in report["runs"] if has_value(run["speedup"])]
-        run = max(timed, key=lambda run: run["speedup"].value, default=None)
-        if run is None:
-            return setting
-        setting |= dict(zip(("proposer", "draft_length", "batch_size", "temperature"), _key(run), strict=True))
-        setting |= {"title": "Fastest setting measured", "measured": None, "predicted": run["predicted_speedup"]}
-    setting |= {"length": None, "lossless": ("unknown", "not checked"), "plain": None, "speed": None, "path": None}
-    if run is not None:
-        if not has_value(setting["measured"]):
-            setting["measured"] = run["speedup"]
-        setting["length"], setting["speed"] = run["mean_acceptance_length"], run["tokens_per_second"].value
-        setting["path"] = run["proposer"]["path"]
-        if run["lossless"]:
-            setting["lossless"] = lossless(run["lossless"], report)
-        setting["plain"] = _plain_speed(report, run["temperature"], run["batch_size"])
-    if not has_value(setting["length"]):
-        setting["length"] = _replayed_length(report, setting)
-    return setting
+        timed = [run for run in report.runs if has_value(run.speedup)]
+        run = max(timed, key=lambda run: run.speedup.value or 0.0, default=None)
+        if run is not None:
+            title, predicted = "Fastest setting measured", run.predicted_speedup
+    if run is None:
+        return Setting(title, *chosen.setting, measured=measured, predicted=predicted)
+    length = run.mean_acceptance_length
+    return Setting(
+        title,
+        *run.setting,
+        measured=measured if has_value(measured) else run.speedup,
+        predicted=predicted,
+        length=length if has_value(length) else _replayed_length(report, run),
+        lossless=lossless(run.lossless, report),
+        plain=_plain_speed(report, run.temperature, run.batch_size),
+        speed=run.tokens_per_second.value,
+    )
 
 
-def _key(run: Mapping[str, Any]) -> tuple[Any, ...]:
-    return run["proposer"]["name"], run["draft_length"], run["batch_size"], run["temperature"]
-
-
-def _key_of(setting: Mapping[str, Any]) -> tuple[Any, ...]:
-    return tuple(setting[key] for key in ("proposer", "draft_length", "batch_size", "temperature"))
-
-
-def _replayed_length(report: Report, setting: Mapping[str, Any]) -> Estimate | None:
-    for curve in report["curves"]:
-        own = curve["proposer"]["name"], curve["temperature"]
-        if own == (setting["proposer"], setting["temperature"]) and curve["verifier"] != "greedy":
-            found: Estimate | None = at_length(curve["mean_acceptance_length"], setting["draft_length"])
-            return found
+def _replayed_length(report: Report, run: Run) -> Estimate | None:
+    for curve in report.curves:
+        drafter = curve.proposer.name, curve.temperature
+        if drafter == (run.proposer.name, run.temperature) and curve.verifier != "greedy":
+            return at_length(curve.mean_acceptance_length, run.draft_length)
     return None
 
 
 def _plain_speed(report: Report, temperature: float, batch_size: int) -> float | None:
-    for plain in report["baseline"]["by_temperature"]:
-        if (plain["temperature"], plain.get("batch_size", 1)) == (temperature, batch_size):
-            speed: float | None = plain["tokens_per_second"].value
-            return speed
+    for plain in report.baseline.by_temperature:
+        if (plain.temperature, plain.batch_size) == (temperature, batch_size):
+            return plain.tokens_per_second.value
     return None
 
 
 def _groups(report: Report) -> list[dict[str, Any]]:
     """Return the runs by temperature and batch size, with plain decoding's speed."""
-    found = []
-    for temperature, batch in dict.fromkeys((run["temperature"], run["batch_size"]) for run in report["runs"]):
-        runs = [run for run in report["runs"] if (run["temperature"], run["batch_size"]) == (temperature, batch)]
-        rows = [
-            {"run": run, "lossless": lossless(run["lossless"], report) if run["lossless"] else None} for run in runs
-        ]
+    groups = []
+    for temperature, batch in dict.fromkeys((run.temperature, run.batch_size) for run in report.runs):
+        runs = [run for run in report.runs if (run.temperature, run.batch_size) == (temperature, batch)]
+        rows = [{"run": run, "lossless": lossless(run.lossless, report)} for run in runs]
         plain = _plain_speed(report, temperature, batch)
-        found.append({"temperature": temperature, "batch_size": batch, "plain": plain, "rows": rows})
-    return found
+        groups.append({"temperature": temperature, "batch_size": batch, "plain": plain, "rows": rows})
+    return groups
 
 
 def _certificate(report: Report) -> list[dict[str, Any]]:
-    """Return what was found of each drafter and temperature, equal findings in a row; nothing if none was checked."""
-    checked = [run for run in report["runs"] if run["lossless"]]
-    if not any(run["lossless"]["checked"] for run in checked):
+    """Return what the certificates say, equal answers of a drafter in a row; nothing where none was checked."""
+    if not any(run.lossless.checked for run in report.runs):
         return []
     rows: dict[Any, dict[str, Any]] = {}
-    for run in checked:
-        key = run["proposer"]["name"], run["temperature"], lossless(run["lossless"], report)
-        row = dict(zip(("name", "temperature", "found"), key, strict=True)) | {"draft_lengths": [], "batch_sizes": []}
-        row = rows.setdefault(key, row)
-        for name in ("draft_length", "batch_size"):
-            row[f"{name}s"] = sorted({*row[f"{name}s"], run[name]})
+    for run in report.runs:
+        key = run.proposer.name, run.temperature, lossless(run.lossless, report)
+        row: dict[str, Any] = dict(zip(("name", "temperature", "answer"), key, strict=True))
+        row = rows.setdefault(key, row | {"draft_lengths": set(), "batch_sizes": set()})
+        row["draft_lengths"].add(run.draft_length)
+        row["batch_sizes"].add(run.batch_size)
     return list(rows.values())
 
 
 def _comparisons(report: Report) -> list[dict[str, Any]]:
     """Return the comparisons by temperature and verifier: those of a γ that was decoded, then the others."""
-    decoded = {run["draft_length"] for run in report["runs"]}
-    pairs = list(dict.fromkeys((one["proposer"], one["other"]) for one in report["comparisons"]))
-    found = []
-    for key in dict.fromkeys((one["temperature"], one["verifier"]) for one in report["comparisons"]):
-        own = [one for one in report["comparisons"] if (one["temperature"], one["verifier"]) == key]
-        own.sort(key=lambda one: (pairs.index((one["proposer"], one["other"])), one["draft_length"]))
-        known = [one for one in own if has_value(one["mean_acceptance_length"])]
-        first = [one for one in known if one["draft_length"] in decoded] or known
+    decoded = {run.draft_length for run in report.runs}
+    pairs = list(dict.fromkeys((one.proposer, one.other) for one in report.comparisons))
+    groups = []
+    for key in dict.fromkeys((one.temperature, one.verifier) for one in report.comparisons):
+        known = [
+            one
+            for one in report.comparisons
+            if (one.temperature, one.verifier) == key and has_value(one.mean_acceptance_length)
+        ]
+        known.sort(key=lambda one: (pairs.index((one.proposer, one.other)), one.draft_length))
+        first = [one for one in known if one.draft_length in decoded] or known
         others = [one for one in known if one not in first]
         if known:
             sentences = [[_sentence(one) for one in part] for part in (first, others)]
-            found.append({"temperature": key[0], "verifier": key[1], "first": sentences[0], "others": sentences[1]})
-    return found
+            groups.append({"temperature": key[0], "verifier": key[1], "first": sentences[0], "others": sentences[1]})
+    return groups
 
 
-def _sentence(one: Mapping[str, Any]) -> dict[str, Any]:
+def _sentence(one: Comparison) -> dict[str, Any]:
     """Say who is ahead and by how much."""
-    names, length, alpha = (one["proposer"], one["other"]), one["mean_acceptance_length"], one["alpha"]
-    if length.value < 0:
-        names, length, alpha = names[::-1], length.scaled(-1), alpha and alpha.scaled(-1)
-    more, told = one["more_prompts"], one["more_prompts"] == 0
-    if told:
+    names, length, alpha, more = (one.proposer, one.other), one.mean_acceptance_length, one.alpha, one.more_prompts
+    if length.value is not None and length.value < 0:
+        names, length, alpha = names[::-1], length.scaled(-1), alpha.scaled(-1)
+    if more == 0:
         ending = "told apart"
     elif more is None:
         ending = "nothing tells them apart"
@@ -271,8 +258,8 @@ def _sentence(one: Mapping[str, Any]) -> dict[str, Any]:
         "behind": names[1],
         "length": length,
         "alpha": alpha if has_value(alpha) else None,
-        "draft_length": one["draft_length"],
-        "told": told,
+        "draft_length": one.draft_length,
+        "told": more == 0,
         "ending": ending,
     }
 
@@ -281,62 +268,58 @@ def _break_even_rows(report: Report) -> list[dict[str, Any]]:
     """Return α and, by γ, break-even α of each drafter, temperature and batch size."""
     return [
         {
-            "name": curve["proposer"]["name"],
-            "temperature": curve["temperature"],
-            "batch_size": int(batch),
-            "alpha": curve["alpha"],
-            "thresholds": sorted((int(k), a) for k, a in by_length.items()),
+            "name": curve.proposer.name,
+            "temperature": curve.temperature,
+            "batch_size": batch,
+            "alpha": curve.alpha,
+            "thresholds": sorted(by_length.items()),
         }
-        for curve in report["curves"]
-        if curve["verifier"] != "greedy" and has_value(curve["alpha"])
-        for batch, by_length in curve["break_even_alpha"].items()
+        for curve in report.curves
+        if curve.verifier != "greedy" and has_value(curve.alpha)
+        for batch, by_length in curve.break_even_alpha.items()
         if by_length
     ]
 
 
 def _cost_rows(report: Report, draft_length: int | None) -> list[dict[str, Any]]:
     """Return what drafting and verifying cost in units of t(1), by batch size and drafter."""
-    costs, rows = report["costs"] or {}, []
-    for batch, target in (costs.get("target_seconds") or {}).items():
-        one = target.get("1")
-        for name, by_batch in (costs.get("draft_seconds_per_token") or {}).items():
-            step = by_batch.get(batch)
-            rows.append(
-                {
-                    "batch_size": int(batch),
-                    "name": name,
-                    "one": one,
-                    "verify": _over(target.get(str((draft_length or 0) + 1)), one) if draft_length else None,
-                    "step": step,
-                    "ratio": _over(step, one),
-                    "overhead": ((costs.get("overhead_seconds") or {}).get(name) or {}).get(batch),
-                }
-            )
+    if report.costs is None:
+        return []
+    rows = []
+    for batch, target in report.costs.target_seconds.items():
+        one = target[1]
+        verified = None if draft_length is None else target.get(draft_length + 1)
+        for name, by_batch in report.costs.draft_seconds_per_token.items():
+            if batch in by_batch:
+                step = by_batch[batch]
+                rows.append(
+                    {
+                        "batch_size": batch,
+                        "name": name,
+                        "one": one,
+                        "verify": None if verified is None else verified / one,
+                        "step": step,
+                        "ratio": step / one,
+                        "overhead": report.costs.overhead_seconds[name][batch],
+                    }
+                )
     return rows
-
-
-def _over(part: float | None, whole: float | None) -> float | None:
-    return None if part is None or not whole else part / whole
 
 
 def _texts(report: Report) -> list[dict[str, Any]]:
     """Return the texts whose tokens are coloured by acceptance: 0, rejected, to 4, accepted."""
     return [
         {
-            "category": text["category"],
-            "prompt": ("…" if len(text["prompt"]) > PROMPT_CHARACTERS else "") + text["prompt"][-PROMPT_CHARACTERS:],
+            "category": text.category,
+            "prompt": ("…" if len(text.prompt) > PROMPT_CHARACTERS else "") + text.prompt[-PROMPT_CHARACTERS:],
             "tokens": [
-                {"text": t["text"], "acceptance": t["acceptance"], "bucket": _bucket(t["acceptance"])}
-                for t in text["tokens"][:TOKENS_OF_A_TEXT]
+                {"text": t.text, "acceptance": t.acceptance, "bucket": sum(t.acceptance >= bound for bound in BUCKETS)}
+                for t in text.tokens[:TOKENS_OF_A_TEXT]
             ],
-            "left_out": max(len(text["tokens"]) - TOKENS_OF_A_TEXT, 0),
+            "left_out": max(len(text.tokens) - TOKENS_OF_A_TEXT, 0),
         }
-        for text in ((report["breaks"] or {}).get("texts") or [])[:TEXTS]
+        for text in (report.rejections.texts[:TEXTS] if report.rejections is not None else [])
     ]
-
-
-def _bucket(acceptance: float | None) -> int:
-    return 2 if acceptance is None else sum(acceptance >= bound for bound in BUCKETS)
 
 
 def _picture(svg: str) -> str:

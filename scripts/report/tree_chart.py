@@ -1,183 +1,109 @@
-"""A picture of a draft's tree: depth from left to right, each dot as large as the share of rounds that accept it.
+"""A picture of a draft's tree: depth from left to right, each dot as large as the share of rounds that accept it."""
 
-The scene is a list of curves, dots and texts, drawn as SVG by hand and as PNG by Pillow, from the same numbers.
-"""
-
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from xml.sax.saxutils import escape
+from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Circle, PathPatch
+from matplotlib.patheffects import withStroke
 
 from draftsmith.decode.tree import ROOT, Tree
 
+# In points, as are sizes of fonts.
 COLUMN, ROW, LEFT, RIGHT, TOP, BOTTOM = 165.0, 24.0, 50.0, 84.0, 126.0, 46.0
 LARGEST, SMALLEST = 15.0, 2.5  # radius of a dot that every round accepts, and of one that none does
 INK, SOFT, LINE = "#1f2933", "#7b8794", "#cbd2d9"
 BY_DEPTH = ("#334e68", "#0b69a3", "#1992a8", "#2d9d6f", "#b7791f", "#b83280", "#805ad5")
-SHARPNESS = 3  # drawn so many times larger, then reduced: Pillow draws without smoothing
-ANCHORS = {"l": "start", "m": "middle", "r": "end"}
+LEGEND = "number: the candidate's rank; area of a dot: the share of rounds that accept it"
+HALO = [withStroke(linewidth=3, foreground="white")]
 
 
-@dataclass(frozen=True)
-class Curve:
-    """From a parent to a child, level at both ends."""
-
-    start: tuple[float, float]
-    end: tuple[float, float]
-    width: float
-
-    def points(self, count: int = 24) -> list[tuple[float, float]]:
-        """Return points along it: a cubic Bézier curve with its control points half-way."""
-        (x0, y0), (x1, y1) = self.start, self.end
-        middle, found = (x0 + x1) / 2, []
-        for i in range(count + 1):
-            t = i / count
-            a, b, c, d = (1 - t) ** 3, 3 * (1 - t) ** 2 * t, 3 * (1 - t) * t**2, t**3
-            found.append((a * x0 + (b + c) * middle + d * x1, (a + b) * y0 + (c + d) * y1))
-        return found
-
-
-@dataclass(frozen=True)
-class Dot:
-    """A node."""
-
-    centre: tuple[float, float]
-    radius: float
-    colour: str
-
-
-@dataclass(frozen=True)
-class Text:
-    """A line of text, its middle at the height of its place."""
-
-    place: tuple[float, float]
-    words: str
-    size: float
-    colour: str = INK
-    anchor: str = "l"
-    """Where the place is: "l", the text's left end, "m", its middle, or "r"."""
-    halo: bool = False
-    """Clear what lies behind it."""
-
-
-@dataclass(frozen=True)
-class Scene:
-    """What to draw, in order."""
-
-    width: float
-    height: float
-    shapes: Sequence[Curve | Dot | Text]
-
-
-def tree_scene(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> Scene:
-    """Lay a tree out: leaves a row each, parents in the middle of their children.
+def draw_tree(tree: Tree, shares: Sequence[float], title: str, subtitle: str, png: Path | None = None) -> str:
+    """Return a tree's picture as SVG, and write it as PNG too where a path is given.
 
     Args:
         tree: at least one node.
         shares: for each node, the share of rounds that accept it.
         title: the first line.
         subtitle: the second.
+        png: the file of the PNG, 144 dots an inch.
     """
-    y: dict[int, float] = {}
+    options: Any = {"svg.fonttype": "none", "svg.hashsalt": "draftsmith", "text.parse_math": False}
+    with matplotlib.rc_context(options):
+        figure = _figure(tree, shares, title, subtitle)
+        if png is not None:
+            figure.savefig(png, dpi=144)
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = svg.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _figure(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> Figure:
+    heights = _layout(tree)
+    depths, share = (*tree.depths, 0), (*shares, 1.0)  # the root's are found at index −1
+    places = {node: (LEFT + depths[node] * COLUMN, y) for node, y in heights.items()}
+    radius = [max(LARGEST * s**0.5, SMALLEST) for s in share]
+    height = max(heights.values()) + 0.5 * ROW + BOTTOM
+    width = max(LEFT + tree.depth * COLUMN + RIGHT, LEFT + 6 * len(subtitle), LEFT + 10.5 * len(title))
+    figure = Figure(figsize=(width / 72, height / 72), dpi=72)
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    _write(axes, LEFT - 24, 30, title, 19)
+    _write(axes, LEFT - 24, 54, subtitle, 12, SOFT)
+    _write(axes, LEFT - 24, height - 20, LEGEND, 10, SOFT)
+    for depth in range(1, tree.depth + 1):
+        accepted = sum(s for s, own in zip(shares, tree.depths, strict=True) if own == depth)
+        x = LEFT + depth * COLUMN
+        _write(axes, x, 86, f"head {depth - 1}", 13, _colour(depth), ha="center")
+        _write(axes, x, 102, f"accepted in {accepted:.0%} of rounds", 10, SOFT, ha="center")
+    for node, parent in enumerate(tree.parents):
+        (x0, y0), (x1, y1) = places[parent], places[node]
+        middle = (x0 + x1) / 2
+        path = matplotlib.path.Path([(x0, y0), (middle, y0), (middle, y1), (x1, y1)], [1, 4, 4, 4])
+        axes.add_patch(PathPatch(path, fill=False, edgecolor=LINE, linewidth=1 + 5 * share[node], gid=f"edge {node}"))
+    for node in range(ROOT, len(tree)):
+        axes.add_patch(Circle(places[node], radius[node], color=_colour(depths[node]), linewidth=0, gid=f"node {node}"))
+    _write(axes, places[ROOT][0], places[ROOT][1] - radius[ROOT] - 9, "text", 11, ha="center", path_effects=HALO)
+    for node, parent in enumerate(tree.parents):
+        (x, y), rank = places[node], tree.children[parent + 1].index(node)
+        if tree.children[node + 1]:
+            y -= radius[node] + 8
+            _write(axes, x, y, f"{rank}", 11, ha="center", path_effects=HALO)
+            _write(axes, x + 7, y, f"{share[node]:.1%}", 9, SOFT, path_effects=HALO)
+        else:
+            x += radius[node] + 6
+            _write(axes, x, y, f"{rank}", 11)
+            _write(axes, x + 7 * len(str(rank)) + 5, y, f"{share[node]:.1%}", 9, SOFT)
+    return figure
+
+
+def _layout(tree: Tree) -> dict[int, float]:
+    """Return the height of each node: leaves a row each, parents in the middle of their children."""
+    heights: dict[int, float] = {}
     rows = 0
 
     def place(node: int) -> float:
         nonlocal rows
         children = tree.children[node + 1]
-        if not children:
-            y[node], rows = TOP + (rows + 0.5) * ROW, rows + 1
-        else:
+        if children:
             below = [place(child) for child in children]
-            y[node] = (below[0] + below[-1]) / 2
-        return y[node]
+            heights[node] = (below[0] + below[-1]) / 2
+        else:
+            heights[node], rows = TOP + (rows + 0.5) * ROW, rows + 1
+        return heights[node]
 
     place(ROOT)
-    depths = (*tree.depths, 0)  # the root's, found at index −1
-    at = {node: (LEFT + depths[node] * COLUMN, own) for node, own in y.items()}
-    share = [*shares, 1.0]
-    radius = [max(LARGEST * s**0.5, SMALLEST) for s in share]
-    width = LEFT + tree.depth * COLUMN + RIGHT
-    shapes: list[Curve | Dot | Text] = [
-        Text((LEFT - 24, 30), title, 19),
-        Text((LEFT - 24, 54), subtitle, 12, SOFT),
-    ]
-    for depth in range(1, tree.depth + 1):
-        accepted = sum(s for s, own in zip(shares, tree.depths, strict=True) if own == depth)
-        x = LEFT + depth * COLUMN
-        shapes.append(Text((x, 86), f"head {depth - 1}", 13, _colour(depth), "m"))
-        shapes.append(Text((x, 102), f"accepted in {accepted:.0%} of rounds", 10, SOFT, "m"))
-    for node, parent in enumerate(tree.parents):
-        shapes.append(Curve(at[parent], at[node], 1 + 5 * share[node]))
-    shapes += [Dot(at[node], radius[node], _colour(depths[node])) for node in range(ROOT, len(tree))]
-    shapes.append(Text((at[ROOT][0], at[ROOT][1] - radius[ROOT] - 9), "text", 11, INK, "m", halo=True))
-    for node, parent in enumerate(tree.parents):
-        (x, own), rank = at[node], tree.children[parent + 1].index(node)
-        if tree.children[node + 1]:
-            above = own - radius[node] - 8
-            shapes.append(Text((x, above), f"{rank}", 11, INK, "m", halo=True))
-            shapes.append(Text((x + 7, above), f"{share[node]:.1%}", 9, SOFT, halo=True))
-        else:
-            x += radius[node] + 6
-            shapes.append(Text((x, own), f"{rank}", 11))
-            shapes.append(Text((x + 7 * len(str(rank)) + 5, own), f"{share[node]:.1%}", 9, SOFT))
-    height = TOP + rows * ROW + BOTTOM
-    legend = "number: the candidate's rank; area of a dot: the share of rounds that accept it"
-    shapes.append(Text((LEFT - 24, height - 20), legend, 10, SOFT))
-    widest = max(LEFT + 0.58 * s.size * len(s.words) for s in shapes if isinstance(s, Text) and s.anchor == "l")
-    if tree.depth < 3:  # the words at the top and bottom need more room than the tree
-        width = max(width, widest)
-    return Scene(width, height, shapes)
+    return heights
 
 
 def _colour(depth: int) -> str:
     return BY_DEPTH[depth % len(BY_DEPTH)]
 
 
-def svg(scene: Scene) -> str:
-    """Return a scene as SVG."""
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{scene.width:g}" height="{scene.height:g}" '
-        f'viewBox="0 0 {scene.width:g} {scene.height:g}" font-family="Helvetica, Arial, sans-serif">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
-    for shape in scene.shapes:
-        if isinstance(shape, Curve):
-            (x0, y0), (x1, y1) = shape.start, shape.end
-            middle = (x0 + x1) / 2
-            curve = f"M {x0:.1f} {y0:.1f} C {middle:.1f} {y0:.1f}, {middle:.1f} {y1:.1f}, {x1:.1f} {y1:.1f}"
-            lines.append(f'<path d="{curve}" fill="none" stroke="{LINE}" stroke-width="{shape.width:.2f}"/>')
-        elif isinstance(shape, Dot):
-            (x, y), r = shape.centre, shape.radius
-            lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{r:.2f}" fill="{shape.colour}"/>')
-        else:
-            (x, y), words = shape.place, escape(shape.words)
-            form = f'font-size="{shape.size:g}" text-anchor="{ANCHORS[shape.anchor]}"'
-            start = f'<text x="{x:.1f}" y="{y + 0.35 * shape.size:.1f}" {form}'
-            if shape.halo:  # a text of its own: not every viewer knows paint-order
-                lines.append(f'{start} fill="white" stroke="white" stroke-width="3">{words}</text>')
-            lines.append(f'{start} fill="{shape.colour}">{words}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
-
-
-def write_png(scene: Scene, path: Path, scale: float = 2.0) -> None:
-    """Write a scene as PNG, `scale` pixels a unit."""
-    k = scale * SHARPNESS
-    image = Image.new("RGB", (round(scene.width * k), round(scene.height * k)), "white")
-    draw = ImageDraw.Draw(image)
-    for shape in scene.shapes:
-        if isinstance(shape, Curve):
-            points = [(x * k, y * k) for x, y in shape.points()]
-            draw.line(points, fill=LINE, width=max(round(shape.width * k), 1), joint="curve")
-        elif isinstance(shape, Dot):
-            (x, y), r = shape.centre, shape.radius
-            draw.ellipse([(x - r) * k, (y - r) * k, (x + r) * k, (y + r) * k], fill=shape.colour)
-        else:
-            (x, y), font = shape.place, ImageFont.load_default(shape.size * k)
-            halo = round(1.5 * k) if shape.halo else 0
-            where = (x * k, y * k)
-            draw.text(
-                where, shape.words, shape.colour, font, f"{shape.anchor}m", stroke_width=halo, stroke_fill="white"
-            )
-    image.resize((round(scene.width * scale), round(scene.height * scale)), Image.Resampling.LANCZOS).save(path)
+def _write(axes: Axes, x: float, y: float, words: str, size: float, colour: str = INK, **options: Any) -> None:
+    axes.text(x, y, words, fontsize=size, color=colour, va="center", **options)

@@ -20,6 +20,13 @@ from draftsmith.decode import (
     Tree,
     speculative_generate,
 )
+from draftsmith.decode.measurement.certificate import (
+    FALSE_ALARM,
+    Certificate,
+    certify_greedy,
+    certify_sampled,
+    unchecked,
+)
 from draftsmith.decode.measurement.distribution_test import (
     distribution_test,
     plain_texts,
@@ -29,16 +36,12 @@ from draftsmith.decode.measurement.distribution_test import (
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.scripts.measure.certificate import FALSE_ALARM, certify_greedy, certify_sampled, unchecked
 
 VOCAB = 13
 NEW = 40
 TOKENS = 2_000
 TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1)])
 WARPED = Sampling(temperature=0.8, top_k=9, top_p=0.95)
-KEYS = {
-    "checked", "identical", "prompts_identical", "near_ties", "departures", "p_value", "tokens", "passed", "reason",
-}  # fmt: skip
 
 
 def random_prompts(count: int, vocab_size: int = VOCAB, length: int = 4) -> list[torch.Tensor]:
@@ -96,10 +99,7 @@ def scores_after(target, prompt, tokens: list[int]) -> torch.Tensor:
 def test_exact_texts_are_identical(target, drafters, plain, name):
     prompts, expected = plain
     entry = certify_greedy(target, expected, decoded(target, drafters[name], prompts), prompts)
-    assert entry == {
-        "checked": True, "identical": True, "prompts_identical": 6, "near_ties": 0, "departures": 0, "p_value": None,
-        "tokens": None, "passed": True, "reason": None,
-    }  # fmt: skip
+    assert entry == Certificate(identical=True, prompts_identical=6, near_ties=0, departures=0, passed=True)
 
 
 def test_a_wrong_token_is_a_departure_and_named(target, plain):
@@ -107,20 +107,20 @@ def test_a_wrong_token_is_a_departure_and_named(target, plain):
     logits = scores_after(target, prompts[2], expected[2][:5])
     runner_up = int(logits.topk(2).indices[1])
     entry = certify_greedy(target, expected, with_token(expected, 2, 5, runner_up), prompts)
-    assert entry.keys() == KEYS and entry["passed"] is entry["identical"] is False
-    assert (entry["prompts_identical"], entry["near_ties"], entry["departures"]) == (5, 0, 1)
-    assert f"1 departures: prompt 2, token 5: {runner_up} in place of {expected[2][5]}, margin " in entry["reason"]
+    assert entry.passed is entry.identical is False
+    assert (entry.prompts_identical, entry.near_ties, entry.departures) == (5, 0, 1)
+    assert f"1 departures: prompt 2, token 5: {runner_up} in place of {expected[2][5]}, margin " in entry.reason
     # A text that stops, or goes on, where the plain one does not is no tie.
     shorter = [*expected[:4], expected[4][:9], expected[5]]
     for texts, where in (((expected, shorter), "the text ends there"), ((shorter, expected), "the plain text ends")):
         entry = certify_greedy(target, *texts, prompts)
-        assert entry["departures"] == 1 and f"prompt 4, token 9: {where}" in entry["reason"]
+        assert entry.departures == 1 and f"prompt 4, token 9: {where}" in entry.reason
 
 
 def test_a_lossy_rule_departs(target, drafters, plain):
     prompts, expected = plain
     entry = certify_greedy(target, expected, decoded(target, drafters["draft"], prompts, rule="threshold"), prompts)
-    assert entry["passed"] is False and entry["departures"] == 6 - entry["prompts_identical"] > 0
+    assert entry.passed is False and entry.departures == 6 - entry.prompts_identical > 0
 
 
 @pytest.fixture(scope="module")
@@ -142,20 +142,20 @@ def test_near_ties_in_half_precision_are_counted_and_named_apart(twins):
     expected = [text[4:].tolist() for text in texts]
     ties = with_token(expected, 1, 3, (expected[1][3] + 8) % 16)
     entry = certify_greedy(twins, expected, ties, prompts)
-    assert entry["passed"] is True and entry["identical"] is False
-    assert (entry["prompts_identical"], entry["near_ties"], entry["departures"]) == (4, 1, 0)
-    assert entry["reason"].startswith(f"1 near ties: prompt 1, token 3: {ties[1][3]} in place of {expected[1][3]}, ")
+    assert entry.passed is True and entry.identical is False
+    assert (entry.prompts_identical, entry.near_ties, entry.departures) == (4, 1, 0)
+    assert entry.reason.startswith(f"1 near ties: prompt 1, token 3: {ties[1][3]} in place of {expected[1][3]}, ")
     # A tie in one text does not excuse a mistake in another.
     wrong = int(scores_after(twins, prompts[0], expected[0][:7]).argmin())
     entry = certify_greedy(twins, expected, with_token(ties, 0, 7, wrong), prompts)
-    assert (entry["prompts_identical"], entry["near_ties"], entry["departures"]) == (3, 1, 1)
-    assert entry["passed"] is False
-    assert entry["reason"].startswith("1 departures: prompt 0, token 7") and "1 near ties: prompt 1" in entry["reason"]
+    assert (entry.prompts_identical, entry.near_ties, entry.departures) == (3, 1, 1)
+    assert entry.passed is False
+    assert entry.reason.startswith("1 departures: prompt 0, token 7") and "1 near ties: prompt 1" in entry.reason
     # In float32 the twins are told apart: by the last bit of one weight in 64, but by much more than a tie.
     exact = tiny_llama(1, 17, layers=1, hidden=64)
     exact.load_state_dict({name: weight.float() for name, weight in twins.state_dict().items()})
     entry = certify_greedy(exact, expected, ties, prompts)
-    assert (entry["near_ties"], entry["departures"]) == (0, 1)
+    assert (entry.near_ties, entry.departures) == (0, 1)
 
 
 def test_a_small_margin_that_rounding_does_not_reach_is_a_departure(twins):
@@ -172,7 +172,7 @@ def test_a_small_margin_that_rounding_does_not_reach_is_a_departure(twins):
     place, token = places[0]
     expected = [text[4:].tolist()]
     entry = certify_greedy(twins, expected, with_token(expected, 0, place, token), [text[:4]])
-    assert (entry["near_ties"], entry["departures"], entry["passed"]) == (0, 1, False), entry
+    assert (entry.near_ties, entry.departures, entry.passed) == (0, 1, False), entry
 
 
 def sampled(target, proposer, **options):
@@ -183,11 +183,11 @@ def sampled(target, proposer, **options):
 @pytest.mark.parametrize("name", ["lookahead", "hydra tree"])
 def test_the_exact_rule_has_the_targets_law(target, drafters, name):
     entry = sampled(target, drafters[name])
-    assert entry.keys() == KEYS and entry["checked"] is True
-    assert entry["p_value"] > FALSE_ALARM and entry["passed"] is True, entry
-    assert entry["tokens"] >= TOKENS and entry["identical"] is entry["departures"] is None
+    assert entry.checked is True
+    assert entry.p_value > FALSE_ALARM and entry.passed is True, entry
+    assert entry.tokens >= TOKENS and entry.identical is entry.departures is None
     without = "tested without the law of LookaheadProposer, and so with less power"
-    assert entry["reason"] == (without if name == "lookahead" else None)
+    assert entry.reason == (without if name == "lookahead" else None)
 
 
 class FlattenedDraft(DraftModelProposer):
@@ -228,9 +228,9 @@ PLANTS = {
 def test_a_lossy_decoder_is_caught(target, drafters, plant):
     proposer, options = PLANTS[plant]
     entry = sampled(target, proposer(drafters), **options)
-    assert entry["checked"] is True and entry["passed"] is False
-    assert entry["p_value"] < FALSE_ALARM / 100, entry
-    assert entry["reason"].startswith("the tokens' law is not the target's: ")
+    assert entry.checked is True and entry.passed is False
+    assert entry.p_value < FALSE_ALARM / 100, entry
+    assert entry.reason.startswith("the tokens' law is not the target's: ")
 
 
 def test_rounding_that_moves_tokens_past_top_k_is_no_departure(twins):
@@ -246,18 +246,17 @@ def test_rounding_that_moves_tokens_past_top_k_is_no_departure(twins):
         pytest.skip("this machine's kernels round blocks as single tokens")
     assert raw.p_value == 0
     entry = certify_sampled(twins, drafter, prompts, TOKENS, sampler, batch_size=100, max_new_tokens=NEW)
-    assert entry["passed"] is True and entry["p_value"] > FALSE_ALARM, entry
+    assert entry.passed is True and entry.p_value > FALSE_ALARM, entry
     # Where the decoder forgets top-k, rounding is no excuse.
     entry = certify_sampled(
         twins, drafter, prompts, TOKENS, sampler, batch_size=100, max_new_tokens=NEW, rule=Unwarped()
     )
-    assert entry["passed"] is False and entry["p_value"] == 0
+    assert entry.passed is False and entry.p_value == 0
 
 
 def test_what_cannot_be_checked_is_refused_or_says_why(target, drafters, plain):
     entry = unchecked("sampled_tokens is 0")
-    assert entry.keys() == KEYS and (entry["checked"], entry["reason"]) == (False, "sampled_tokens is 0")
-    assert all(value is None for key, value in entry.items() if key not in ("checked", "reason"))
+    assert entry == Certificate(checked=False, reason="sampled_tokens is 0")
     prompts, expected = plain
     with pytest.raises(InputError, match="found 6 and 5 for 6 prompts"):
         certify_greedy(target, expected, expected[1:], prompts)

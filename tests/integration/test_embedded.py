@@ -1,6 +1,7 @@
 """The embedded pair: what ships is what the README says, and the road runs on it."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -62,11 +63,11 @@ def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     )  # fmt: skip
     console = Console(record=True, width=120)
     report = quickstart.quickstart(config, console)
-    assert json.loads((tmp_path / "report.json").read_text()) == report
-    assert {run["proposer"]["kind"] for run in report["runs"]} == {"draft", "baseline_draft", "medusa"}
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(asdict(report)))
+    assert {run.proposer.kind for run in report.runs} == {"draft", "baseline_draft", "medusa"}
     assert len(load_completions(str(tmp_path / "completions/sampled"))) == 4
     assert len(load_completions(str(tmp_path / "completions/greedy"))) == 2
-    assert report["prompts"]["count"] == 2 and report["prompts"]["replayed"] == 3
+    assert report.prompts.count == 2 and report.prompts.replayed == 3
     selection, measured = (
         {json.loads(line)["id"] for line in (tmp_path / f"prompts/{name}.jsonl").read_text().splitlines()}
         for name in ("heldout", "measured")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from jsonschema import Draft202012Validator
+from pydantic import TypeAdapter
 from rich.console import Console
 from trained_heads import own_texts, train_heads
 from transformers import AutoModelForCausalLM
@@ -19,18 +20,17 @@ from transformers import AutoModelForCausalLM
 import draftsmith.scripts.measure.command as command
 from draftsmith.decode.measurement import costs as round_costs
 from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.certificate import Certificate, certify_sampled
 from draftsmith.decode.options import Sampling
 from draftsmith.medusa import MedusaConfig, MedusaHeads
-from draftsmith.scripts.measure import certificate, cost_file
-from draftsmith.scripts.measure.build import report_schema
-from draftsmith.scripts.measure.certificate import certify_sampled, unchecked
+from draftsmith.scripts.measure import certify, cost_file
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.estimates import Speed
 from draftsmith.scripts.measure.side_by_side import Method
 from draftsmith.scripts.pair import short_names
+from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
+from draftsmith.scripts.report.types import Report
 from draftsmith.train import cli
 from draftsmith.train.runs import save_model
 
@@ -86,13 +86,14 @@ def valid(output, report=None):
         raise AssertionError(f"{constant} is no JSON")
 
     found = json.loads((output / "report.json").read_text(), parse_constant=refuse)
-    assert report is None or found == json.loads(json.dumps(report, default=asdict))
+    assert report is None or found == json.loads(json.dumps(asdict(report)))
     assert [f"{error.json_path}: {error.message[:200]}" for error in VALIDATOR.iter_errors(found)] == []
     assert (output / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert not list(output.glob(".*"))
     return found
 
 
+TYPED = TypeAdapter(Report)
 VALIDATOR = Draft202012Validator(report_schema())
 
 
@@ -146,13 +147,13 @@ def test_the_schema_is_strict(measured):
         (("surprise",), 1),
         (("runs", 0, "surprise"), 1),
         (("runs", 0, "alpha", "ci95"), [0.5]),
-        (("runs", 0, "alpha"), {"value": None, "ci95": [0.1, 0.2], "n": 4}),
+        (("runs", 0, "alpha"), {"value": 0.5, "ci95": None}),
         (("runs", 0, "counts", "num_drafts"), 1.5),
-        (("runs", 0, "proposer", "tree_nodes"), 4),
-        (("runs", 0, "lossless", "checked"), False),
+        (("runs", 0, "proposer", "kind"), "lookup"),
+        (("runs", 0, "lossless", "checked"), None),
         (("curves", 0, "mean_acceptance_length", "γ"), {"value": 1.0, "ci95": None, "n": 1}),
         (("costs", "overhead_seconds", "draft", "1"), None),
-        (("breaks", "texts", 0, "tokens", 0, "acceptance"), 1.5),
+        (("rejections", "texts", 0, "tokens", 0, "acceptance"), 1.5),
         (("recommendation", "reason"), None),
     ]:
         changed = copy.deepcopy(report)
@@ -160,6 +161,10 @@ def test_the_schema_is_strict(measured):
         assert not VALIDATOR.is_valid(changed), path
     for key in report:
         assert not VALIDATOR.is_valid({name: value for name, value in report.items() if name != key}), key
+
+
+def test_the_schema_is_that_of_the_dataclasses():
+    assert report_schema() == generated_schema(), "run python -m draftsmith.scripts.report.schema"
 
 
 def test_what_was_measured(measured, root):
@@ -380,20 +385,22 @@ def test_predictions_are_costs_times_acceptance(measured):
     assert report["planner_check"]["median_relative_error"] == pytest.approx(median(errors), rel=1e-12)
 
 
-def test_breaks_add_up(measured, tokenizer):
+def test_rejections_add_up(measured, tokenizer):
     report, decoded = measured
-    breaks = report["breaks"]
-    assert (breaks["temperature"], breaks["proposer"]) == (0.0, "draft")
+    rejections = report["rejections"]
+    assert (rejections["temperature"], rejections["proposer"]) == (0.0, "draft")
     plain = {group.rows[0].prompt: group.rows[0].tokens for group in decoded[0.0, 1][Method()]}
     # One text of each category first, then the others.
-    for place, text in zip((0, 2, 1, 3), breaks["texts"], strict=True):
+    for place, text in zip((0, 2, 1, 3), rejections["texts"], strict=True):
         assert (text["prompt"], text["category"]) == PROMPTS[place]
         assert "".join(token["text"] for token in text["tokens"]) == tokenizer.decode(plain[place])
         assert len(text["tokens"]) == NEW and all(token["acceptance"] in (0.0, 1.0) for token in text["tokens"])
-    rejected = [of["rejected"] for of in breaks["tokens"]]
-    assert rejected == sorted(rejected, reverse=True) and all(of["rejected"] <= of["seen"] for of in breaks["tokens"])
+    rejected = [of["rejected"] for of in rejections["tokens"]]
+    assert rejected == sorted(rejected, reverse=True) and all(
+        of["rejected"] <= of["seen"] for of in rejections["tokens"]
+    )
     # The 30 tokens listed hold all that this draft misses.
-    assert sum(rejected) == sum(1 - token["acceptance"] for text in breaks["texts"] for token in text["tokens"]) > 0
+    assert sum(rejected) == sum(1 - token["acceptance"] for text in rejections["texts"] for token in text["tokens"]) > 0
 
 
 def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
@@ -464,10 +471,9 @@ def test_what_fails_the_law_test_is_not_deployed(root, tmp_path, monkeypatch):
 
     def certified(*args, **options):
         asked.append(inspect.signature(certify_sampled).bind(*args, **options).arguments)
-        failed = {"p_value": 1e-9, "tokens": 2048, "passed": False, "reason": "the tokens' law is not the target's"}
-        return unchecked("") | {"checked": True} | failed
+        return Certificate(p_value=1e-9, tokens=2048, passed=False, reason="the tokens' law is not the target's")
 
-    monkeypatch.setattr(certificate, "certify_sampled", certified)
+    monkeypatch.setattr(certify, "certify_sampled", certified)
     report = checked(
         root, tmp_path, draft=str(root / "draft"), temperature="1", top_k=50, batch_size="1,2", limit=2,
         lossless_tokens=2000, min_speedup=0.001,
@@ -586,16 +592,9 @@ def test_drafts_have_names_that_tell_them_apart():
     assert here and there == "a"
 
 
-def estimated(values: dict) -> object:
-    """Return the estimates of a JSON file as what was written, all else as it is."""
-    if "ci95" not in values:
-        return values
-    return Speed(**values) if "median" in values else Estimate(**values)
-
-
 def printed(report: dict, tmp_path) -> str:
     with (tmp_path / "table.txt").open("w") as file:
-        print_report(json.loads(json.dumps(report), object_hook=estimated), Console(width=80, file=file))
+        print_report(TYPED.validate_python(report), Console(width=80, file=file))
     return (tmp_path / "table.txt").read_text()
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -21,9 +22,9 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 TABLE = CostTable(
     context=50,
     temperature=0.0,
-    target={1: {1: 1.0, 5: 2.0}, 4: {1: 1.6, 5: 4.4}},
-    plain_overhead={1: 0.1, 4: 0.4},
-    prefill={1: 3.0, 4: 9.0},
+    target_seconds={1: {1: 1.0, 5: 2.0}, 4: {1: 1.6, 5: 4.4}},
+    plain_overhead_seconds={1: 0.1, 4: 0.4},
+    prefill_seconds={1: 3.0, 4: 9.0},
     prompt=20,
     drafters={
         "draft": {1: DraftCosts(0.2, 0.1, 0.3, 0.5), 4: DraftCosts(0.5, 0.4, 0.6, 2.0)},
@@ -80,7 +81,7 @@ def test_one_row_verifies_its_first_draft_with_the_prompt():
 
 
 def test_a_table_outlives_json():
-    assert CostTable.from_dict(json.loads(json.dumps(TABLE.to_dict()))) == TABLE
+    assert CostTable.from_dict(json.loads(json.dumps(asdict(TABLE)))) == TABLE
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_a_table_outlives_json():
     ],
 )
 def test_a_damaged_table_is_refused_in_one_line(field, value):
-    damaged = TABLE.to_dict() | {field: value}
+    damaged = asdict(TABLE) | {field: value}
     for found in (damaged, {name: own for name, own in damaged.items() if name != field}):
         with pytest.raises(InputError, match=r"^costs: expected a table of costs, found") as error:
             CostTable.from_dict(found)
@@ -121,12 +122,14 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
     assert [table.temperature for table in tables] == [0.0, 0.8]
     for table in tables:
         assert (table.context, table.prompt) == (30, 12)
-        assert {b: sorted(own) for b, own in table.target.items()} == {1: [1, 2, 4], 2: [1, 2, 4]}
-        figures = [s for own in table.target.values() for s in own.values()] + list(table.prefill.values())
+        assert {b: sorted(own) for b, own in table.target_seconds.items()} == {1: [1, 2, 4], 2: [1, 2, 4]}
+        figures = [s for own in table.target_seconds.values() for s in own.values()] + list(
+            table.prefill_seconds.values()
+        )
         assert all(math.isfinite(s) and s > 0 for s in figures)
-        assert table.target is tables[0].target  # the law changes no forward
+        assert table.target_seconds is tables[0].target_seconds  # the law changes no forward
         for b in (1, 2):  # what is left of a token or a round beside its parts may be less than nothing, the whole not
-            assert 0 < table.target[b][1] + table.plain_overhead[b] < 1
+            assert 0 < table.target_seconds[b][1] + table.plain_overhead_seconds[b] < 1
         assert set(table.drafters) == set(proposers)
         for name, own in table.drafters.items():
             assert sorted(own) == [1, 2]
@@ -214,9 +217,9 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
     (table,) = measure_costs(target, proposers, lengths, text, {0.0: sampler}, [1, 3], 30, 12, repeats=1)
     assert target.generation_config.eos_token_id == 0
     for rows in (1, 3):
-        assert table.target[rows] == pytest.approx({k: forward(rows, k) for k in costs.BLOCKS})
-        assert table.prefill[rows] == pytest.approx(forward(rows, 12))
-        assert table.plain_overhead[rows] == pytest.approx(WARPING)
+        assert table.target_seconds[rows] == pytest.approx({k: forward(rows, k) for k in costs.BLOCKS})
+        assert table.prefill_seconds[rows] == pytest.approx(forward(rows, 12))
+        assert table.plain_overhead_seconds[rows] == pytest.approx(WARPING)
         own = table.drafters["timed"][rows]
         assert [own.start, own.step, own.prefill] == pytest.approx([START, STEP * rows, FIRST])
         # Each row's verdict applies the law by itself.

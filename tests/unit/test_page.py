@@ -3,14 +3,19 @@
 import copy
 import random
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
+from pydantic import TypeAdapter
 
+from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
-from draftsmith.scripts.measure.estimates import Speed
 from draftsmith.scripts.report.page import lossless, number, render_page, size, visible, write_page
+from draftsmith.scripts.report.types import Report, Speed
 
+NOTHING = Estimate(None, None, 0)
+TYPED = TypeAdapter(Report)
 VOID = {"meta", "link", "img", "br", "use", "path"}
 HOSTILE = "<script>alert('x')</script>\"&$x^2$"
 SVG = (
@@ -82,9 +87,9 @@ def rich():
                 ("probabilistic", "greedy") if temperature and name in ("draft", "stock") else ("probabilistic",)
             ):
                 shift = -0.05 if verifier == "greedy" else 0.0
-                alpha = None if name == "lookup" else est(ALPHAS[name][temperature > 0] + shift, 0.022)
+                alpha = NOTHING if name == "lookup" else est(ALPHAS[name][temperature > 0] + shift, 0.022)
                 conditional = [
-                    est((alpha or est(0.4, 0)).value + 0.015 * i, 0.02 + 0.006 * i)
+                    est((alpha.value or 0.4) + 0.015 * i, 0.02 + 0.006 * i)
                     for i in range(min(4 if name == "medusa" else 8, 8))
                 ]
                 curves.append(
@@ -134,33 +139,12 @@ def rich():
                     plain = 8 ** (batch > 1) * (98.4 - 3 * temperature) * (0.7 if batch > 1 else 1)
                     gain = est(tau("draft", temperature, k) - tau("stock", temperature, k), 0.06)
                     accepted = tau(name, temperature, k) - 1
-                    greedy = {
-                        "checked": True,
-                        "identical": True,
-                        "prompts_identical": 80,
-                        "near_ties": 0,
-                        "p_value": None,
-                        "tokens": None,
-                    }
+                    greedy = Certificate(identical=True, prompts_identical=80, near_ties=0, departures=0, passed=True)
                     if name == "medusa":
-                        greedy |= {"identical": False, "prompts_identical": 78, "near_ties": 2}
-                    sampler = {
-                        "checked": True,
-                        "identical": None,
-                        "prompts_identical": None,
-                        "near_ties": None,
-                        "p_value": noise.random(),
-                        "tokens": 40_000,
-                    }
+                        greedy = replace(greedy, identical=False, prompts_identical=78, near_ties=2)
+                    sampled = Certificate(p_value=noise.uniform(0.01, 1), tokens=40_000, passed=True)
                     if name == "lookup":
-                        sampler = {
-                            "checked": False,
-                            "identical": None,
-                            "prompts_identical": None,
-                            "near_ties": None,
-                            "p_value": None,
-                            "tokens": None,
-                        }
+                        sampled = unchecked("no tokens were asked for")
                     conditional = [0.7 + 0.01 * i for i in range(k)]
                     runs.append(
                         {
@@ -190,7 +174,7 @@ def rich():
                             if name == "draft"
                             else None,
                             "replay": {"mean_acceptance_length": est(tau(name, temperature, k), 0.05), "agrees": True},
-                            "lossless": sampler if temperature else greedy,
+                            "lossless": sampled if temperature else greedy,
                             "by_category": {
                                 c: {
                                     "prompts": n // 4,
@@ -210,7 +194,7 @@ def rich():
             "proposer": a,
             "other": b,
             "mean_acceptance_length": est(sign * (0.07 * k if more == 0 else 0.03), 0.05),
-            "alpha": est(sign * 0.11, 0.02) if b == "stock" else None,
+            "alpha": est(sign * 0.11, 0.02) if b == "stock" else NOTHING,
             "more_prompts": more,
         }
         for t in (0.0, 0.8)
@@ -287,10 +271,14 @@ def rich():
             },
             "draft_seconds_per_token": {n: {str(b): s * (1 + 0.04 * b) for b in (1, 8)} for n, s in STEPS.items()},
             "overhead_seconds": {name: {"1": 0.0009, "8": 0.0014} for name in ("draft", "stock", "medusa", "lookup")},
+            "plain_overhead_seconds": {"1": 0.0004, "8": 0.0009},
+            "prefill_seconds": {"1": 0.02, "8": 0.1},
+            "tables": [],
         },
         "planner_check": {"median_relative_error": 0.031, "points": points},
         "memory": {
             "target_bytes": 72_884_224,
+            "target_cache_bytes_per_token": 4096,
             "drafters": {
                 n: {
                     "weights_bytes": 2 * proposer(n)["parameters"],
@@ -299,7 +287,7 @@ def rich():
                 for n in names
             },
         },
-        "breaks": {
+        "rejections": {
             "temperature": 0.0,
             "proposer": "draft",
             "texts": texts,
@@ -322,49 +310,41 @@ def rich():
 
 def minimal():
     """A report in which all that may be null is, and nothing paid."""
-    nothing = Estimate(None, None, 0)
-    unchecked = {
-        "checked": False,
-        "identical": None,
-        "prompts_identical": None,
-        "near_ties": None,
-        "p_value": None,
-        "tokens": None,
-    }
     run = {
-        "proposer": {"name": "draft", "kind": "draft", "path": None, "parameters": None, "bytes": None},
+        "proposer": {"name": "draft", "kind": "draft", "path": None, "parameters": 0, "bytes": 0},
         "draft_length": 4,
         "rule": "exact",
         "temperature": 1.0,
         "batch_size": 1,
         "counts": {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0},
         "alpha": None,
-        "draft_acceptance_rate": nothing,
-        "mean_acceptance_length": nothing,
+        "draft_acceptance_rate": NOTHING,
+        "mean_acceptance_length": NOTHING,
         "acceptance_per_position": [None] * 4,
         "conditional_acceptance": [None] * 4,
-        "speedup": nothing,
+        "speedup": NOTHING,
         "predicted_speedup": None,
-        "tokens_per_second": nothing,
+        "tokens_per_second": Speed(None, None, 0, median=0.0),
         "gain_over_baseline_draft": None,
         "replay": None,
-        "lossless": unchecked,
+        "lossless": unchecked("nothing was asked for"),
         "by_category": {},
         "repeated_ngram_share": None,
     }
     return {
         "schema": "draftsmith.report/1",
-        "environment": {"python": "3.11.7", "device": None, "git_sha": None},
-        "target": {"path": "target", "parameters": None, "dtype": None},
-        "prompts": {"path": "prompts.txt", "count": 1, "replayed": None, "categories": {}},
-        "baseline": {"tokens_per_second": nothing, "by_temperature": []},
+        "environment": dict.fromkeys(("python", "torch", "transformers", "device", "dtype"), "–")
+        | {"cores": None, "threads": 1, "git_sha": None},
+        "target": {"path": "target", "parameters": 0, "dtype": "float32"},
+        "prompts": {"path": "prompts.txt", "count": 1, "replayed": 1, "categories": {}},
+        "baseline": {"tokens_per_second": Speed(None, None, 0, median=0.0), "by_temperature": []},
         "runs": [run],
         "curves": [],
         "comparisons": [],
         "costs": None,
         "planner_check": None,
-        "memory": None,
-        "breaks": None,
+        "memory": {"target_bytes": 4, "target_cache_bytes_per_token": None, "drafters": {}},
+        "rejections": None,
         "trees": [],
         "gate": None,
         "recommendation": {
@@ -426,7 +406,7 @@ def full():
 @pytest.fixture(scope="module")
 def full_page(full, tmp_path_factory):
     path = tmp_path_factory.mktemp("page") / "new" / "report.html"
-    write_page(full, path)
+    write_page(TYPED.validate_python(full), path)
     assert [other.name for other in path.parent.iterdir()] == ["report.html"]
     return path.read_text(encoding="utf-8")
 
@@ -450,7 +430,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
         "α found and break-even α",
         "Costs",
         "The planner's check",
-        "Where acceptance breaks",
+        "Where tokens are rejected",
         "Medusa trees",
         "Losslessness",
         "Memory",
@@ -482,9 +462,9 @@ def test_it_loads_nothing_and_takes_its_colours_from_the_page(full_page):
 
 
 def test_what_is_null_reads_as_a_dash_and_its_section_is_left_out():
-    html = render_page(minimal())
+    html = render_page(TYPED.validate_python(minimal()))
     page = Page(html)
-    assert page.headings == ["✗ No drafter pays", "Runs", "How it was measured"]
+    assert page.headings == ["✗ No drafter pays", "Runs", "Memory", "How it was measured"]
     assert "None" not in page.text and "nan" not in page.text and "<svg" not in html
     row = html[html.index('<td class="l"><b style') : html.index("</tr>", html.index('<td class="l"><b style'))]
     cells = [Page(cell).text.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
@@ -508,8 +488,8 @@ def test_no_go_names_what_failed_and_the_lossy_drafter():
         "failures": ["speed-up 1.03 is below 1.2"],
     }
     report["runs"][0]["mean_acceptance_length"] = Estimate(1.31, None, 1)
-    report["runs"][0]["lossless"] |= {"checked": True, "p_value": 3e-9, "tokens": 40_000}
-    page = Page(render_page(report))
+    report["runs"][0]["lossless"] = Certificate(p_value=3e-9, tokens=40_000, passed=False)
+    page = Page(render_page(TYPED.validate_python(report)))
     assert page.headings[:2] == ["✗ NO-GO", "Best setting"]
     for words in (
         "speed-up 1.03 is below 1.2",
@@ -525,18 +505,18 @@ def test_hostile_words_stay_words(full):
     report["curves"], report["runs"] = report["curves"][:1], report["runs"][:1]
     report["comparisons"], report["costs"], report["planner_check"] = [], None, None
     report["target"]["path"] = report["prompts"]["path"] = report["recommendation"]["reason"] = HOSTILE
-    report["environment"]["device"] = report["gate"]["failures"] = [HOSTILE]
+    report["environment"]["device"], report["gate"]["failures"] = HOSTILE, [HOSTILE]
     for one in (*report["curves"], *report["runs"]):
         one["proposer"] |= {"name": HOSTILE, "path": HOSTILE}
         one["by_category"] = {HOSTILE: next(iter(one["by_category"].values()))}
-    report["recommendation"]["proposer"] = report["breaks"]["proposer"] = HOSTILE
-    report["memory"]["drafters"] = {HOSTILE: {"weights_bytes": None, "cache_bytes_per_token": 3}}
-    report["breaks"]["tokens"] = [{"text": HOSTILE, "seen": 2, "rejected": 1.0}]
-    report["breaks"]["texts"] = [
+    report["recommendation"]["proposer"] = report["rejections"]["proposer"] = HOSTILE
+    report["memory"]["drafters"] = {HOSTILE: {"weights_bytes": 2, "cache_bytes_per_token": 3}}
+    report["rejections"]["tokens"] = [{"text": HOSTILE, "seen": 2, "rejected": 1.0}]
+    report["rejections"]["texts"] = [
         {"category": HOSTILE, "prompt": HOSTILE, "tokens": [{"text": HOSTILE, "acceptance": 0.0}]}
     ]
     report["trees"] = [{"proposer": HOSTILE, "svg": SVG.replace("<circle", "<script>alert(1)</script><circle", 1)}]
-    html = render_page(report)
+    html = render_page(TYPED.validate_python(report))
     page = Page(html)
     assert "script" not in page.tags and html.count(HOSTILE) == 0
     assert page.text.count(HOSTILE) > 10
@@ -550,25 +530,15 @@ def test_numbers_and_tokens_are_written_to_be_read():
 
 
 @pytest.mark.parametrize(
-    "entry, answer",
+    "certificate, answer",
     [
-        ({"identical": True, "prompts_identical": 80}, "yes"),
-        ({"identical": False, "prompts_identical": 78, "near_ties": 2}, "rounding"),
-        ({"identical": False, "prompts_identical": 77, "near_ties": 2}, "no"),
-        ({"identical": False, "prompts_identical": 78}, "no"),
-        ({"identical": False, "prompts_identical": 78, "near_ties": 1, "departures": 1, "passed": False}, "no"),
-        ({"p_value": 0.3, "tokens": 5000}, "yes"),
-        ({"p_value": 1e-6, "tokens": 5000}, "no"),
-        ({"checked": False, "reason": "no law"}, "unknown"),
+        (Certificate(identical=True, prompts_identical=80, departures=0, passed=True), "yes"),
+        (Certificate(identical=False, prompts_identical=78, near_ties=2, departures=0, passed=True), "rounding"),
+        (Certificate(identical=False, prompts_identical=77, near_ties=2, departures=1, passed=False), "no"),
+        (Certificate(p_value=0.3, tokens=5000, passed=True), "yes"),
+        (Certificate(p_value=1e-6, tokens=5000, passed=False), "no"),
+        (unchecked("nothing was asked for"), "unknown"),
     ],
 )
-def test_lossless_is_said_only_where_it_was_shown(full, entry, answer):
-    missing = {
-        "checked": True,
-        "identical": None,
-        "prompts_identical": None,
-        "near_ties": None,
-        "p_value": None,
-        "tokens": None,
-    }
-    assert lossless(missing | entry, full)[0] == answer
+def test_lossless_is_said_only_where_it_was_shown(full, certificate, answer):
+    assert lossless(certificate, TYPED.validate_python(full))[0] == answer

@@ -1,5 +1,6 @@
 """What to do with the figures: verdict, comparisons, breaks and predictions, on figures that are made by hand."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,17 +8,20 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.decode import Counts
+from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
-from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, breaks
+from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
-from draftsmith.scripts.measure.verdict import comparisons, judge, markdown, more_prompts
+from draftsmith.scripts.measure.verdict import comparisons, judge, more_prompts
 from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.report.summary import markdown
+from draftsmith.scripts.report.types import Curve, Gate, ProposerEntry, RejectedToken, Run, Speed
 from draftsmith.train.data.prompts import Prompt
 
 LENGTHS = range(1, 5)
@@ -32,6 +36,18 @@ def batches(factor: float, count: int = 8) -> list[Group]:
     return [Group([Row(i, [0] * 10, Counts())], 10 / factor * noise[i % 8]) for i in range(count)]
 
 
+def run(proposer, k=4, temperature=0.0, rows=1, **figures) -> Run:
+    """A run's entry, with figures that no test looks at unless it gives them."""
+    rate, speed = Estimate(0.75, None, 8), Speed(9.0, None, 8, median=9.0)
+    others = {
+        "counts": Counts(), "alpha": rate, "draft_acceptance_rate": rate, "acceptance_per_position": [],
+        "mean_acceptance_length": Estimate(2.5, (2.25, 2.75), 8), "conditional_acceptance": [], "speedup": rate,
+        "predicted_speedup": None, "tokens_per_second": speed, "gain_over_baseline_draft": None, "replay": None,
+        "lossless": Certificate(passed=True), "by_category": {}, "repeated_ngram_share": None,
+    }  # fmt: skip
+    return Run(proposer, k, "exact", temperature, rows, **(others | figures))
+
+
 class Case:
     """Runs and what they were decoded in, set by set."""
 
@@ -42,19 +58,9 @@ class Case:
         self.observations[temperature, rows, Method()] = plain = batches(1.0, self.count)[::-1]
         self.observations[temperature, rows, Method(name, k)] = own = batches(speed, self.count)
         self.gains |= {} if gain is None else {(temperature, name, k): gain}
-        self.runs.append(
-            {
-                "proposer": {"name": name, "kind": kind},
-                "draft_length": k,
-                "temperature": temperature,
-                "batch_size": rows,
-                "alpha": Estimate(0.75, None, 8),
-                "mean_acceptance_length": Estimate(2.5, (2.25, 2.75), 8),
-                "speedup": speedup(own, plain),
-                "predicted_speedup": None,
-                "lossless": {"passed": lossless, "reason": None if lossless else "prompt 3, token 7"},
-            }
-        )
+        certificate = Certificate(passed=lossless, reason=None if lossless else "prompt 3, token 7")
+        entry = ProposerEntry(name, kind, None, 0, 0)
+        self.runs.append(run(entry, k, temperature, rows, speedup=speedup(own, plain), lossless=certificate))
         return self
 
     def judge(self, min_speedup=None, min_gain=None, confidence=0.95, advice=None):
@@ -64,22 +70,21 @@ class Case:
 def test_what_is_faster_for_certain_is_deployed():
     gate, verdict = Case().add("slow", 1.2).add("fast", 1.6, k=2).judge(advice="And mind the rest.")
     assert gate is None
-    assert (verdict["go"], verdict["proposer"], verdict["draft_length"]) == (True, "fast", 2)
-    assert (verdict["temperature"], verdict["batch_size"]) == (0.0, 1)
-    assert verdict["measured_speedup"].value == pytest.approx(1.6, rel=0.02)
-    low, high = verdict["measured_speedup"].ci95
-    assert (
-        f"fast with γ = 2 decodes {verdict['measured_speedup'].value:.2f} [{low:.2f}, {high:.2f}] times as fast"
-        in (verdict["reason"])
+    assert (verdict.go, verdict.proposer, verdict.draft_length) == (True, "fast", 2)
+    assert (verdict.temperature, verdict.batch_size) == (0.0, 1)
+    assert verdict.measured_speedup.value == pytest.approx(1.6, rel=0.02)
+    low, high = verdict.measured_speedup.ci95
+    assert f"fast with γ = 2 decodes {verdict.measured_speedup.value:.2f} [{low:.2f}, {high:.2f}] times as fast" in (
+        verdict.reason
     )
-    assert verdict["reason"].endswith("And mind the rest.")
+    assert verdict.reason.endswith("And mind the rest.")
 
 
 def test_what_may_be_no_faster_is_not():
     gate, verdict = Case().add("draft", 1.005).judge()
-    assert verdict["measured_speedup"].ci95[0] < 1 < verdict["measured_speedup"].value
-    assert gate is None and verdict["go"] is False and verdict["proposer"] == "draft"
-    assert verdict["reason"].startswith("Don't deploy: no drafter is faster than plain decoding for certain.")
+    assert verdict.measured_speedup.ci95[0] < 1 < verdict.measured_speedup.value
+    assert gate is None and verdict.go is False and verdict.proposer == "draft"
+    assert verdict.reason.startswith("Don't deploy: no drafter is faster than plain decoding for certain.")
 
 
 def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
@@ -87,26 +92,26 @@ def test_the_gate_on_speed_is_passed_by_the_lower_bound_at_its_level():
     low = speedup_interval(case.observations[0.0, 1, Method("draft", 4)], case.observations[0.0, 1, Method()], 0.8)[0]
     below, above = low - 1e-9, low + 1e-9
     gate, verdict = case.judge(min_speedup=below, confidence=0.8)
-    assert gate == {"min_speedup": below, "min_gain": None, "confidence": 0.8, "passed": True, "failures": []}
-    assert verdict["go"] is True
+    assert gate == Gate(below, None, 0.8, passed=True, failures=[])
+    assert verdict.go is True
     for least, confidence in ((above, 0.8), (below, 0.99)):
         gate, verdict = case.judge(min_speedup=least, confidence=confidence)
-        assert gate["passed"] is verdict["go"] is False and len(gate["failures"]) == 1
-        assert f"{least:g}" in gate["failures"][0] and f"{confidence:.0%} confidence" in gate["failures"][0]
-        assert gate["failures"][0] in verdict["reason"]
+        assert gate.passed is verdict.go is False and len(gate.failures) == 1
+        assert f"{least:g}" in gate.failures[0] and f"{confidence:.0%} confidence" in gate.failures[0]
+        assert gate.failures[0] in verdict.reason
 
 
 def test_the_gate_on_the_gain_is_passed_by_its_lower_bound():
     case = Case().add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
-    assert case.judge(min_gain=0.1)[0]["passed"] is True
+    assert case.judge(min_gain=0.1)[0].passed is True
     gate, verdict = case.judge(min_gain=0.2)
-    assert gate["passed"] is verdict["go"] is False
-    assert "+0.50" in gate["failures"][0] and "+0.20" in gate["failures"][0]
+    assert gate.passed is verdict.go is False
+    assert "+0.50" in gate.failures[0] and "+0.20" in gate.failures[0]
     # A gain that is asked for does not do away with the speed-up.
     gate, _ = Case().add("draft", 0.9, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8))).judge(min_gain=0.1)
-    assert len(gate["failures"]) == 1 and "speed-up" in gate["failures"][0]
+    assert len(gate.failures) == 1 and "speed-up" in gate.failures[0]
     gate, _ = Case().add("draft", 1.5).judge(min_gain=0.1)
-    assert gate["failures"] == ["no gain over a stock draft is known for draft, γ = 4, at T = 0, batch size 1"]
+    assert gate.failures == ["no gain over a stock draft is known for draft, γ = 4, at T = 0, batch size 1"]
 
 
 @pytest.mark.parametrize("min_speedup", [None, 1.1])
@@ -114,45 +119,45 @@ def test_a_text_that_is_not_the_targets_is_never_deployed(min_speedup):
     case = Case().add("broken", 2.0, lossless=False)
     gate, verdict = case.judge(min_speedup=min_speedup)
     line = "the text is not the target's, for broken, γ = 4, at T = 0, batch size 1: prompt 3, token 7"
-    assert verdict["go"] is False and line in verdict["reason"]
-    assert gate is None or gate["failures"] == [line]
+    assert verdict.go is False and line in verdict.reason
+    assert gate is None or gate.failures == [line]
     _, verdict = case.add("draft", 1.3).judge(min_speedup=min_speedup)
-    assert (verdict["go"], verdict["proposer"]) == (True, "draft")
+    assert (verdict.go, verdict.proposer) == (True, "draft")
     # What was not checked is no failure.
-    assert Case().add("draft", 1.3, lossless=None).judge(min_speedup=min_speedup)[1]["go"] is True
+    assert Case().add("draft", 1.3, lossless=None).judge(min_speedup=min_speedup)[1].go is True
 
 
 def test_a_setting_is_as_good_as_where_it_does_worst():
     case = Case().add("first", 2.0).add("first", 0.9, rows=4).add("second", 1.4).add("second", 1.2, temperature=1.0)
     gate, verdict = case.judge(min_speedup=1.05)
-    assert gate["passed"] and (verdict["proposer"], verdict["temperature"]) == ("second", 1.0)
-    assert "(T = 1, batch size 1, the least of 2 measured)" in verdict["reason"]
+    assert gate.passed and (verdict.proposer, verdict.temperature) == ("second", 1.0)
+    assert "(T = 1, batch size 1, the least of 2 measured)" in verdict.reason
     case.runs = case.runs[:2]
     gate, verdict = case.judge(min_speedup=1.05)
-    assert not gate["passed"] and verdict["batch_size"] == 4 and "batch size 4" in gate["failures"][0]
+    assert not gate.passed and verdict.batch_size == 4 and "batch size 4" in gate.failures[0]
     # γ is part of a setting.
     case.add("first", 1.1, k=2).add("first", 1.1, k=2, rows=4)
     _, verdict = case.judge(min_speedup=1.05)
-    assert (verdict["go"], verdict["proposer"], verdict["draft_length"]) == (True, "first", 2)
+    assert (verdict.go, verdict.proposer, verdict.draft_length) == (True, "first", 2)
 
 
 def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
     case = Case().add("stock", 1.8, kind="baseline_draft")
-    assert case.judge()[1]["proposer"] == "stock"
+    assert case.judge()[1].proposer == "stock"
     gate, verdict = case.judge(min_gain=0.0)
-    assert gate["failures"] == ["there is nothing to deploy but the stock draft"] and gate["passed"] is False
-    assert (verdict["go"], verdict["proposer"]) == (False, None)
+    assert gate.failures == ["there is nothing to deploy but the stock draft"] and gate.passed is False
+    assert (verdict.go, verdict.proposer) == (False, None)
     case.add("draft", 1.3, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
-    assert case.judge()[1]["proposer"] == "stock"
-    assert case.judge(min_gain=0.0)[1]["proposer"] == "draft"
+    assert case.judge()[1].proposer == "stock"
+    assert case.judge(min_gain=0.0)[1].proposer == "draft"
 
 
 def test_one_batch_alone_says_nothing_for_certain():
     gate, verdict = Case(count=1).add("draft", 3.0).judge(min_speedup=1.1)
-    assert gate["failures"] == [
+    assert gate.failures == [
         "one batch alone was decoded by draft, γ = 4, at T = 0, batch size 1: 95% confidence needs more"
     ]
-    assert verdict["go"] is False and verdict["measured_speedup"].ci95 is None
+    assert verdict.go is False and verdict.measured_speedup.ci95 is None
 
 
 def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
@@ -161,25 +166,25 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         .add("draft", 1.5, gain=(Estimate(0.5, (0.1, 0.9), 8), (0.2, 0.8)))
         .add("lookup", 0.9, temperature=0.7, rows=2)
     )
-    case.runs[0]["predicted_speedup"] = Estimate(1.456, None, 8)
-    case.runs[1]["alpha"] = None
+    case.runs[0] = replace(case.runs[0], predicted_speedup=Estimate(1.456, None, 8))
+    case.runs[1] = replace(case.runs[1], alpha=None)
     rest = {
         "runs": case.runs,
-        "environment": {"device": "cpu", "dtype": "float32", "threads": 1},
-        "prompts": {"count": 8, "replayed": 9},
+        "environment": SimpleNamespace(device="cpu", dtype="float32", threads=1),
+        "prompts": SimpleNamespace(count=8, replayed=9),
     }
     for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):
         gate, verdict = case.judge(min_speedup=least, min_gain=0.1)
-        lines = markdown({"recommendation": verdict, "gate": gate, **rest}).splitlines()
-        assert lines[0] == f"## draftsmith: {word}" and lines[2] == verdict["reason"]
+        lines = markdown(SimpleNamespace(recommendation=verdict, gate=gate, **rest)).splitlines()
+        assert lines[0] == f"## draftsmith: {word}" and lines[2] == verdict.reason
         asked = f"speed-up above {least:g} and gain of τ over stock above 0.1, 95% confidence: {result}."
         assert f"Gate: {asked}" in lines
-        assert [line[2:] for line in lines if line.startswith("* ")] == gate["failures"]
+        assert [line[2:] for line in lines if line.startswith("* ")] == gate.failures
         rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
         assert len(rows) == 4 and {len(row) for row in rows} == {8}
         assert rows[2][:6] == ["0", "1", "draft", "4", "0.75", "2.50 [2.25, 2.75]"] and rows[2][7] == "1.46×"
         assert rows[3][:5] == ["0.7", "2", "lookup", "4", "–"] and rows[3][7] == "–"
-    assert "Gate" not in markdown({"recommendation": verdict, "gate": None, **rest})
+    assert "Gate" not in markdown(SimpleNamespace(recommendation=verdict, gate=None, **rest))
 
 
 # Comparisons
@@ -208,7 +213,7 @@ def test_drafters_are_compared_two_by_two_where_both_were_replayed():
     replays[1.0, "draft", GREEDY] = replayed(a["draft"])
     replays[1.0, "draft", PROBABILISTIC] = replays[1.0, "stock", PROBABILISTIC] = replayed(a["stock"])
     found = comparisons(replays, [2, 4])
-    named = {(c["temperature"], c["proposer"], c["other"], c["draft_length"]): c for c in found}
+    named = {(c.temperature, c.proposer, c.other, c.draft_length): c for c in found}
     # Never the stock draft first, never two verifiers or a draft length that one lacks.
     assert set(named) == {
         (0.0, "draft", "stock", 2), (0.0, "draft", "stock", 4), (0.0, "medusa", "stock", 2),
@@ -216,14 +221,14 @@ def test_drafters_are_compared_two_by_two_where_both_were_replayed():
     }  # fmt: skip
     own = named[0.0, "draft", "stock", 4]
     sums = [replays[0.0, name, PROBABILISTIC].tokens_and_rounds(4) for name in ("draft", "stock")]
-    assert own["mean_acceptance_length"] == ratio_difference(*sums[0], *sums[1])
+    assert own.mean_acceptance_length == ratio_difference(*sums[0], *sums[1])
     taus = [sum(tokens) / sum(rounds) for tokens, rounds in sums]
-    assert own["mean_acceptance_length"].value == pytest.approx(taus[0] - taus[1])
+    assert own.mean_acceptance_length.value == pytest.approx(taus[0] - taus[1])
     alphas = [sum(map(sum, a[name])) / sum(map(len, a[name])) for name in ("draft", "stock")]
-    assert own["alpha"].value == pytest.approx(alphas[0] - alphas[1])
-    assert own["mean_acceptance_length"].ci95[0] > 0 and own["more_prompts"] == 0
+    assert own.alpha.value == pytest.approx(alphas[0] - alphas[1])
+    assert own.mean_acceptance_length.ci95[0] > 0 and own.more_prompts == 0
     equal = named[1.0, "draft", "stock", 4]
-    assert equal["mean_acceptance_length"] == Estimate(0.0, (0.0, 0.0), 6) and equal["more_prompts"] is None
+    assert equal.mean_acceptance_length == Estimate(0.0, (0.0, 0.0), 6) and equal.more_prompts is None
 
 
 @pytest.mark.parametrize(
@@ -250,9 +255,9 @@ def test_more_prompts(value, bounds, expected):
 TABLE = CostTable(
     context=30,
     temperature=0.0,
-    target={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
-    plain_overhead={1: 0.1, 2: 0.2},
-    prefill={1: 2.0, 2: 3.0},
+    target_seconds={1: {1: 1.0, 5: 1.8}, 2: {1: 1.2, 5: 2.8}},
+    plain_overhead_seconds={1: 0.1, 2: 0.2},
+    prefill_seconds={1: 2.0, 2: 3.0},
     prompt=4,
     drafters={
         "draft": {1: DraftCosts(0.1, 0.05, 0.2, 0.3), 2: DraftCosts(0.2, 0.1, 0.3, 0.4)},
@@ -284,30 +289,30 @@ def test_pieces_join_to_the_text_though_characters_have_several_tokens(tokenizer
     texts.append(texts[2][:2])  # cut inside a character
     assert len(texts[2]) == 4
     a = [[0.25] * len(text) for text in texts]
-    found = breaks(measured(tokenizer, texts, {"draft": a}))
-    for entry, text in zip(found["texts"], texts, strict=True):
-        assert "".join(token["text"] for token in entry["tokens"]) == tokenizer.decode(text)
-        assert [token["acceptance"] for token in entry["tokens"]] == [0.25] * len(text)
-    assert [token["text"] for token in found["texts"][2]["tokens"]] == ["", "", "", "🙂"]
-    assert found["texts"][0]["prompt"] == tokenizer.decode([1, 2]) and found["texts"][0]["category"] is None
+    found = rejections_of(measured(tokenizer, texts, {"draft": a}))
+    for entry, text in zip(found.texts, texts, strict=True):
+        assert "".join(token.text for token in entry.tokens) == tokenizer.decode(text)
+        assert [token.acceptance for token in entry.tokens] == [0.25] * len(text)
+    assert [token.text for token in found.texts[2].tokens] == ["", "", "", "🙂"]
+    assert found.texts[0].prompt == tokenizer.decode([1, 2]) and found.texts[0].category is None
 
 
 def test_the_tokens_that_are_missed_most_come_first(tokenizer):
     texts = [[10, 11, 10], [11, 12], *[[40 + i, 40 + i] for i in range(40)]]
     a = [[0.5, 1.0, 0.75], [0.875, 0.0], *[[0.95, 1.0] for _ in range(40)]]
-    found = breaks(measured(tokenizer, texts, {"draft": a}, categories=[str(i // 2) for i in range(40)]))
-    assert (found["temperature"], found["proposer"]) == (0.0, "draft")
-    assert found["tokens"][:3] == [
-        {"text": tokenizer.decode([12]), "seen": 1, "rejected": 1.0},
-        {"text": tokenizer.decode([10]), "seen": 2, "rejected": 0.75},
-        {"text": tokenizer.decode([11]), "seen": 2, "rejected": 0.125},
+    found = rejections_of(measured(tokenizer, texts, {"draft": a}, categories=[str(i // 2) for i in range(40)]))
+    assert (found.temperature, found.proposer) == (0.0, "draft")
+    assert found.tokens[:3] == [
+        RejectedToken(tokenizer.decode([12]), 1, 1.0),
+        RejectedToken(tokenizer.decode([10]), 2, 0.75),
+        RejectedToken(tokenizer.decode([11]), 2, 0.125),
     ]
-    assert len(found["tokens"]) == TOKENS and found["tokens"][-1]["rejected"] == pytest.approx(0.05)
-    assert len(found["texts"]) == TEXTS
-    assert len({entry["category"] for entry in found["texts"]}) == TEXTS  # as many as can be
+    assert len(found.tokens) == TOKENS and found.tokens[-1].rejected == pytest.approx(0.05)
+    assert len(found.texts) == TEXTS
+    assert len({entry.category for entry in found.texts}) == TEXTS  # as many as can be
     # Drafters that cannot be replayed are passed over.
-    assert breaks(measured(tokenizer, texts, {"lookup": a}))["proposer"] == "lookup"
-    assert breaks(measured(tokenizer, texts, {})) is None
+    assert rejections_of(measured(tokenizer, texts, {"lookup": a})).proposer == "lookup"
+    assert rejections_of(measured(tokenizer, texts, {})) is None
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -348,53 +353,55 @@ def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
     own = measured(tokenizer, texts, {"draft": a, "lookup": a}, categories=["code", "prose"])
     replay = own.replays[0.0, "draft", PROBABILISTIC]
     curve = curve_of(own, 0.0, "draft", PROBABILISTIC, replay)
-    assert curve["alpha"].value == pytest.approx(0.6)
+    assert curve.alpha.value == pytest.approx(0.6)
     for k in LENGTHS:
         tau, target = replay.mean_acceptance_length[k], 1.0 + k * 0.2
         factor = 1.1 / (0.1 + k * 0.05 + 0.2 + target)
-        assert curve["predicted_speedup"]["1"][str(k)].value == pytest.approx(tau.value * factor)
-        assert curve["predicted_speedup"]["1"][str(k)].ci95 == pytest.approx([x * factor for x in tau.ci95])
-        alpha = curve["break_even_alpha"]["1"][str(k)]
+        assert curve.predicted_speedup[1][k].value == pytest.approx(tau.value * factor)
+        assert curve.predicted_speedup[1][k].ci95 == pytest.approx([x * factor for x in tau.ci95])
+        alpha = curve.break_even_alpha[1][k]
         assert sum(alpha**i for i in range(k + 1)) * factor == pytest.approx(1.0)
-    assert {name: of["prompts"] for name, of in curve["by_category"].items()} == {"code": 2, "prose": 2}
-    code = curve["by_category"]["code"]["mean_acceptance_length"]["4"].value
+    assert {name: of.prompts for name, of in curve.by_category.items()} == {"code": 2, "prose": 2}
+    code = curve.by_category["code"].mean_acceptance_length[4].value
     assert code == pytest.approx(17 / sum(replay.texts[i].counts[4].num_drafts for i in (0, 2)))
     # n-grams verify what they find, and have no α that would say when they pay.
     lookup, found = curve_of(own, 0.0, "lookup", PROBABILISTIC, replay), replay.texts
     nodes = sum(t.counts[4].num_draft_tokens for t in found) / sum(t.counts[4].num_drafts for t in found)
     tau = replay.mean_acceptance_length[4].value
-    assert lookup["predicted_speedup"]["1"]["4"].value == pytest.approx(tau * 1.1 / (0.11 + 1.0 + nodes * 0.2))
-    assert lookup["break_even_alpha"]["1"]["4"] is None
+    assert lookup.predicted_speedup[1][4].value == pytest.approx(tau * 1.1 / (0.11 + 1.0 + nodes * 0.2))
+    assert lookup.break_even_alpha[1][4] is None
 
 
-def curve(name: str, speeds: dict[str, dict[str, float]], verifier: str = PROBABILISTIC):
-    predicted = {b: {k: Estimate(value, None, 1) for k, value in own.items()} for b, own in speeds.items()}
-    return {"proposer": {"name": name}, "verifier": verifier, "predicted_speedup": predicted}
+def curve(name: str, speeds: dict[int, dict[int, float]], verifier: str = PROBABILISTIC) -> Curve:
+    predicted = {b: {k: Estimate(value, None, 1) for k, value in of.items()} for b, of in speeds.items()}
+    return Curve(
+        ProposerEntry(name, "draft", None, 0, 0), 0.0, verifier, Estimate(0.5, None, 1), {}, [], [], {}, predicted, {}
+    )
 
 
 def test_advice_names_what_was_not_decoded_and_would_be_faster_everywhere():
-    runs = [{"proposer": {"name": "draft"}, "draft_length": 4}]
+    runs = [run(ProposerEntry("draft", "draft", None, 0, 0))]
     # γ = 2 is best at batch size 1, γ = 3 at the worse of both.
-    speeds = {"1": {"2": 1.9, "3": 1.7, "4": 1.6}, "4": {"2": 1.2, "3": 1.5, "4": 1.4}}
+    speeds = {1: {2: 1.9, 3: 1.7, 4: 1.6}, 4: {2: 1.2, 3: 1.5, 4: 1.4}}
     assert advice([curve("draft", speeds)], runs) == (
         "The planner expects 1.50 times of draft with γ = 3, which was not decoded."
     )
     # Nothing, where what was decoded is best, or as good as best, or nothing pays, or nothing was predicted.
-    assert advice([curve("draft", {"1": {"3": 1.41, "4": 1.4}})], runs) is None
-    assert advice([curve("draft", {"1": {"3": 1.2, "4": 1.4}})], runs) is None
-    assert advice([curve("draft", {"1": {"3": 1.0, "4": 0.5}})], runs) is None
-    assert advice([curve("draft", {"1": {"3": 2.0, "4": 0.5}}, verifier=GREEDY)], runs) is None
+    assert advice([curve("draft", {1: {3: 1.41, 4: 1.4}})], runs) is None
+    assert advice([curve("draft", {1: {3: 1.2, 4: 1.4}})], runs) is None
+    assert advice([curve("draft", {1: {3: 1.0, 4: 0.5}})], runs) is None
+    assert advice([curve("draft", {1: {3: 2.0, 4: 0.5}}, verifier=GREEDY)], runs) is None
     assert advice([curve("draft", {})], runs) is None and advice([], runs) is None
 
 
 def test_the_planner_is_checked_by_the_median_of_its_errors():
-    def run(predicted, value):
-        own = {"proposer": {"name": "draft"}, "draft_length": 4, "batch_size": 1, "temperature": 0.0}
+    def timed(predicted, value):
         estimate = None if predicted is None else Estimate(predicted, None, 1)
-        return own | {"predicted_speedup": estimate, "speedup": Estimate(value, None, 1)}
+        entry = ProposerEntry("draft", "draft", None, 0, 0)
+        return run(entry, predicted_speedup=estimate, speedup=Estimate(value, None, 1))
 
-    runs = [run(1.1, 1.0), run(0.7, 1.0), run(4.0, 2.0), run(None, 1.0), run(1.0, 1.0)]
+    runs = [timed(1.1, 1.0), timed(0.7, 1.0), timed(4.0, 2.0), timed(None, 1.0), timed(1.0, 1.0)]
     found = planner_check(runs)
-    assert found["median_relative_error"] == pytest.approx(0.2)  # of 0, 0.1, 0.3 and 1
-    assert [point["predicted"] for point in found["points"]] == [1.1, 0.7, 4.0, 1.0]
+    assert found.median_relative_error == pytest.approx(0.2)  # of 0, 0.1, 0.3 and 1
+    assert [point.predicted for point in found.points] == [1.1, 0.7, 4.0, 1.0]
     assert planner_check(runs[3:4]) is None

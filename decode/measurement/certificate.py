@@ -1,19 +1,20 @@
-"""The losslessness certificate: is a drafter's decoding the target's, at T=0 token for token, under sampling in law?
+"""The losslessness certificate: does a drafter's decoding write the target's text?
 
-An entry is what `report.json` keeps of a run: `checked`, `identical`, `prompts_identical`, `near_ties`, `departures`,
-`p_value`, `tokens`, `passed` and `reason`; what a check does not tell is None. The statistic is that of
-`draftsmith.decode.measurement.distribution_test`; `draftsmith.decode.measurement.exactness` says what a tie is.
+At T=0 the texts must be plain decoding's, token for token; `draftsmith.decode.measurement.exactness` says what a tie
+is. Sampled texts must have the target's distribution, by the test of `draftsmith.decode.measurement.distribution_test`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, InputError, Proposer
+from draftsmith.decode.counts import Counts
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement import FALSE_ALARM, LEAST_TOKENS
 from draftsmith.decode.measurement.distribution_test import (
     DistributionTest,
     Text,
@@ -22,11 +23,9 @@ from draftsmith.decode.measurement.distribution_test import (
     sample_texts,
 )
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
-from draftsmith.decode.options import Filters, Sampling
+from draftsmith.decode.options import Sampling
+from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.sampling import Sampler
-from draftsmith.scripts.measure.config import FALSE_ALARM as FALSE_ALARM
-from draftsmith.scripts.measure.config import LEAST_TOKENS
-from draftsmith.scripts.measure.side_by_side import Method, Observations
 
 SAMPLED = Sampling(temperature=1.0)
 PLACES_NAMED = 3
@@ -34,9 +33,30 @@ TEXTS_FED_AGAIN = 4
 TIE_DEVIATIONS = 6
 
 
-def unchecked(reason: str) -> dict[str, Any]:
-    """Return the entry of a run that was not checked."""
-    return _entry(checked=False, reason=reason)
+@dataclass(frozen=True)
+class Certificate:
+    """Whether a run's texts are the target's; what a check does not tell is None."""
+
+    checked: bool = True
+    identical: bool | None = None
+    """At T=0: whether every text is plain decoding's."""
+    prompts_identical: int | None = None
+    near_ties: int | None = None
+    """Texts that first differ where rounding decides."""
+    departures: int | None = None
+    """Texts that first differ elsewhere."""
+    p_value: float | None = None
+    """Under sampling: of the distribution test."""
+    tokens: int | None = None
+    """Under sampling: tokens that were tested."""
+    passed: bool | None = None
+    reason: str | None = None
+    """Why it failed or was not checked, or which places differ."""
+
+
+def unchecked(reason: str) -> Certificate:
+    """Return the certificate of a run that was not checked."""
+    return Certificate(checked=False, reason=reason)
 
 
 def certify_greedy(
@@ -45,7 +65,7 @@ def certify_greedy(
     other: Sequence[Sequence[int]],
     prompts: Sequence[Tensor],
     sampler: Sampler = GREEDY,
-) -> dict[str, Any]:
+) -> Certificate:
     """Compare a drafter's texts at T=0 with plain decoding's, and judge where each first differs.
 
     Forwards of one token and of several round differently: where the target's logits of the two tokens tie, either is
@@ -62,7 +82,7 @@ def certify_greedy(
         sampler: the processors of T=0, none by default.
 
     Returns:
-        The entry; `reason` names the first places that differ, prompts and tokens of a completion counted from 0.
+        The certificate; `reason` names the first places that differ, prompts and tokens of a completion counted from 0.
 
     Raises:
         InputError: not as many completions as prompts, or none.
@@ -72,24 +92,24 @@ def certify_greedy(
             f"texts: expected as many plain and other ones as prompts, at least one, found {len(plain)} and "
             f"{len(other)} for {len(prompts)} prompts"
         )
-    found = {}
+    mismatches = {}
     for i, (prompt, *completions) in enumerate(zip(prompts, plain, other, strict=True)):
-        expected, own = (torch.cat([prompt, prompt.new_tensor(list(tokens))]) for tokens in completions)
-        divergence = first_mismatch(target, expected, own, len(prompt), sampler)
-        if divergence is not None:
-            found[i] = replace(divergence, position=divergence.position - len(prompt))
-    near = [i for i, divergence in found.items() if divergence.is_tie]
+        expected, text = (torch.cat([prompt, prompt.new_tensor(list(tokens))]) for tokens in completions)
+        mismatch = first_mismatch(target, expected, text, len(prompt), sampler)
+        if mismatch is not None:
+            mismatches[i] = replace(mismatch, position=mismatch.position - len(prompt))
+    near = [i for i, mismatch in mismatches.items() if mismatch.is_tie]
     if near:
         texts = [(torch.cat([prompts[i], prompts[i].new_tensor(list(plain[i]))]), len(prompts[i])) for i in near]
         noise = TIE_DEVIATIONS * _rounding(target, texts[:TEXTS_FED_AGAIN], sampler)
         for i in near:
-            least, most = found[i].tolerance / TIE_ULPS, found[i].tolerance
-            found[i] = replace(found[i], tolerance=min(max(noise, least), most))
-    ties = {i: divergence for i, divergence in found.items() if divergence.is_tie}
-    departures = {i: divergence for i, divergence in found.items() if i not in ties}
-    return _entry(
-        identical=not found,
-        prompts_identical=len(prompts) - len(found),
+            least, most = mismatches[i].tolerance / TIE_ULPS, mismatches[i].tolerance
+            mismatches[i] = replace(mismatches[i], tolerance=min(max(noise, least), most))
+    ties = {i: mismatch for i, mismatch in mismatches.items() if mismatch.is_tie}
+    departures = {i: mismatch for i, mismatch in mismatches.items() if i not in ties}
+    return Certificate(
+        identical=not mismatches,
+        prompts_identical=len(prompts) - len(mismatches),
         near_ties=len(ties),
         departures=len(departures),
         passed=not departures,
@@ -110,7 +130,7 @@ def certify_sampled(
     seed: int = 0,
     false_alarm: float = FALSE_ALARM,
     **decoding: Any,
-) -> dict[str, Any]:
+) -> Certificate:
     """Sample texts by speculative decoding, and test whether their law is the target's under the same settings.
 
     Args:
@@ -128,7 +148,7 @@ def certify_sampled(
         decoding: further arguments of `speculative_generate`, such as `rule`.
 
     Returns:
-        The entry; `reason` says what failed.
+        The certificate; `reason` says what failed.
 
     Raises:
         InputError: T=0, fewer than 2000 tokens, or no prompts.
@@ -153,56 +173,7 @@ def certify_sampled(
         reason += f"degrees of freedom; {result.num_impossible} tokens that it rules out"
     elif proposer.distributions_after(target, GREEDY) is None:
         reason = f"tested without the law of {type(proposer).__name__}, and so with less power"
-    return _entry(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
-
-
-def certify_runs(
-    target: PreTrainedModel,
-    proposers: Mapping[str, Proposer],
-    observations: Observations,
-    prompts: Sequence[Tensor],
-    sampled_tokens: int,
-    filters: Filters,
-    max_new_tokens: int,
-) -> dict[tuple[float, int, Method], dict[str, Any]]:
-    """Return the entry of every run: texts at T=0 against plain decoding's, and the law of sampled ones if asked for.
-
-    Args:
-        target: the model.
-        proposers: by name.
-        observations: what was decoded, plainly too.
-        prompts: of the decoded texts, (T,) each.
-        sampled_tokens: to test the law of each drafter and γ on; 0 for no test.
-        filters: how texts were decoded, beside the temperature.
-        max_new_tokens: of a text.
-    """
-    found: dict[tuple[float, int, Method], dict[str, Any]] = {}
-    tested: dict[tuple[float, Method], dict[str, Any]] = {}  # the test has batches of its own
-    for (temperature, rows, method), own in observations.items():
-        if method == Method():
-            continue
-        key = temperature, rows, method
-        if temperature == 0:
-            plain, other = (
-                [row.tokens for group in groups for row in group.rows]
-                for groups in (observations[temperature, rows, Method()], own)
-            )
-            found[key] = certify_greedy(target, plain, other, prompts[: len(plain)], filters.at(0).sampler())
-        elif not sampled_tokens:
-            found[key] = unchecked("lossless_tokens says how many tokens to test the law on")
-        else:
-            if (temperature, method) not in tested:
-                tested[temperature, method] = certify_sampled(
-                    target,
-                    proposers[method.drafter],
-                    prompts,
-                    sampled_tokens,
-                    filters.at(temperature),
-                    draft_length=method.draft_length,
-                    max_new_tokens=max_new_tokens,
-                )
-            found[key] = tested[temperature, method]
-    return found
+    return Certificate(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
 
 
 def sample_and_test(
@@ -282,8 +253,8 @@ def _rounding_ruled_out(target: PreTrainedModel, text: Text, place: int, sampler
     return bool(sampler.probabilities(favoured, [context])[0, token] > 0)
 
 
-def _named(kind: str, found: Mapping[int, Mismatch]) -> str:
-    """Name the first of some differences."""
+def _named(kind: str, mismatches: Mapping[int, Mismatch]) -> str:
+    """Name the first of some mismatches."""
     places = [
         f"prompt {i}, token {d.position}: "
         + (
@@ -293,12 +264,6 @@ def _named(kind: str, found: Mapping[int, Mismatch]) -> str:
             if d.found is None
             else "the plain text ends there"
         )
-        for i, d in list(found.items())[:PLACES_NAMED]
+        for i, d in list(mismatches.items())[:PLACES_NAMED]
     ]
-    return f"{len(found)} {kind}: " + " | ".join(places) + (" | …" if len(found) > PLACES_NAMED else "")
-
-
-def _entry(**found: Any) -> dict[str, Any]:
-    """Return an entry with all its keys."""
-    entry: dict[str, Any] = {"checked": True, "identical": None, "prompts_identical": None, "near_ties": None}
-    return entry | {"departures": None, "p_value": None, "tokens": None, "passed": None, "reason": None} | found
+    return f"{len(mismatches)} {kind}: " + " | ".join(places) + (" | …" if len(mismatches) > PLACES_NAMED else "")

@@ -1,0 +1,37 @@
+"""The report in a few lines of markdown, which a pull request can show."""
+
+from draftsmith.decode.measurement.intervals import format_estimate
+from draftsmith.scripts.report.types import Report
+
+
+def markdown(report: Report) -> str:
+    """Return the verdict, the runs and the settings."""
+    chosen, gate = report.recommendation, report.gate
+    lines = [f"## draftsmith: {'GO' if chosen.go else 'NO-GO'}", "", chosen.reason, ""]
+    if gate is not None:
+        asked = [f"speed-up above {gate.min_speedup:g}"] if gate.min_speedup is not None else []
+        asked += [f"gain of τ over stock above {gate.min_gain:g}"] if gate.min_gain is not None else []
+        result = "passed" if gate.passed else "failed"
+        lines += [f"Gate: {' and '.join(asked)}, {gate.confidence:.0%} confidence: {result}."]
+        lines += [*(f"* {failure}" for failure in gate.failures), ""]
+    lines += ["| T | B | drafter | γ | α | τ | speed-up | predicted |", "|---|---|---|---|---|---|---|---|"]
+    for run in report.runs:
+        cells = [
+            f"{run.temperature:g}",
+            str(run.batch_size),
+            run.proposer.name,
+            str(run.draft_length),
+            format_estimate(run.alpha, spread="none"),
+            format_estimate(run.mean_acceptance_length, spread="interval"),
+            format_estimate(run.speedup, unit="×", spread="interval"),
+            format_estimate(run.predicted_speedup, unit="×", spread="none"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    environment, prompts = report.environment, report.prompts
+    lines += [
+        "",
+        f"{prompts.count} prompts decoded, {prompts.replayed} replayed; {environment.device}, "
+        f"{environment.dtype}, {environment.threads} threads. τ: tokens a target forward, bonus included; 95 % "
+        "intervals over prompts.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,400 @@
+"""What `report.json` holds: `scripts.measure` builds it; the table, the page and the summary read it.
+
+Names of fields are the keys of the file. A value that is missing is None, in the file null, never 0. After a change run
+`python -m draftsmith.scripts.report.schema`, which writes `report.schema.json` from these classes.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from draftsmith.decode import Counts
+from draftsmith.decode.measurement.certificate import Certificate
+from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.measurement.intervals import Estimate
+
+SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
+
+
+class Says:
+    """What the JSON Schema says of a value beyond its type."""
+
+    def __init__(self, **keywords: Any):
+        self.keywords = keywords
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return handler(schema) | self.keywords
+
+
+class Entry:
+    """A part of a report: the schema forbids other keys, and takes its descriptions from the docstrings."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+
+
+Value = TypeVar("Value")
+ByNumber = Annotated[Mapping[int, Value], Says(propertyNames={"pattern": "^[1-9][0-9]*$"})]
+"""By batch size, draft length or tokens of a forward."""
+Name = Annotated[str, Says(minLength=1)]
+"""A drafter's, short and unique."""
+Temperature = Annotated[float, Says(minimum=0)]
+Share = Annotated[float, Says(minimum=0, maximum=1)]
+Count = Annotated[int, Says(minimum=0)]
+Positive = Annotated[int, Says(minimum=1)]
+Kind = Literal["draft", "baseline_draft", "medusa", "prompt_lookup"]
+Verifier = Literal["probabilistic", "greedy"]
+"""probabilistic: of drafts drawn from q; greedy: of the draft's argmax, which servers draft by default. At T=0 they are
+the same, listed as probabilistic."""
+
+
+@dataclass(frozen=True)
+class Environment(Entry):
+    """Where it was measured."""
+
+    python: str
+    torch: str
+    transformers: str
+    device: str
+    cores: Positive | None
+    dtype: str
+    threads: Positive
+    git_sha: str | None
+
+
+@dataclass(frozen=True)
+class Target(Entry):
+    """The target."""
+
+    path: str
+    parameters: Count
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Prompts(Entry):
+    """The prompts."""
+
+    path: str
+    count: Positive
+    """Prompts that were decoded."""
+    replayed: Positive
+    categories: Mapping[str, Positive]
+    """Replayed prompts by category."""
+
+
+@dataclass(frozen=True)
+class Speed(Estimate, Entry):
+    """Tokens per second of the whole, with its interval over batches."""
+
+    median: float
+    """Over batches."""
+
+
+@dataclass(frozen=True)
+class PlainRun(Entry):
+    """Plain decoding in one setting."""
+
+    temperature: Temperature
+    batch_size: Positive
+    tokens_per_second: Speed
+    repeated_ngram_share: Share | None
+
+
+@dataclass(frozen=True)
+class Baseline(Entry):
+    """Plain decoding of the same prompts in the same run."""
+
+    tokens_per_second: Speed
+    by_temperature: Sequence[PlainRun]
+
+
+@dataclass(frozen=True)
+class ProposerEntry(Entry):
+    """A drafter."""
+
+    name: Name
+    kind: Kind
+    path: str | None
+    parameters: Count
+    bytes: Count
+    """Of its weights."""
+    heads: Positive | None = None
+    """Of Medusa heads, how many there are."""
+    tree_nodes: Positive | None = None
+    """Of Medusa heads, the nodes of the tree that they draft."""
+
+    def verified_nodes(self, draft_length: int) -> int:
+        """Return the drafted tokens that the target verifies in a round."""
+        return draft_length if self.tree_nodes is None else self.tree_nodes
+
+
+@dataclass(frozen=True)
+class Gains(Entry):
+    """What a drafter gains over the stock draft, paired over prompts."""
+
+    mean_acceptance_length: Estimate
+    """Replayed."""
+    decoded_mean_acceptance_length: Estimate
+    speedup: Estimate
+
+
+@dataclass(frozen=True)
+class ReplayedLength(Entry):
+    """τ by replay, and whether it agrees with the decoder's."""
+
+    mean_acceptance_length: Estimate
+    agrees: bool | None
+
+
+@dataclass(frozen=True)
+class RunCategory(Entry):
+    """A run's figures of one category."""
+
+    prompts: Positive
+    mean_acceptance_length: Estimate
+    speedup: Estimate
+    """Of batches that hold the category alone."""
+
+
+@dataclass(frozen=True)
+class Run(Entry):
+    """One drafter, decoded with one draft length, temperature and batch size."""
+
+    proposer: ProposerEntry
+    draft_length: Positive
+    """γ; of heads the depth of their tree."""
+    rule: Literal["exact"]
+    temperature: Temperature
+    batch_size: Positive
+    counts: Counts
+    """Integers that add up over prompts, ranks and runs; the names are vLLM's."""
+    alpha: Estimate | None
+    """Replayed; of a tree under sampling its first head's."""
+    draft_acceptance_rate: Estimate
+    mean_acceptance_length: Estimate
+    """τ, bonus tokens included."""
+    acceptance_per_position: Sequence[Share | None]
+    conditional_acceptance: Sequence[Share | None]
+    speedup: Estimate
+    """Over plain decoding."""
+    predicted_speedup: Estimate | None
+    """Null where costs are unknown."""
+    tokens_per_second: Speed
+    gain_over_baseline_draft: Gains | None
+    """Null without a stock draft at this draft length."""
+    replay: ReplayedLength | None
+    """Null where replay does not apply: trees under sampling."""
+    lossless: Certificate
+    by_category: Mapping[str, RunCategory]
+    repeated_ngram_share: Share | None
+
+    @property
+    def setting(self) -> tuple[str, int, int, float]:
+        """The drafter's name, draft length, batch size and temperature, which no two runs share."""
+        return self.proposer.name, self.draft_length, self.batch_size, self.temperature
+
+
+@dataclass(frozen=True)
+class CurveCategory(Entry):
+    """A curve's figures of one category."""
+
+    prompts: Positive
+    alpha: Estimate
+    mean_acceptance_length: ByNumber[Estimate]
+
+
+@dataclass(frozen=True)
+class Curve(Entry):
+    """What replay says of one drafter, temperature and verifier at every draft length, without decoding."""
+
+    proposer: ProposerEntry
+    temperature: Temperature
+    verifier: Verifier
+    alpha: Estimate
+    mean_acceptance_length: ByNumber[Estimate]
+    acceptance_per_position: Sequence[Estimate]
+    """At the greatest draft length."""
+    conditional_acceptance: Sequence[Estimate]
+    by_category: Mapping[str, CurveCategory]
+    predicted_speedup: ByNumber[ByNumber[Estimate]]
+    """By batch size, then draft length; empty where costs are unknown."""
+    break_even_alpha: ByNumber[ByNumber[Share | None]]
+    """By batch size, then draft length: the α from which it pays; null where none does, and of trees and n-grams."""
+
+
+@dataclass(frozen=True)
+class Comparison(Entry):
+    """Two drafters on the same texts, paired over prompts; positive where `proposer` is ahead of `other`."""
+
+    temperature: Temperature
+    verifier: Verifier
+    draft_length: Positive
+    proposer: Name
+    other: Name
+    mean_acceptance_length: Estimate
+    alpha: Estimate
+    more_prompts: Count | None
+    """How many more would tell them apart; 0: told apart; null: equal, or too nearly so."""
+
+
+Seconds = ByNumber[float]
+"""By batch size, or by tokens."""
+
+
+@dataclass(frozen=True)
+class Costs(Entry):
+    """Seconds on this machine, behind `context` tokens at the first temperature."""
+
+    context: Positive
+    target_seconds: ByNumber[Seconds]
+    """By batch size, then k: t(k), a forward over k tokens a row."""
+    draft_seconds: Mapping[str, ByNumber[Seconds]]
+    """By drafter, batch size, then γ: d(γ)."""
+    draft_seconds_per_token: Mapping[str, Seconds]
+    overhead_seconds: Mapping[str, Seconds]
+    """The rest of a round, by drafter; below 0 where a loop is faster than its parts alone."""
+    plain_overhead_seconds: Seconds
+    prefill_seconds: Seconds
+    tables: Sequence[CostTable]
+    """As they were measured: one for each context and temperature."""
+
+
+@dataclass(frozen=True)
+class Prediction(Entry):
+    """A run's predicted and measured speed-up."""
+
+    proposer: Name
+    draft_length: Positive
+    batch_size: Positive
+    temperature: Temperature
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class PlannerCheck(Entry):
+    """How far predicted speed-ups are from measured ones."""
+
+    median_relative_error: float
+    points: Sequence[Prediction]
+
+
+@dataclass(frozen=True)
+class DrafterMemory(Entry):
+    """What a drafter adds to memory."""
+
+    weights_bytes: Count
+    cache_bytes_per_token: Count | None
+
+
+@dataclass(frozen=True)
+class Memory(Entry):
+    """What target and drafters take."""
+
+    target_bytes: Count
+    target_cache_bytes_per_token: Count | None
+    drafters: Mapping[str, DrafterMemory]
+
+
+@dataclass(frozen=True)
+class TokenAcceptance(Entry):
+    """A token of a text, and how likely it would have been accepted."""
+
+    text: str
+    acceptance: Share
+
+
+@dataclass(frozen=True)
+class TextAcceptance(Entry):
+    """A text, token by token."""
+
+    category: str | None
+    prompt: str
+    tokens: Sequence[TokenAcceptance]
+
+
+@dataclass(frozen=True)
+class RejectedToken(Entry):
+    """A token, how often it was seen, and how often it is expected to be rejected."""
+
+    text: str
+    seen: Positive
+    rejected: float
+
+
+@dataclass(frozen=True)
+class Rejections(Entry):
+    """Where one drafter's tokens are rejected."""
+
+    temperature: Temperature
+    proposer: Name
+    texts: Sequence[TextAcceptance]
+    tokens: Sequence[RejectedToken]
+    """By expected rejections, most first."""
+
+
+@dataclass(frozen=True)
+class TreePicture(Entry):
+    """A picture of a Medusa tree."""
+
+    proposer: Name
+    svg: str
+
+
+@dataclass(frozen=True)
+class Gate(Entry):
+    """What was asked for, and whether it was reached."""
+
+    min_speedup: float | None
+    min_gain: float | None
+    confidence: float
+    passed: bool
+    failures: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Recommendation(Entry):
+    """What to deploy, and why."""
+
+    go: bool
+    reason: str
+    proposer: Name | None = None
+    draft_length: Positive | None = None
+    batch_size: Positive | None = None
+    temperature: Temperature | None = None
+    predicted_speedup: Estimate | None = None
+    measured_speedup: Estimate | None = None
+
+    @property
+    def setting(self) -> tuple[str | None, int | None, int | None, float | None]:
+        """The setting of the run that is recommended, as `Run.setting`."""
+        return self.proposer, self.draft_length, self.batch_size, self.temperature
+
+
+@dataclass(frozen=True)
+class Report(Entry):
+    """What `draftsmith measure` leaves in report.json."""
+
+    schema: Literal["draftsmith.report/1"]
+    environment: Environment
+    target: Target
+    prompts: Prompts
+    baseline: Baseline
+    runs: Sequence[Run]
+    curves: Sequence[Curve]
+    comparisons: Sequence[Comparison]
+    costs: Costs | None
+    planner_check: PlannerCheck | None
+    """Null where costs are unknown."""
+    memory: Memory
+    rejections: Rejections | None
+    """Null where nothing was replayed."""
+    trees: Sequence[TreePicture]
+    gate: Gate | None
+    """Null where none was asked for."""
+    recommendation: Recommendation
+
+    def proposers(self) -> dict[str, ProposerEntry]:
+        """Return the drafters by name, in order."""
+        of_curves = {curve.proposer.name: curve.proposer for curve in self.curves}
+        return of_curves | {run.proposer.name: run.proposer for run in self.runs}
