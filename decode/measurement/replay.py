@@ -7,9 +7,9 @@ integer.
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Generic, TypeVar
 
 import torch
@@ -27,6 +27,9 @@ from draftsmith.decode.replay.replayed import Replayed
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
+Key = TypeVar("Key", bound=Hashable)
+"""What a caller calls a drafter by."""
+Value = TypeVar("Value")
 LOGITS_AT_A_TIME = 2**27
 """Logits of the target that are held at a time, prompts counted in: 512 MiB in float32, at least one text's.
 
@@ -34,8 +37,6 @@ Its distributions take as much, then the drafter's logits in place of the target
 on top. In float32, with texts of 512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts
 at a time, 0.5 GiB at T=0, 1.1 at T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
 """
-Key = TypeVar("Key", bound=Hashable)
-"""What a caller calls a drafter by."""
 FOREIGN = 6.0
 """Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
 probability of 2e-9, were the sum normal; its tails are a little heavier."""
@@ -53,6 +54,24 @@ class TextReplay:
     """The contexts."""
     acceptance: tuple[float, ...]
     """Of each token, the probability that a round that starts there accepts it; 0 where none drafts."""
+
+
+class _ByLength(Mapping[int, Value]):
+    """Figures by draft length, each computed when it is first asked for: an interval takes milliseconds."""
+
+    def __init__(self, lengths: Sequence[int], compute: Callable[[int], Value]):
+        self._lengths, self._compute = lengths, cache(compute)
+
+    def __getitem__(self, draft_length: int) -> Value:
+        if draft_length not in self._lengths:
+            raise KeyError(draft_length)
+        return self._compute(draft_length)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._lengths)
+
+    def __len__(self) -> int:
+        return len(self._lengths)
 
 
 @dataclass(frozen=True)
@@ -75,27 +94,29 @@ class Replay:
         return ratio(*self.overlaps_and_contexts())
 
     @cached_property
-    def mean_acceptance_length(self) -> dict[int, Estimate]:
+    def mean_acceptance_length(self) -> Mapping[int, Estimate]:
         """τ for each draft length."""
-        return {k: ratio(*self.tokens_and_rounds(k)) for k in self.draft_lengths}
+        return _ByLength(self.draft_lengths, lambda k: ratio(*self.tokens_and_rounds(k)))
 
     @cached_property
-    def draft_acceptance_rate(self) -> dict[int, Estimate]:
+    def draft_acceptance_rate(self) -> Mapping[int, Estimate]:
         """Accepted ÷ drafted tokens for each draft length."""
-        return {
-            k: ratio([c.num_accepted_tokens for c in counts], [c.num_draft_tokens for c in counts])
-            for k, counts in self._by_length.items()
-        }
+
+        def rate(k: int) -> Estimate:
+            counts = self._by_length[k]
+            return ratio([c.num_accepted_tokens for c in counts], [c.num_draft_tokens for c in counts])
+
+        return _ByLength(self.draft_lengths, rate)
 
     @cached_property
-    def acceptance_per_position(self) -> dict[int, list[Estimate]]:
+    def acceptance_per_position(self) -> Mapping[int, list[Estimate]]:
         """For each draft length: of each position, rounds that accepted it ÷ rounds that drafted it."""
-        return {k: _per_position(counts, "num_draft_tokens_per_pos") for k, counts in self._by_length.items()}
+        return _ByLength(self.draft_lengths, lambda k: _per_position(self._by_length[k], "num_draft_tokens_per_pos"))
 
     @cached_property
-    def conditional_acceptance(self) -> dict[int, list[Estimate]]:
+    def conditional_acceptance(self) -> Mapping[int, list[Estimate]]:
         """For each draft length: of each position, its acceptance given that all before it were accepted."""
-        return {k: _per_position(counts, "num_reached_per_pos") for k, counts in self._by_length.items()}
+        return _ByLength(self.draft_lengths, lambda k: _per_position(self._by_length[k], "num_reached_per_pos"))
 
     def tokens_and_rounds(self, draft_length: int) -> tuple[list[float], list[float]]:
         """Return each text's tokens and expected rounds, whose sums' ratio is τ."""

@@ -139,7 +139,7 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
                 if nodes[name]:
                     assert 0 < table.at(name, b).round_seconds(lengths[name], nodes[name]) < 1, (name, b)
         assert all(found.step == 0 for found in table.drafters["medusa"].values())  # a tree is drafted at once
-        assert CostTable.from_dict(json.loads(json.dumps(table.to_dict()))) == table
+        assert CostTable.from_dict(json.loads(json.dumps(asdict(table)))) == table
 
 
 class Clock:
