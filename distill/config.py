@@ -22,18 +22,18 @@ class DistillConfig(RecipeConfig):
     """A draft carved from the target or random, LoRA, and the vocabulary's padding."""
     divergence: str | dict[str, float] = "forward_kl"
     """What is minimised: forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd, cross_entropy (on the completions'
-    tokens, without the teacher's law), expected_length (the accepted tokens that a drafted block falls short of),
+    tokens, without the teacher), expected_length (the accepted tokens that a drafted block falls short of),
     reached_tvd; or weights by name, for their sum."""
     beta: float = 0.5
     """The weight of p in jsd's mixture."""
     alpha: float = 0.1
-    """How far the skewed divergences mix their first law into the second."""
+    """How far the skewed divergences mix their first distribution into the second."""
     curriculum: float = 0.0
     """The share of the steps over which the objective moves from the forward KL to `divergence`, linearly."""
     draft_length: int = 4
     """γ of the replayed mean acceptance length, and of the block terms expected_length and reached_tvd."""
     teacher_cache: list[str] = field(default_factory=list)
-    """Directories of laws (`draftsmith cache`) that together cover `completions` and `heldout`. With them the target's
+    """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. With them the target's
     weights are not read: of `target` a config and a tokenizer are enough."""
     on_policy: float = 0.0
     """λ: the share of the batches whose completions the draft writes itself, for the target to score; the target's own
@@ -51,17 +51,17 @@ class DistillConfig(RecipeConfig):
             raise InputError("target_sharded: expected false with teacher_cache, found true")
         if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
             raise InputError(
-                "prompt_loss: expected false with teacher_cache, which has no laws of prompts, and with cross_entropy "
+                "prompt_loss: expected false with teacher_cache, which has none of the prompts, and with cross_entropy "
                 "alone, which would learn to write prompts; found true"
             )
         if self.teacher_cache and self.on_policy:
             raise InputError(
-                f"on_policy: expected 0 with teacher_cache, which has no laws of new texts, found {self.on_policy}"
+                f"on_policy: expected 0 with teacher_cache, which has none of new texts, found {self.on_policy}"
             )
         loading: Any = self.training.accelerator_config
         if self.teacher_cache and loading.dispatch_batches:
             raise InputError(
-                "training.accelerator_config.dispatch_batches: expected false with teacher_cache, whose laws cannot be "
+                "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be "
                 "sliced as rows are, found true"
             )
 

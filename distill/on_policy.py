@@ -63,7 +63,7 @@ def continued(
     for row, prompt in enumerate(prompts):
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
-    # `generate` fills what a config leaves open from the model's own: its penalties are no part of our law.
+    # `generate` fills what a config leaves open from the model's own: its penalties are no part of our sampling.
     training, own = draft.training, draft.generation_config
     draft.eval().generation_config = generation
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

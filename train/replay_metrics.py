@@ -2,6 +2,9 @@
 
 The validation loss can fall while acceptance falls, so it is never the criterion. Each sample yields sums; processes
 gather the sums, and ratios are taken at the end.
+
+Shape suffixes: B samples, T positions of a sample, N positions, V vocabulary, K features; k the tokens kept of a cached
+distribution, E = k + 1 with their tail.
 """
 
 import numpy as np
@@ -16,59 +19,56 @@ from draftsmith.train.teacher.distributions import CachedDistributions
 COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 
 
-def replay_features(p: Tensor | CachedDistributions, q_logits: Tensor, labels: Tensor, sampler: Sampler) -> Tensor:
-    """Return what a position has to say of acceptance.
+def replay_features(p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor, sampler: Sampler) -> Tensor:
+    """Return what each position says of acceptance.
 
     Args:
-        p: the target's logits of the next token, (N, V), or its cached laws under the same warping. With these the
-            second feature is an upper bound, exceeded by at most min(p_tail, q_tail), and the third a lower bound,
-            which takes 0 for tokens of the tail, each less probable than the k-th; the others are exact.
-        q_logits: the draft's, (N, V).
-        labels: the next tokens, (N,), written by the target under the law.
+        p: the target's logits of the next token, (N, V), or its cached distributions under the same warping. With
+            these the second feature is an upper bound, exceeded by at most min(p_tail, q_tail), and the third a lower
+            bound, which takes 0 for tokens of the tail, each less probable than the k-th; the others are exact.
+        q_logits_NV: the draft's.
+        labels_N: the next tokens, written by the target under the same warping.
         sampler: the deployment's warping, a context-free one.
 
     Returns:
         (N, 4) float32: min(1, q(x)/p(x)); Σ_v min(p, q); p(argmax q), which a verifier of greedy drafts accepts; and
         whether the argmaxes are equal.
     """
-    q, guess = sampler.probabilities(q_logits, []), q_logits.argmax(-1, keepdim=True)
+    q_NV, guess_N1 = sampler.probabilities(q_logits_NV, []), q_logits_NV.argmax(-1, keepdim=True)
     if isinstance(p, CachedDistributions):
-        known, ids, x = p.bucketed().exp(), p.ids.long(), labels[:, None]
-        q_tail = q.scatter(1, ids, 0.0).sum(-1, keepdim=True)
-        a = (q.gather(1, x)[:, 0] / p.log_p_of_text.exp().clamp(min=torch.finfo(q.dtype).tiny)).clamp(max=1.0)
-        bucketed = overlap(known, torch.cat([q.gather(1, ids), q_tail], dim=1))
-        greedy, agree = (known[:, :-1] * (ids == guess)).sum(-1), ids[:, :1] == guess
-        return torch.stack([a, bucketed, greedy, agree[:, 0].to(q.dtype)], dim=1)
-    distributions = sampler.probabilities(p, [])
-    return torch.stack(
-        [
-            acceptance_probabilities(distributions, q, labels),
-            overlap(distributions, q),
-            distributions.gather(1, guess)[:, 0],
-            (p.argmax(-1) == guess[:, 0]).to(distributions.dtype),
-        ],
-        dim=1,
-    )
+        p_NE, ids_Nk = p.bucketed().exp(), p.ids.long()
+        q_x_N = q_NV.gather(1, labels_N[:, None])[:, 0]
+        q_tail_N1 = q_NV.scatter(1, ids_Nk, 0.0).sum(-1, keepdim=True)
+        a_N = (q_x_N / p.log_p_of_text.exp().clamp(min=torch.finfo(q_NV.dtype).tiny)).clamp(max=1.0)
+        overlap_N = overlap(p_NE, torch.cat([q_NV.gather(1, ids_Nk), q_tail_N1], dim=1))
+        greedy_N = (p_NE[:, :-1] * (ids_Nk == guess_N1)).sum(-1)
+        agree_N = (ids_Nk[:, :1] == guess_N1)[:, 0]
+    else:
+        p_NV = sampler.probabilities(p, [])
+        a_N, overlap_N = acceptance_probabilities(p_NV, q_NV, labels_N), overlap(p_NV, q_NV)
+        greedy_N = p_NV.gather(1, guess_N1)[:, 0]
+        agree_N = p.argmax(-1) == guess_N1[:, 0]
+    return torch.stack([a_N, overlap_N, greedy_N, agree_N.to(q_NV.dtype)], dim=1)
 
 
-def replay_sums(features: Tensor, inside: Tensor, draft_length: int) -> Tensor:
+def replay_sums(features_BTK: Tensor, inside_BT: Tensor, draft_length: int) -> Tensor:
     """Return each sample's sums over its completion.
 
     Args:
-        features: of `replay_features`, (B, T, 4); anything outside the completions.
-        inside: (B, T) bool, the completions' tokens. Those of a sample are taken to be one text.
+        features_BTK: the four of `replay_features`; anything outside the completions.
+        inside_BT: bool, the completions' tokens. Those of a sample are taken to be one text.
         draft_length: γ of the replayed rounds.
 
     Returns:
         (B, 5) float32: completion tokens, expected rounds, and the sums of the last three features.
     """
     # Completions begin at different columns: shift each to the left, so that the chain starts at its first token.
-    order = torch.argsort(~inside, dim=1, stable=True)
-    lengths = inside.sum(1)
-    a = torch.where(inside, features[..., 0], 0.0).gather(1, order)[:, : int(lengths.max())]
-    rounds = expected_rounds(a, lengths, draft_length)
-    sums = torch.where(inside[..., None], features[..., 1:], 0.0).sum(1)
-    return torch.cat([lengths[:, None], rounds[:, None], sums], dim=1).float()
+    order_BT = torch.argsort(~inside_BT, dim=1, stable=True)
+    lengths_B = inside_BT.sum(1)
+    a_BT = torch.where(inside_BT, features_BTK[..., 0], 0.0).gather(1, order_BT)[:, : int(lengths_B.max())]
+    rounds_B = expected_rounds(a_BT, lengths_B, draft_length)
+    sums_B3 = torch.where(inside_BT[..., None], features_BTK[..., 1:], 0.0).sum(1)
+    return torch.cat([lengths_B[:, None], rounds_B[:, None], sums_B3], dim=1).float()
 
 
 def acceptance_metrics(prediction: EvalPrediction) -> dict[str, float]:

@@ -1,4 +1,12 @@
-"""The Trainer as every recipe has it: a frozen target beside what is trained, and nothing lost on the way."""
+"""The Trainer that both recipes share: a frozen target beside the model in training, and checkpoints that are whole.
+
+Five methods that are overridden here are private in the library's Trainer. It has no public way to save a checkpoint
+under another name first (`_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`), to change the weights that
+are saved (`_save`), or to see the gradients' norm before the step (`_get_grad_norm`). So pyproject.toml bounds the
+library's version from above.
+
+Shape suffixes: B rows, T positions, H hidden.
+"""
 
 import math
 from collections.abc import Iterator
@@ -57,10 +65,10 @@ class RecipeTrainer(Trainer):
             self.add_callback(EarlyStoppingCallback(config.patience))
         self.tokenizer = tokenizer
         self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
-        # Either head may be padded beyond the tokenizer, to different sizes: entries that are no token have no law.
+        # Either head may have more rows than the tokenizer has tokens: those are left out everywhere.
         self.vocab_size = tokenizer_size(tokenizer)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
-        """None where the laws come with the batches, out of a cache."""
+        """None where p comes with the batches, out of a cache."""
         self._head_here: OutputHead | None = None
         if self.target is not None and config.target_sharded:
             self.target_head(self.args.device)
@@ -75,7 +83,7 @@ class RecipeTrainer(Trainer):
         """Where a checkpoint is being written."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Learn what shards the draft, before the library complains of it in its own terms."""
+        """Check what shards the draft, with messages that name our fields."""
         super().create_accelerator_and_postprocess()
         check_sharding(self.accelerator, self.recipe.optimizer)
 
@@ -90,7 +98,7 @@ class RecipeTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
-        """Take the batches of a step, and change them; what counts then is counted again, whatever the data said."""
+        """Take the batches of a step, change them, and count their loss tokens after that."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         batches = self.changed(batches)
         if self.recipe.prompt_loss:
@@ -98,7 +106,7 @@ class RecipeTrainer(Trainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Return what a step learns from in place of the data's batches; a recipe may have something to say."""
+        """Return what a step learns from in place of the data's batches; a recipe may override this."""
         return batches
 
     def training_step(
@@ -131,7 +139,7 @@ class RecipeTrainer(Trainer):
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save aside, then rename: whatever happens meanwhile, every `checkpoint-N` is whole."""
+        """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""
         directory = Path(str(self.args.output_dir))
         aside = directory / ".checkpoint.partial"
         if self.args.should_save:
@@ -159,7 +167,7 @@ class RecipeTrainer(Trainer):
             super()._push_from_checkpoint(str(directory / name))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Wait for the checkpoint's own name: uploads run in the background."""
+        """Do nothing yet: uploads run in the background, and need the checkpoint under its final name."""
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)
@@ -189,11 +197,11 @@ class RecipeTrainer(Trainer):
         super()._save(directory, state_dict)
 
     def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Return the weights that are deployed, where they are others than those that a checkpoint goes on from."""
+        """Return the weights to deploy; a recipe overrides this where checkpoints hold others."""
         return state_dict
 
     def averaged(self, total: Tensor, chosen: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-        """Return a part's summed loss ÷ the global batch's token count, or its own where that is not known."""
+        """Return a part's summed loss ÷ the token count of the global batch, or of the part where that is not known."""
         if num_items_in_batch is None:
             return total / chosen.sum().clamp(min=1)
         loss = total / num_items_in_batch
@@ -203,28 +211,28 @@ class RecipeTrainer(Trainer):
         return loss
 
     def target_hidden(self, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
-        """Return what the target's head sees of a batch, (B, T, H), where the loss is taken."""
+        """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""
         with torch.no_grad():
-            there = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
-            return last_hidden(self.target, **there).to(device)
+            moved = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
+            return last_hidden(self.target, **moved).to(device)
 
     def target_head(self, device: torch.device) -> OutputHead:
-        """Return the target's head where the loss is taken: of a target elsewhere, a copy that is made once."""
+        """Return the target's head on the device where the loss is taken; a copy is made once."""
         if self._head_here is None:
             self._head_here = head_of(self.target).cut(self.vocab_size).to(device)
         return self._head_here
 
 
 def texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a model reads of a batch: packed rows have positions in place of a mask."""
+    """Return the inputs that a model reads from a batch; packed rows have positions in place of a mask."""
     return {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
 
 
 def _all_labels(batch: dict[str, Tensor]) -> Tensor:
     """Return the tokens of prompts and completions as labels, (B, T), but for the first of each text and padding."""
-    ids = batch["input_ids"]
+    ids_BT = batch["input_ids"]
     if "position_ids" in batch:  # packed: padding has position 0, as the first token of a text has
-        return ids.where(batch["position_ids"] > 0, IGNORED)
-    labels = ids.where(batch["attention_mask"] == 1, IGNORED)
-    labels[:, 0] = IGNORED
-    return labels
+        return ids_BT.where(batch["position_ids"] > 0, IGNORED)
+    labels_BT = ids_BT.where(batch["attention_mask"] == 1, IGNORED)
+    labels_BT[:, 0] = IGNORED
+    return labels_BT

@@ -384,7 +384,7 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, whole
 
     with monkeypatch.context() as patch:
         patch.setattr(teacher_cache, "write_shard", full)
-        with pytest.raises(InputError, match=r"no space left .* the laws of 5 of 12 samples are kept; free") as error:
+        with pytest.raises(InputError, match=r"no space left .* 5 of 12 samples are kept; free") as error:
             make_cache(configured(pipeline, output))
     assert "\n" not in str(error.value)
     assert make_cache(configured(pipeline, output)).kept == 5
@@ -412,7 +412,7 @@ def test_laws_of_another_target_are_refused(pipeline, whole, tmp_path, tokenizer
     save_model(tiny_llama(5, len(tokenizer) + 13), tokenizer, tmp_path / "other")
     with pytest.raises(InputError, match=r"^target: expected .* as it was \(model\.safetensors"):
         make_cache(CacheConfig(str(tmp_path / "other"), configured(pipeline, whole[1]).completions, str(whole[1]), k=8))
-    with pytest.raises(InputError, match=r"^teacher_cache: expected laws of .*other, found in .*safetensors is a"):
+    with pytest.raises(InputError, match=r"^teacher_cache: expected a cache of .*other, found in .*safetensors is a"):
         found_in(pipeline, whole[1], target=str(tmp_path / "other"))
     with pytest.raises(InputError, match=r"^teacher_cache: expected 299 tokens, found 300 in"):
         found_in(pipeline, whole[1], vocab_size=299)
@@ -421,7 +421,7 @@ def test_laws_of_another_target_are_refused(pipeline, whole, tmp_path, tokenizer
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"temperature": 0.7}, r"^temperature: expected 1\.0, which the laws in .* are of, found 0\.7"),
+        ({"temperature": 0.7}, r"^temperature: expected 1\.0, which .* was written at, found 0\.7"),
         ({"top_k": 5}, "^top_k: expected 0, .* found 5"),
         ({"top_p": 0.9}, r"^top_p: expected 1\.0, .* found 0\.9"),
     ],
@@ -438,7 +438,7 @@ def test_what_is_missing_is_named(pipeline, whole, tmp_path):
     shutil.copytree(whole[1], output)
     (output / "001-shard-00001.parquet").unlink()
     lacking = load_completions(str(pipeline / "long"))["id"][3:6]
-    message = f"the laws of all 7 samples of .*long, found none in {output} for {', '.join(lacking)}; run draftsmith"
+    message = f"expected all 7 samples of .*long, found none in {output} for {', '.join(lacking)}; run draftsmith"
     with pytest.raises(InputError, match=message):
         found_in(pipeline, output)
     (output / "001-shard-00000.parquet").write_bytes(b"PAR1")
@@ -512,4 +512,4 @@ def test_the_command_writes_a_cache(pipeline, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "positions × 32 bytes at k=4" in out and "bytes a token" in out and "5 written now, 0 kept" in out
     assert run(lambda: command.main([*argv, "--k", "5"])) == 2
-    assert capsys.readouterr().err.startswith("error: k: expected 4, found 5")
+    assert "error: k: expected 4, found 5" in capsys.readouterr().err

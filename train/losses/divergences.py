@@ -1,7 +1,7 @@
 """Divergences between the target's p and the draft's q: eager references in full vocabulary.
 
-Shape suffixes: N positions, V vocabulary. Naming follows the papers: the *forward* KL is KL(p ‖ q), which covers p's
-modes; the *reverse* KL(q ‖ p) seeks them.
+Naming follows the papers: the *forward* KL is KL(p ‖ q), which covers p's modes; the *reverse* KL(q ‖ p) seeks them.
+Shape suffixes: N positions, E outcomes (the V tokens of a vocabulary, or some of them and the rest as one).
 """
 
 from collections.abc import Callable
@@ -15,38 +15,38 @@ PerToken = Callable[[Tensor, Tensor, float], Tensor]
 """(log p, log q, mixture weight) → (N,); those without a mixture ignore its weight."""
 
 
-def forward_kl(log_p: Tensor, log_q: Tensor, mix: float = 0.5) -> Tensor:
+def forward_kl(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
     """KL(p ‖ q) = Σ_v p (log p − log q), (N,) (Hinton et al. 2015; DistillSpec, Zhou et al. 2023, section 4.1)."""
-    return _kl(log_p, log_q)
+    return _kl(log_p_NE, log_q_NE)
 
 
-def reverse_kl(log_p: Tensor, log_q: Tensor, mix: float = 0.5) -> Tensor:
+def reverse_kl(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
     """KL(q ‖ p), (N,) (MiniLLM, Gu et al. 2023, section 2.1)."""
-    return _kl(log_q, log_p)
+    return _kl(log_q_NE, log_p_NE)
 
 
-def jsd(log_p: Tensor, log_q: Tensor, mix: float = 0.5) -> Tensor:
+def jsd(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
     """β KL(p ‖ m) + (1 − β) KL(q ‖ m) with m = β p + (1 − β) q, (N,) (GKD, Agarwal et al. 2023, equation 1).
 
     It tends to β KL(p ‖ q) as β → 0 and to (1 − β) KL(q ‖ p) as β → 1.
     """
-    log_m = _mixture(log_p, log_q, mix)
-    return mix * _kl(log_p, log_m) + (1.0 - mix) * _kl(log_q, log_m)
+    log_m_NE = _mixture(log_p_NE, log_q_NE, mix)
+    return mix * _kl(log_p_NE, log_m_NE) + (1.0 - mix) * _kl(log_q_NE, log_m_NE)
 
 
-def skew_kl(log_p: Tensor, log_q: Tensor, mix: float = 0.1) -> Tensor:
+def skew_kl(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.1) -> Tensor:
     """KL(p ‖ α p + (1 − α) q), (N,): finite whatever q leaves out (DistiLLM, Ko et al. 2024, section 3.1)."""
-    return _kl(log_p, _mixture(log_p, log_q, mix))
+    return _kl(log_p_NE, _mixture(log_p_NE, log_q_NE, mix))
 
 
-def skew_reverse_kl(log_p: Tensor, log_q: Tensor, mix: float = 0.1) -> Tensor:
+def skew_reverse_kl(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.1) -> Tensor:
     """KL(q ‖ α q + (1 − α) p), (N,) (DistiLLM, section 3.1)."""
-    return _kl(log_q, _mixture(log_q, log_p, mix))
+    return _kl(log_q_NE, _mixture(log_q_NE, log_p_NE, mix))
 
 
-def tvd(log_p: Tensor, log_q: Tensor, mix: float = 0.5) -> Tensor:
+def tvd(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
     """Total variation ½ Σ_v |p − q| = 1 − α, (N,) (DistillSpec, section 4.1; Leviathan et al. 2023, lemma 3.3)."""
-    return 0.5 * (log_p.exp() - log_q.exp()).abs().sum(-1)
+    return 0.5 * (log_p_NE.exp() - log_q_NE.exp()).abs().sum(-1)
 
 
 DIVERGENCES: dict[str, PerToken] = {
@@ -76,10 +76,10 @@ def divergence(
         p_logits: the target's logits, (N, V).
         q_logits: the draft's, (N, V).
         name: one of `forward_kl`, `reverse_kl`, `jsd`, `skew_kl`, `skew_reverse_kl`, `tvd`, `cross_entropy`.
-        temperature: divides both logits; no factor T² is applied, for the value is that of the law deployed at T.
+        temperature: divides both logits; no factor T² is applied, since the value is that of the deployment at T.
         mask: (N,) bool, the positions that count; all if None.
         beta: the mixture weight of p in `jsd`, in (0, 1).
-        alpha: how far the skewed divergences mix their first law into the second, in (0, 1).
+        alpha: how far the skewed divergences mix their first distribution into the second, in (0, 1).
         labels: (N,) int64, the text's tokens; `cross_entropy` needs them and ignores `p_logits` and `temperature`.
 
     Raises:
@@ -104,8 +104,8 @@ def per_token(
         if labels is None:
             raise InputError("labels: expected the text's tokens for cross_entropy, found none")
         return torch.nn.functional.cross_entropy(q_logits.float(), labels, reduction="none")
-    log_p, log_q = (logits.float().div(temperature).log_softmax(-1) for logits in (p_logits, q_logits))
-    return DIVERGENCES[name](log_p, log_q, mixture_weight(name, beta, alpha))
+    log_p_NE, log_q_NE = (logits.float().div(temperature).log_softmax(-1) for logits in (p_logits, q_logits))
+    return DIVERGENCES[name](log_p_NE, log_q_NE, mixture_weight(name, beta, alpha))
 
 
 def mixture_weight(name: str, beta: float, alpha: float) -> float:
@@ -121,11 +121,11 @@ def check_divergence(name: str, temperature: float, beta: float, alpha: float) -
     between(0, 1).check("alpha", alpha)
 
 
-def _mixture(log_a: Tensor, log_b: Tensor, weight: float) -> Tensor:
+def _mixture(log_a_NE: Tensor, log_b_NE: Tensor, weight: float) -> Tensor:
     """Return log(w a + (1 − w) b)."""
-    log_weights = log_a.new_tensor([weight, 1.0 - weight]).log()
-    return torch.logaddexp(log_a + log_weights[0], log_b + log_weights[1])
+    log_weights = log_a_NE.new_tensor([weight, 1.0 - weight]).log()
+    return torch.logaddexp(log_a_NE + log_weights[0], log_b_NE + log_weights[1])
 
 
-def _kl(log_a: Tensor, log_b: Tensor) -> Tensor:
-    return (log_a.exp() * (log_a - log_b)).sum(-1)
+def _kl(log_a_NE: Tensor, log_b_NE: Tensor) -> Tensor:
+    return (log_a_NE.exp() * (log_a_NE - log_b_NE)).sum(-1)

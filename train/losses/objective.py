@@ -1,7 +1,8 @@
 """What training minimises: a weighted sum of divergences, and of the expected acceptance length's shortfall.
 
 Everything is reduced over the tokens of a global batch, so that the split of a batch over steps and processes does not
-change it. Shape suffixes: N positions, V vocabulary, K features of a position.
+change it. Shape suffixes: N positions, V vocabulary, K features of a position, E the outcomes compared: the V tokens,
+or of cached distributions k tokens and their tail.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ BOUNDED = ("tvd", *BLOCK_TERMS)
 
 @dataclass(frozen=True)
 class Objective:
-    """A weighted sum of terms under the law of deployment.
+    """A weighted sum of terms under the sampling of the deployment.
 
     Terms are the divergences of `draftsmith.train.losses.divergences` and, over drafted blocks of γ tokens:
 
@@ -46,7 +47,7 @@ class Objective:
     beta: float = 0.5
     """The weight of p in jsd's mixture."""
     alpha: float = 0.1
-    """How far skewed divergences mix their first law into the second."""
+    """How far skewed divergences mix their first distribution into the second."""
     draft_length: int = 4
     """γ of the block terms."""
 
@@ -90,67 +91,67 @@ class Objective:
         terms["forward_kl"] = terms.get("forward_kl", 0.0) + 1 - progress
         return replace(self, terms=terms)
 
-    def features(self, p: Tensor | CachedDistributions, q_logits: Tensor, labels: Tensor) -> Tensor:
+    def features(self, p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         """Return what `shortfall` sums: the weighted divergences, and for block terms log a and the overlap.
 
-        A cached law bounds them: divergences from below, the overlap from above; log a is exact.
+        Cached distributions bound them: divergences from below, the overlap from above; log a is exact.
 
         Args:
-            p: the target's logits, (N, V), or its cached laws, under this objective's temperature, top-k and top-p; not
-                looked at unless the objective `needs_target`.
-            q_logits: the draft's, (N, V); gradients flow to them.
-            labels: the text's tokens, (N,).
+            p: the target's logits, (N, V), or its cached distributions, under this objective's temperature, top-k and
+                top-p; not looked at unless the objective `needs_target`.
+            q_logits_NV: the draft's; gradients flow to them.
+            labels_N: the text's tokens.
 
         Returns:
             (N, 1), or (N, 3) with block terms: log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q).
         """
-        total = q_logits.new_zeros(len(q_logits), dtype=torch.float32)
+        total_N = q_logits_NV.new_zeros(len(q_logits_NV), dtype=torch.float32)
         if "cross_entropy" in self.terms:
-            ce = torch.nn.functional.cross_entropy(q_logits.float(), labels, reduction="none")
-            total = total + self.terms["cross_entropy"] * ce
+            ce_N = torch.nn.functional.cross_entropy(q_logits_NV.float(), labels_N, reduction="none")
+            total_N = total_N + self.terms["cross_entropy"] * ce_N
         if not self.needs_target:
-            return total[:, None]
-        # (N, V), or (N, k + 1) for both p and q: the divergences do not care. q is warped before it is bucketed.
+            return total_N[:, None]
+        # The divergences compare E outcomes, whichever they are. q is warped before it is bucketed.
         if isinstance(p, CachedDistributions):
-            log_p, bucket = p.bucketed(), p.bucket
+            log_p_NE, bucket = p.bucketed(), p.bucket
         else:
-            log_p, bucket = self._warped(p.float() / self.temperature).log_softmax(-1), _unchanged
-        q_scores = q_logits.float() / self.temperature
+            log_p_NE, bucket = self._warped(p.float() / self.temperature).log_softmax(-1), _unchanged
+        q_scores_NV = q_logits_NV.float() / self.temperature
         names = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
         if names or not self.warps:
-            whole = q_scores.log_softmax(-1)
-            log_q = bucket(whole)
+            log_q_NV = q_scores_NV.log_softmax(-1)
+            log_q_NE = bucket(log_q_NV)
         for name in names:
             weight = mixture_weight(name, self.beta, self.alpha)
-            total = total + self.terms[name] * DIVERGENCES[name](log_p, log_q, weight)
+            total_N = total_N + self.terms[name] * DIVERGENCES[name](log_p_NE, log_q_NE, weight)
         if not any(name in self.terms for name in BOUNDED):
-            return total[:, None]
+            return total_N[:, None]
         if self.warps:
-            whole = self._warped(q_scores).log_softmax(-1)
-            log_q = bucket(whole)
+            log_q_NV = self._warped(q_scores_NV).log_softmax(-1)
+            log_q_NE = bucket(log_q_NV)
         if "tvd" in self.terms:
-            total = total + self.terms["tvd"] * DIVERGENCES["tvd"](log_p, log_q, 0.0)
+            total_N = total_N + self.terms["tvd"] * DIVERGENCES["tvd"](log_p_NE, log_q_NE, 0.0)
         if not self.couples:
-            return total[:, None]
-        log_q_x = _at(whole, labels)
-        log_p_x = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p, labels)
-        overlap = torch.minimum(log_p, log_q).exp().sum(-1)
-        return torch.stack([total, (log_q_x - log_p_x).clamp(max=0.0), overlap], dim=1)
+            return total_N[:, None]
+        of_text_N = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p_NE, labels_N)
+        overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
+        return torch.stack([total_N, (_at(log_q_NV, labels_N) - of_text_N).clamp(max=0.0), overlap_N], dim=1)
 
-    def shortfall(self, features: Tensor, follows: Tensor) -> Tensor:
+    def shortfall(self, features_NK: Tensor, follows_N: Tensor) -> Tensor:
         """Return the objective summed over positions, a scalar.
 
         Args:
-            features: of `features`, (N, K), texts one behind the other.
-            follows: (N,) bool, whether a position comes right after the one before it in the same text.
+            features_NK: of `features`, texts one behind the other.
+            follows_N: bool, whether a position comes right after the one before it in the same text.
         """
-        total = features[:, 0].sum()
+        total = features_NK[:, 0].sum()
         for name in BLOCK_TERMS:
             if name in self.terms:
-                accepted, most = expected_accepted(
-                    features[:, 1], features[:, 2], follows, self.draft_length, detach_reach=name == "reached_tvd"
+                detach = name == "reached_tvd"
+                accepted_N, most_N = expected_accepted(
+                    features_NK[:, 1], features_NK[:, 2], follows_N, self.draft_length, detach
                 )
-                total = total + self.terms[name] * (most - accepted).sum()
+                total = total + self.terms[name] * (most_N - accepted_N).sum()
         return total
 
     @cached_property
@@ -166,44 +167,44 @@ class Objective:
         return self._warpers(None, scores)  # type: ignore[arg-type]
 
 
-def _unchanged(log_q: Tensor) -> Tensor:
-    return log_q
+def _unchanged(log_q_NV: Tensor) -> Tensor:
+    return log_q_NV
 
 
-def _at(log_p: Tensor, tokens: Tensor) -> Tensor:
-    return log_p.gather(1, tokens[:, None])[:, 0]
+def _at(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    return log_p_NV.gather(1, tokens_N[:, None])[:, 0]
 
 
 def expected_accepted(
-    log_a: Tensor, overlap: Tensor, follows: Tensor, draft_length: int, detach_reach: bool = False
+    log_a_N: Tensor, overlap_N: Tensor, follows_N: Tensor, draft_length: int, detach_reach: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the expected accepted tokens of a round that starts at each position, and the most it could accept.
 
     E[accepted from t | text] = Σ_{j<γ} exp(Σ_{i<j} log a_{t+i}) · o_{t+j}: position t + j is reached if all before it
-    were accepted, and its own token is accepted with probability o, averaged over what the target may say there
+    were accepted, and the token there is accepted with probability o, averaged over what the target may say there
     (Leviathan et al. 2023, section 3.1, without the assumption of equal α).
 
     Args:
-        log_a: log min(1, q(x)/p(x)) of the text's tokens, (N,).
-        overlap: Σ_v min(p, q) of each context, (N,).
-        follows: (N,) bool, whether a position comes right after the one before it in the same text.
+        log_a_N: log min(1, q(x)/p(x)) of the text's tokens.
+        overlap_N: Σ_v min(p, q) of each context.
+        follows_N: bool, whether a position comes right after the one before it in the same text.
         draft_length: γ.
         detach_reach: take the reaching probabilities as constants.
 
     Returns:
         (N,) and (N,).
     """
-    n = len(log_a)
-    reach = log_a.new_zeros(n)  # log of the probability that the round gets to t + j
-    inside = torch.ones_like(follows)
-    accepted, most = overlap.clone(), torch.ones_like(overlap)
+    n = len(log_a_N)
+    reach = log_a_N.new_zeros(n)  # log of the probability that the round gets to t + j
+    inside = torch.ones_like(follows_N)
+    accepted, most = overlap_N.clone(), torch.ones_like(overlap_N)
     for j in range(1, min(draft_length, n)):
-        reach = reach[: n - j] + log_a[j - 1 : n - 1]
-        inside = inside[: n - j] & follows[j:]
+        reach = reach[: n - j] + log_a_N[j - 1 : n - 1]
+        inside = inside[: n - j] & follows_N[j:]
         weight = torch.where(inside, reach, -torch.inf).exp()
         if detach_reach:
             weight = weight.detach()
         pad = (0, j)
-        accepted = accepted + torch.nn.functional.pad(weight * overlap[j:], pad)
+        accepted = accepted + torch.nn.functional.pad(weight * overlap_N[j:], pad)
         most = most + torch.nn.functional.pad(inside.to(most.dtype), pad)
     return accepted, most

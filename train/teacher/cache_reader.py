@@ -1,4 +1,4 @@
-"""Training from a teacher cache: the laws of each batch, found by the sample they belong to."""
+"""Training from a teacher cache: the distributions of each batch, found by the sample they belong to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ Places = dict[tuple[str, int], tuple[Path, int]]
 
 @dataclass(frozen=True)
 class DistributionIndex:
-    """Where the laws of samples are."""
+    """Where the distributions of samples are."""
 
     k: int
     places: Places
@@ -51,10 +51,10 @@ def find_distributions(
     max_length: int | None = None,
     trust_remote_code: bool = False,
 ) -> DistributionIndex:
-    """Find the laws of every sample of some completions.
+    """Find the distributions of every sample of some completions.
 
     Args:
-        caches: directories that `make_cache` wrote; together they have the laws of all completions.
+        caches: directories that `make_cache` wrote; together they have the distributions of all completions.
         completions: directories.
         target: the target that the draft is trained for; its weights need not be there.
         vocab_size: its tokenizer's.
@@ -65,8 +65,8 @@ def find_distributions(
         trust_remote_code: of a target that is a hub id.
 
     Raises:
-        InputError: a cache is missing, malformed, damaged, of another law, target or k than the rest; or completions or
-            samples of them without laws: names them.
+        InputError: a cache is missing, malformed or damaged, or of another sampling, target or k than the rest; or
+            completions or samples are in none: names them.
     """
     sampler = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     known = identity(target, trust_remote_code)
@@ -80,16 +80,16 @@ def find_distributions(
         for name, value in sampler.items():
             if settings[name] != value:
                 raise InputError(
-                    f"{name}: expected {settings[name]}, which the laws in {path} are of, found {value}; train with "
-                    f"that, or run draftsmith cache with --{name} {value}"
+                    f"{name}: expected {settings[name]}, which {path} was written at, found {value}; train with that, "
+                    f"or run draftsmith cache with --{name} {value}"
                 )
         if manifest["vocab_size"] != vocab_size:
             raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
         for name in known.keys() & manifest["target"].keys():
             if known[name] != manifest["target"][name]:
                 raise InputError(
-                    f"teacher_cache: expected laws of {target}, found in {path} those of {manifest['target']['path']}, "
-                    f"whose {name} is another"
+                    f"teacher_cache: expected a cache of {target}, found in {path} one of "
+                    f"{manifest['target']['path']}, whose {name} is another"
                 )
         widths[path] = settings["k"]
         if widths[path] != widths[caches[0]]:
@@ -129,8 +129,8 @@ def _places(path: str, cache: Path, number: int, max_length: int | None) -> Plac
                 places[name, checksum(ids[:max_length])] = place
     if lacking:
         raise InputError(
-            f"teacher_cache: expected the laws of all {len(places) + len(lacking)} samples of {path}, found none in "
-            f"{cache} for {', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}; run draftsmith cache again"
+            f"teacher_cache: expected all {len(places) + len(lacking)} samples of {path}, found none in {cache} for "
+            f"{', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}; run draftsmith cache again"
         )
     return places
 
@@ -148,7 +148,7 @@ def _row_group(file: Path, number: int) -> pa.Table:
 
 
 class CachedCollator:
-    """Adds to a batch, under `teacher`, the laws of its loss positions, in the order of `hidden[:, :-1][chosen]`.
+    """Adds to a batch, under `teacher`, what the cache holds of its loss positions, row by row.
 
     Positions are one behind the other over rows, and over the samples of packed rows: `ids` (N, k) int32, `log_p`
     (N, k) int16, `log_tail` and `log_p_of_text` (N,) int32. `cached_distributions` makes floats of their bits; a
@@ -162,8 +162,8 @@ class CachedCollator:
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate samples of `id`, `input_ids` and `labels`, or packed rows, of `ids` and `position_ids` as well."""
         batch = self.collator(samples)
-        found = [self._distributions(*text) for sample in samples for text in _unpacked(sample)]
-        columns = {name: np.concatenate([part[name] for part in found]) for name in NUMBERS}
+        parts = [self._distributions(*text) for sample in samples for text in _unpacked(sample)]
+        columns = {name: np.concatenate([part[name] for part in parts]) for name in NUMBERS}
         # Last, since the Trainer takes the first tensor's length for the number of rows.
         batch["teacher"] = {
             name: torch.from_numpy(column.view(f"int{8 * column.itemsize}")) for name, column in columns.items()
@@ -194,5 +194,5 @@ def _unpacked(sample: dict[str, Any]) -> list[tuple[str, list[int], int]]:
 
 
 def cached_distributions(columns: dict[str, Tensor]) -> CachedDistributions:
-    """Return the laws that a `CachedCollator` added to a batch."""
+    """Return the distributions that a `CachedCollator` added to a batch."""
     return CachedDistributions(**{name: columns[name].view(dtype) for name, dtype in NUMBERS.items()})

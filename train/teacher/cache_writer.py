@@ -1,9 +1,11 @@
-"""A teacher on disk: the laws of a target on its completions, from which a draft trains with no target in memory.
+"""A teacher on disk: a target's distributions on its completions; a draft trains on them with no target in memory.
 
 A directory holds `manifest.json` (`"draftsmith.teacher/1"`: what determines every number) and one Parquet shard for
 each shard of completions. Of each loss position it has what `CachedDistributions` has, at the temperature, top-k and
 top-p of the deployment: the k tokens say nothing of the tail's mass at another temperature. A shard is written aside
 and renamed, so that a run that was killed goes on where it stopped.
+
+Shape suffixes: B texts, T positions of a text, N positions (C of a chunk), H hidden.
 """
 
 import hashlib
@@ -36,7 +38,7 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
-from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.chunked import CHUNK_ENTRIES, PART_ENTRIES, chunks
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, tokenizer_size
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
@@ -63,18 +65,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CacheSummary:
-    """What a run of `make_cache` found and wrote."""
+    """What a run of `make_cache` read and wrote."""
 
     output: Path
     """The directory of the cache."""
     samples: int = 0
     """Samples of the completions."""
     kept: int = 0
-    """Samples whose laws were there before."""
+    """Samples whose distributions were there before."""
     written: int = 0
-    """Samples whose laws this run wrote."""
+    """Samples whose distributions this run wrote."""
     positions: int = 0
-    """Loss positions of the samples that are there now, each with a law."""
+    """Loss positions of the samples that are there now, each with a distribution."""
     size: int = 0
     """Bytes of their shards."""
     positions_written: int = 0
@@ -100,7 +102,7 @@ class _Source:
 
 
 def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> CacheSummary:
-    """Write the target's laws on every sample of the completions, and skip the shards that an earlier run left.
+    """Write the target's distributions on all samples of the completions, and skip the shards that are there.
 
     Args:
         config: what to write.
@@ -121,7 +123,7 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
     output = Path(config.output)
     sources = [source for number, path in enumerate(config.completions) for source in _sources(number, path)]
     summary = CacheSummary(output, sum(len(source.samples) for source in sources))
-    with output_directory(output, lambda: f"the laws of {summary.kept + summary.written} of {summary.samples} samples"):
+    with output_directory(output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples"):
         settle_manifest(output, _manifest(config, vocab_size))
         missing = []
         for source in sources:
@@ -165,7 +167,7 @@ def checksum(input_ids: Sequence[int], loss_mask: Sequence[int] = ()) -> int:
 
 
 def samples_of(shard: pa.Table) -> tuple[tuple[str, int], ...]:
-    """Return the id and the text's checksum of each sample that a shard has the laws of."""
+    """Return the id and the text's checksum of each sample that a shard has the distributions of."""
     return tuple(zip(shard["id"].to_pylist(), shard["text"].to_pylist(), strict=True))
 
 
@@ -198,6 +200,7 @@ def _megabytes(size: int) -> str:
 def _write(
     config: CacheConfig, model: PreTrainedModel, vocab_size: int, missing: list[_Source], summary: CacheSummary
 ) -> None:
+    """Compute the shards that are missing, samples of similar length together, and count them in the summary."""
     sampler, head = Sampler.of(config.temperature, config.top_k, config.top_p), head_of(model).cut(vocab_size)
     start = time.perf_counter()
     with tqdm(total=summary.samples, initial=summary.kept, unit="sample", desc="cache") as bar:
@@ -208,8 +211,8 @@ def _write(
             distributions: dict[int, CachedDistributions] = {}
             for at in range(0, len(order), config.batch_size):
                 rows = order[at : at + config.batch_size]
-                found = distributions_of(model, head, [texts[i][1:] for i in rows], sampler, config.k)
-                distributions.update(zip(rows, found, strict=True))
+                batch = [texts[i][1:] for i in rows]
+                distributions.update(zip(rows, distributions_of(model, head, batch, sampler, config.k), strict=True))
                 for i in rows:
                     if distributions[i].log_p_of_text.isnan().any():
                         raise InputError(
@@ -228,43 +231,44 @@ def _write(
 def distributions_of(
     model: PreTrainedModel, head: OutputHead, texts: Sequence[tuple[list[int], list[int]]], sampler: Sampler, k: int
 ) -> list[CachedDistributions]:
-    """Return the laws of a target on some texts, computed together.
+    """Return the distributions of a target on some texts, computed together.
 
-    Logits are never held for more positions than `lean.CHUNK_ENTRIES` allows.
+    Logits are never held for more positions than `CHUNK_ENTRIES` allows.
 
     Args:
         model: the target.
         head: its head, cut to its tokens.
-        texts: B of (token ids, loss mask). The law before each token with mask 1 is taken; a first token has none.
+        texts: B of (token ids, loss mask). A distribution is taken before each token with mask 1, but for a first one.
         sampler: the deployment's warping.
         k: as in `CachedDistributions`.
 
     Returns:
-        B laws on the CPU.
+        B distributions on the CPU.
     """
-    ids, masks = (
+    ids_BT, mask_BT = (
         torch.nn.utils.rnn.pad_sequence([torch.tensor(text[part]) for text in texts], batch_first=True).to(model.device)
         for part in (0, 1)
     )
-    lengths = torch.tensor([len(text[0]) for text in texts], device=model.device)
-    attention_mask = (torch.arange(ids.shape[1], device=model.device) < lengths[:, None]).long()
-    chosen = masks[:, 1:].bool()
-    source = LiveDistributions(last_hidden(model, input_ids=ids, attention_mask=attention_mask)[:, :-1][chosen], head)
-    labels, vocab_size = ids[:, 1:][chosen], len(head.weight)
-    found = []
-    for at in lean.chunks(len(labels), max(1, lean.CHUNK_ENTRIES // vocab_size)):
-        logits_of, own = source.chunk(at), labels[at]
-        for part in lean.chunks(len(own), max(1, lean.PART_ENTRIES // vocab_size)):
-            found.append(CachedDistributions.of(logits_of(part), own[part], sampler, k).to("cpu"))
-    whole = CachedDistributions.concatenated(found)
-    return [whole[start:end] for start, end in pairwise([0, *chosen.sum(1).cumsum(0).tolist()])]
+    lengths_B = torch.tensor([len(text[0]) for text in texts], device=model.device)
+    attention_BT = (torch.arange(ids_BT.shape[1], device=model.device) < lengths_B[:, None]).long()
+    chosen_BT = mask_BT[:, 1:].bool()
+    hidden_BTH = last_hidden(model, input_ids=ids_BT, attention_mask=attention_BT)
+    teacher = LiveDistributions(hidden_BTH[:, :-1][chosen_BT], head)
+    labels_N, vocab_size = ids_BT[:, 1:][chosen_BT], len(head.weight)
+    kept = []
+    for at in chunks(len(labels_N), max(1, CHUNK_ENTRIES // vocab_size)):
+        logits_of, labels_C = teacher.chunk(at), labels_N[at]
+        for part in chunks(len(labels_C), max(1, PART_ENTRIES // vocab_size)):
+            kept.append(CachedDistributions.of(logits_of(part), labels_C[part], sampler, k).to("cpu"))
+    whole = CachedDistributions.concatenated(kept)
+    return [whole[start:end] for start, end in pairwise([0, *chosen_BT.sum(1).cumsum(0).tolist()])]
 
 
 def _write_shard(path: Path, source: _Source, distributions: list[CachedDistributions]) -> None:
     names, checksums = zip(*source.samples, strict=True)
     columns: list[Any] = [names, checksums]
     for name, dtype in NUMBERS.items():
-        columns.append([getattr(sampler, name).to(dtype).flatten().numpy() for sampler in distributions])
+        columns.append([getattr(each, name).to(dtype).flatten().numpy() for each in distributions])
     shard = pa.table([pa.array(c, field.type) for c, field in zip(columns, COLUMNS, strict=True)], schema=COLUMNS)
     # Bytes of one significance lie together; of token ids, too, the high ones are mostly zero.
     together = [f"{name}.list.element" for name in NUMBERS]
@@ -284,9 +288,9 @@ def _manifest(config: CacheConfig, vocab_size: int) -> dict[str, Any]:
 
 
 def identity(target: str, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return what tells a target's laws from another's: its config and weights, whatever it generates with."""
-    found = models.identity(target, trust_remote_code=trust_remote_code)
-    return {name: value for name, value in found.items() if name != "generation_config.json"}
+    """Return what tells a target's distributions from another's: its config and weights, whatever it generates with."""
+    files = models.identity(target, trust_remote_code=trust_remote_code)
+    return {name: value for name, value in files.items() if name != "generation_config.json"}
 
 
 def digest(completions: str) -> str:
