@@ -6,7 +6,6 @@ spaced ones begin with an acceptance rate of 0.48 on Python sources, the first 4
 
 import copy
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,73 +14,17 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError, at_least, one_of, require
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
 from draftsmith.train.files import files_written_aside
-from draftsmith.train.lora import LoraOptions, add_lora
+from draftsmith.train.lora import add_lora
 from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size, whole_weights
 
 # What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
-
-
-@dataclass
-class DraftInit:
-    """How a draft begins, where it is not a given model; and what is done to either."""
-
-    layers: int | list[int] | None = None
-    """Carve the draft from the target: the indices of the decoder layers to keep, ascending from 0, or how many, evenly
-    spaced from the first to the last: layer round(i·(L − 1) ÷ (n − 1)) of L for i = 0…n − 1; one alone is the first."""
-    hidden_size: int | None = None
-    """Residual channels of a carved draft: those with the largest norm of what attention and MLPs write into them. The
-    costliest cut of all: a quarter fewer cost the embedded target's 6 layers more than 4 of the layers do. Embeddings
-    that a family scales by the hidden size (Gemma) are scaled by the new one."""
-    attention_heads: int | None = None
-    """Query heads of a carved draft, in whole groups that share a key-value head, so that their ratio stays: in each
-    layer those with the largest norm of their columns of the output projection. Heads keep their width; vLLM takes
-    it to be hidden_size ÷ heads in Qwen 2, so cut both alike there."""
-    intermediate_size: int | None = None
-    """MLP channels of a carved draft: in each layer those with the largest norm of their columns of the down
-    projection (cf. Minitron, Muralidharan et al. 2024, section 2.2, which ranks by activations)."""
-    config: dict[str, Any] | None = None
-    """Random weights: what differs from the target's config, such as {num_hidden_layers: 2, hidden_size: 512}; what is
-    not named stays the target's, the width of heads (head_dim) included. Tokenizer and family are the target's."""
-    share: str = "none"
-    """"embeddings": a carved or random draft has the target's embeddings and head, which are not trained and are saved
-    with it all the same; "none": it trains its own, copied (carved) or random."""
-    seed: int = 0
-    """The seed of random weights, adapters included."""
-    pad_vocabulary: bool = True
-    """Give the draft's head as many rows as the target's, as vLLM and `generate(assistant_model=…)` demand; rows that
-    are no token get low logits."""
-    lora: LoraOptions | None = None
-    """Train low-rank adapters alone; they are merged into the saved draft."""
-
-    def __post_init__(self) -> None:
-        if self.layers is not None and self.config is not None:
-            raise InputError("init: expected one of layers and config, found both")
-        sizes = ("hidden_size", "attention_heads", "intermediate_size")
-        require(self, at_least(1), *sizes, prefix="init.")
-        require(self, one_of(("none", "embeddings")), "share", prefix="init.")
-        for name in sizes:
-            if getattr(self, name) is not None and self.layers is None:
-                raise InputError(f"init.layers: expected the layers to carve beside init.{name}, found none")
-        if self.share == "embeddings" and self.layers is None and self.config is None:
-            raise InputError("init.share: expected init.layers or init.config beside it, found neither")
-        if self.share == "embeddings" and self.hidden_size is not None:
-            raise InputError("init.share: expected none for embeddings that init.hidden_size narrows, found embeddings")
-
-    def check_source(self, draft: str | None) -> None:
-        """Require one beginning.
-
-        Raises:
-            InputError: none, or a given model beside another.
-        """
-        if (draft is not None) == (self.layers is not None or self.config is not None):
-            found = "more than one" if draft is not None else "none"
-            raise InputError(f"draft: expected one of a draft model, init.layers and init.config, found {found}")
 
 
 def make_draft(

@@ -2,14 +2,17 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from draftsmith.decode.errors import SHARE, InputError, at_least, more_than, one_of, require
-from draftsmith.medusa.heads import LM_HEADS
-from draftsmith.train.lora import LoraOptions
-from draftsmith.train.losses.objective import BLOCK_TERMS, Objective
+from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 
+if TYPE_CHECKING:
+    from draftsmith.train.losses.objective import Objective
+
+LM_HEADS = ("own", "shared")
+"""Whether each head has its own language-model head, or all share one."""
 BACKBONES = ("frozen", "lora", "full")
 
 
@@ -59,6 +62,8 @@ class MedusaTrainingConfig(RecipeConfig):
     """The share of the steps in which heads are trained alone, before the backbone is trained with them."""
 
     def __post_init__(self) -> None:
+        from draftsmith.train.losses.objective import BLOCK_TERMS
+
         super().__post_init__()
         if self.objective.couples:
             raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
@@ -96,7 +101,9 @@ class MedusaTrainingConfig(RecipeConfig):
         return self.backbone_divergence != "cross_entropy" or self.objective.needs_target
 
     @cached_property
-    def objective(self) -> Objective:
+    def objective(self) -> "Objective":
         """What a head minimises."""
+        from draftsmith.train.losses.objective import Objective
+
         terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
         return Objective(terms, self.temperature, self.top_k, self.top_p)

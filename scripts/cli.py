@@ -1,38 +1,70 @@
-"""The `draftsmith` command."""
+"""The `draftsmith` command: a table of commands, imported by need, so that `--help` does not wait for torch."""
 
-import importlib
+import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from draftsmith.train.cli import run
+from draftsmith.train.cli import flags, parse_config, run
 
 COMMANDS = {
-    "quickstart": "the whole road on the embedded target, in minutes on a laptop CPU",
-    "doctor": "will this pair work? a line a check, and which tokens of your samples count in the loss",
-    "plan": "will a distillation run fit its GPUs? by arithmetic, without weights or a GPU",
-    "prepare": "prompts → completions written by the target",
-    "cache": "the target's laws on its completions, to distil with no target in memory",
-    "generate": "one prompt in the terminal: every token in the colour of how it came about",
-    "measure": "go or no-go: acceptance, speed-up and costs of drafters, on one page",
-    "profile": "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
-    "medusa-tree": "the tree that Medusa heads should draft, searched on the target's own text",
-    "tune": "lossy rules at many levels: speed against departure from the target, and the level to take",
-    "export": "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
+    "quickstart": ("the whole way on the embedded target, in minutes on a laptop CPU", "configs:QuickstartConfig"),
+    "doctor": (
+        "will this pair work? a line a check, and which tokens of your samples count in the loss",
+        "doctor.config:DoctorConfig",
+    ),
+    "plan": (
+        "will a distillation run fit its GPUs? by arithmetic, without weights or a GPU",
+        "plan.config:PlanConfig",
+    ),
+    "prepare": ("prompts → completions written by the target", "train.data.prepare_config:PrepareConfig"),
+    "cache": (
+        "the target's distributions on its completions, to distil with no target in memory",
+        "train.teacher.cache_config:CacheConfig",
+    ),
+    "distill": ("a draft model from the target's completions", "distill.config:DistillConfig"),
+    "medusa": ("Medusa heads from the target's completions", "medusa.config:MedusaTrainingConfig"),
+    "generate": (
+        "one prompt in the terminal, every token in the colour of how it came about",
+        "configs:GenerateConfig",
+    ),
+    "measure": ("go or no-go: acceptance, speed-up and costs of drafters, on one page", "measure.config:MeasureConfig"),
+    "profile": (
+        "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
+        "configs:ProfileConfig",
+    ),
+    "medusa-tree": (
+        "the tree that Medusa heads should draft, searched on the target's own text",
+        "configs:MedusaTreeConfig",
+    ),
+    "tune": (
+        "lossy rules at many levels: speed against departure from the target, and the level to take",
+        "tune.config:TuneConfig",
+    ),
+    "export": (
+        "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
+        "configs:ExportConfig",
+    ),
 }
+"""Commands: what each does, and where its config is."""
 PACKAGES = ("doctor", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
+TRAINING = ("distill", "medusa")
+"""Commands that `accelerate launch` starts."""
 USAGE = "\n".join(
     [
         "usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]",
         "",
-        *(f"  {name:<12}{what}" for name, what in COMMANDS.items()),
-        "",
-        "  accelerate launch -m draftsmith.distill --config FILE.yaml     distil a draft model",
-        "  accelerate launch -m draftsmith.medusa --config FILE.yaml      train Medusa heads",
+        *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items()),
         "",
         "draftsmith COMMAND --help lists its fields.",
     ]
 )
+LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with
+  --processes N              so many processes, one a GPU; as accelerate is configured if not given
+  --accelerate-config FILE   a file of accelerate's, such as configs/accelerate/fsdp2.yaml
+and passes everything else on:
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +77,77 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
         return 2
-    # Imported by need: the Trainer that quickstart brings in takes seconds, which measure should not cost.
-    module = name.replace("-", "_")
-    command = importlib.import_module(f"draftsmith.scripts.{module}" + (".command" if name in PACKAGES else ""))
-    return run(lambda: command.main(rest))
+    if {"-h", "--help"} & set(rest):
+        if name in TRAINING:
+            print(LAUNCH_USAGE.format(name=name))
+        module, _, config = COMMANDS[name][1].partition(":")
+        home = "" if module.split(".")[0] in ("train", *TRAINING) else "scripts."
+        cls = getattr(import_module(f"draftsmith.{home}{module}"), config)
+        return run(lambda: parse_config(cls, rest, prog=f"draftsmith {name}"))
+    if name in TRAINING:
+        return run(lambda: launch(name, rest))
+    module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
+    return run(lambda: import_module(f"draftsmith.scripts.{module}").main(rest))
+
+
+def launch(name: str, arguments: Sequence[str]) -> int:
+    """Become a training process, or `accelerate launch` of several: signals and exit codes are those of the run.
+
+    Without a configuration of accelerate's and with at most one GPU, the recipe runs as it is, in this process.
+
+    Args:
+        name: one of `TRAINING`.
+        arguments: `--processes`, `--accelerate-config`, and the recipe's own.
+
+    Raises:
+        InputError: no whole number of processes, or a file that is not there.
+    """
+    command, environment = launch_command(name, arguments)
+    os.execve(command[0], command, os.environ | environment)
+
+
+def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that starts a training run, and what it adds to the environment: see `launch`."""
+    import torch
+    from accelerate.commands.config.config_args import default_config_file
+
+    file, processes, rest = _own_flags(arguments)
+    recipe = ["-m", f"draftsmith.{name}", *rest]
+    gpus = torch.cuda.device_count()
+    if file is None and not os.path.isfile(default_config_file):
+        count = processes or max(gpus, 1)
+        if count == 1:
+            return [sys.executable, *recipe], {}
+        # What accelerate would take by default, said so that it does not warn; CPUs need the variable as well.
+        options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))}
+        environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"} | threads
+    else:
+        count, environment = processes or 0, {}
+        options = [] if file is None else ["--config_file", file]
+    options += ["--num_processes", str(count)] if count else []
+    return [sys.executable, "-m", "accelerate.commands.launch", *options, *recipe], environment
+
+
+def _own_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[str]]:
+    """Take accelerate's file and the number of processes out of the arguments; return them and the others."""
+    import argparse
+
+    from draftsmith.decode.errors import InputError
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--accelerate_config")
+    try:
+        own, rest = parser.parse_known_args(flags(arguments))
+    except argparse.ArgumentError as error:
+        raise InputError(f"{error}") from error
+    if own.processes is not None and own.processes < 1:
+        raise InputError(f"processes: expected at least 1, found {own.processes}")
+    if own.accelerate_config is not None and not os.path.isfile(own.accelerate_config):
+        raise InputError(f"accelerate_config: expected a file, found none at {own.accelerate_config}")
+    return own.accelerate_config, own.processes, rest
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,12 +8,16 @@ from draftsmith.decode.measurement import FALSE_ALARM
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.measure.config import TEST_TOKENS
 from draftsmith.train.cli import Ints, numbers
-from draftsmith.train.options import ModelOptions, PromptOptions
+from draftsmith.train.options import DTYPES, ModelOptions, PromptOptions
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
 ALIASES = {"blind": "unigram", "lookup": "prompt_lookup"}
 """Earlier names of drafters."""
+STORED = tuple(name for name in DTYPES if name != "auto")
+"""What weights can be written in."""
+SERVERS = ("vllm", "sglang")
+"""What loads a draft model as it is."""
 MODELS = ("draft", "early_exit")
 """Proposers that are models: their confidence says something, and they can grow trees."""
 CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
@@ -142,6 +146,58 @@ class MedusaTreeConfig(ModelOptions):
         super().__post_init__()
         require(self, at_least(1), "nodes", "rows", "limit")
         require_some(self, "completions", "directory")
+
+
+@dataclass
+class ExportConfig:
+    """Write Medusa heads in another format, read them from one, or say how to serve a draft model."""
+
+    heads: str | None = None
+    """Medusa heads in draftsmith's own format, to be written to `output` in `format`."""
+    import_from: str | None = None
+    """Medusa heads in another format, to be written to `output` in draftsmith's own."""
+    draft: str | None = None
+    """A draft model, which servers load as it is: it is checked, and its launch line printed."""
+    format: str | None = None
+    """Of `heads`: own, vllm, fasterdecoding or modelopt. Of `import_from`: the same; recognised if not given. Of
+    `draft`: vllm or sglang."""
+    output: str | None = None
+    """Where heads are written: a new or empty directory."""
+    target: str | None = None
+    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
+    that use its language-model head."""
+    dtype: str | None = None
+    """The weights' type in `output`; that of the heads if not given."""
+    draft_length: int | None = None
+    """Tokens drafted a round, in the launch line: for heads in vLLM all of them if not given, for a draft model 4."""
+    by_rank: bool = False
+    """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
+    readers of these formats draft the most likely tokens, which stay the same."""
+    trust_remote_code: bool = False
+    """Run model code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        from draftsmith.medusa.formats.export import FORMATS, check_format
+
+        given = [name for name in ("heads", "import_from", "draft") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise InputError(
+                f"heads: expected one of heads, import_from and draft, found {' and '.join(given) or 'none'}"
+            )
+        if self.draft is None and self.output is None:
+            raise InputError("output: expected a directory to write heads in, found none")
+        if self.draft is not None:
+            for name in ("output", "dtype"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"{name}: expected none with a draft model, which stays as it is, found one")
+        if self.import_from is None and self.format is None:
+            raise InputError("format: expected one, found none")
+        if self.format is not None:
+            check_format(self.format, FORMATS if self.draft is None else SERVERS)
+        require(self, one_of(STORED), "dtype")
+        require(self, at_least(1), "draft_length")
+        if self.draft_length is not None and self.draft is None and (self.heads is None or self.format != "vllm"):
+            raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
 
 
 @dataclass

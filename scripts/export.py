@@ -3,70 +3,19 @@
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from draftsmith.decode.errors import InputError, at_least, one_of, require
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.formats.export import FORMATS, check_format, export_heads, vllm_command
+from draftsmith.medusa.formats.export import export_heads, vllm_command
 from draftsmith.medusa.formats.importing import import_heads
+from draftsmith.scripts.configs import ExportConfig
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.models import DTYPES, check_same_tokenizer, empty_model, load_model, load_tokenizer, stored_dtype
+from draftsmith.train.models import check_same_tokenizer, empty_model, load_model, load_tokenizer, stored_dtype
 
-SERVERS = ("vllm", "sglang")
 GAMMA = 4
-
-
-@dataclass
-class ExportConfig:
-    """Write Medusa heads in another format, read them from one, or say how to serve a draft model."""
-
-    heads: str | None = None
-    """Medusa heads in draftsmith's own format, to be written to `output` in `format`."""
-    import_from: str | None = None
-    """Medusa heads in another format, to be written to `output` in draftsmith's own."""
-    draft: str | None = None
-    """A draft model, which servers load as it is: it is checked, and its launch line printed."""
-    format: str | None = None
-    """Of `heads`: own, vllm, fasterdecoding or modelopt. Of `import_from`: the same; recognised if not given. Of
-    `draft`: vllm or sglang."""
-    output: str | None = None
-    """Where heads are written: a new or empty directory."""
-    target: str | None = None
-    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
-    that use its language-model head."""
-    dtype: str | None = None
-    """The weights' type in `output`; that of the heads if not given."""
-    draft_length: int | None = None
-    """Tokens drafted a round, in the launch line: for heads in vLLM all of them if not given, for a draft model 4."""
-    by_rank: bool = False
-    """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
-    readers of these formats draft the most likely tokens, which stay the same."""
-    trust_remote_code: bool = False
-    """Run model code that a repository ships."""
-
-    def __post_init__(self) -> None:
-        given = [name for name in ("heads", "import_from", "draft") if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise InputError(
-                f"heads: expected one of heads, import_from and draft, found {' and '.join(given) or 'none'}"
-            )
-        if self.draft is None and self.output is None:
-            raise InputError("output: expected a directory to write heads in, found none")
-        if self.draft is not None:
-            for name in ("output", "dtype"):
-                if getattr(self, name) is not None:
-                    raise InputError(f"{name}: expected none with a draft model, which stays as it is, found one")
-        if self.import_from is None and self.format is None:
-            raise InputError("format: expected one, found none")
-        if self.format is not None:
-            check_format(self.format, FORMATS if self.draft is None else SERVERS)
-        require(self, one_of(DTYPES), "dtype")
-        require(self, at_least(1), "draft_length")
-        if self.draft_length is not None and self.draft is None and (self.heads is None or self.format != "vllm"):
-            raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
 
 
 def export(config: ExportConfig) -> list[str]:

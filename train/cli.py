@@ -5,7 +5,7 @@ Nothing here imports torch or transformers before a config is complete, so that 
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftsmith.decode.errors import InputError
@@ -32,7 +32,7 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
     import jsonargparse
 
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
-    arguments = _flags(sys.argv[1:] if argv is None else argv, {f"--{f.name}" for f in fields if f.type is bool})
+    arguments = flags(sys.argv[1:] if argv is None else argv, {f"--{f.name}" for f in fields if f.type is bool})
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
     trains = "training" in {field.name for field in fields}
@@ -63,17 +63,17 @@ def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
         raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
 
 
-def _flags(arguments: Sequence[str], switches: set[str]) -> list[str]:
+def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[str]:
     """Return flags as the parser knows them: with underscores, and switches that stand alone with `true`."""
-    flags: list[str] = []
+    spelled: list[str] = []
     for argument, following in zip(arguments, [*arguments, "--"][1:], strict=True):
         flag, equals, value = argument.partition("=")
         if argument.startswith("--"):
             flag = f"--{flag[2:].replace('-', '_')}"
-        flags.append(f"{flag}{equals}{value}")
-        if flags[-1] in switches and following.startswith("--"):
-            flags.append("true")
-    return flags
+        spelled.append(f"{flag}{equals}{value}")
+        if spelled[-1] in switches and following.startswith("--"):
+            spelled.append("true")
+    return spelled
 
 
 def run(main: Callable[[], int | None]) -> int:

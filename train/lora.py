@@ -1,6 +1,5 @@
 """Low-rank adapters, on drafts and on backbones: put on in place, and merged when the model is saved."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,31 +7,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.decode.errors import InputError, at_least, less_than, more_than, require, require_some
+from draftsmith.decode.errors import InputError
+from draftsmith.train.options import LoraOptions
 
 ADAPTER = "default"
-
-
-@dataclass
-class LoraOptions:
-    """Low-rank adapters in place of full training (Hu et al. 2021, section 4.1): W + (alpha ÷ r)·B·A, W frozen."""
-
-    r: int = 16
-    """The rank."""
-    alpha: float = 32.0
-    """The scale, divided by the rank."""
-    dropout: float = 0.0
-    """Dropout on the adapters' inputs."""
-    target_modules: list[str] | None = None
-    """The ends of the modules' names, such as q_proj; all linear maps of the decoder if not given. Neither the
-    embeddings nor the head, whose weight the loss takes in pieces."""
-
-    def __post_init__(self) -> None:
-        require(self, at_least(1), "r", prefix="lora.")
-        require(self, more_than(0), "alpha", prefix="lora.")
-        require(self, at_least(0) & less_than(1), "dropout", prefix="lora.")
-        if self.target_modules is not None:
-            require_some(self, "target_modules", "name", prefix="lora.")
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from draftsmith.decode.errors import at_least, one_of, require
+from draftsmith.decode.errors import at_least, less_than, more_than, one_of, require, require_some
 from draftsmith.decode.options import Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -45,3 +45,25 @@ class PromptOptions(ModelOptions):
         super().__post_init__()
         require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens", "threads")
         require(self, at_least(0), "seed")
+
+
+@dataclass
+class LoraOptions:
+    """Low-rank adapters in place of full training (Hu et al. 2021, section 4.1): W + (alpha ÷ r)·B·A, W frozen."""
+
+    r: int = 16
+    """The rank."""
+    alpha: float = 32.0
+    """The scale, divided by the rank."""
+    dropout: float = 0.0
+    """Dropout on the adapters' inputs."""
+    target_modules: list[str] | None = None
+    """The ends of the modules' names, such as q_proj; all linear maps of the decoder if not given. Neither the
+    embeddings nor the head, whose weight the loss takes in pieces."""
+
+    def __post_init__(self) -> None:
+        require(self, at_least(1), "r", prefix="lora.")
+        require(self, more_than(0), "alpha", prefix="lora.")
+        require(self, at_least(0) & less_than(1), "dropout", prefix="lora.")
+        if self.target_modules is not None:
+            require_some(self, "target_modules", "name", prefix="lora.")

@@ -1,12 +1,21 @@
 """What every training run is told, whatever it trains against the target."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
-
-from transformers import TrainingArguments
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import InputError, at_least, one_of, require, require_some
-from draftsmith.train.models import QUANTIZATIONS
+from draftsmith.train.options import QUANTIZATIONS
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+else:  # `parse_config` adds them by themselves, where they are needed
+    TrainingArguments = Any
+
+
+def _training_arguments() -> TrainingArguments:
+    import transformers
+
+    return transformers.TrainingArguments()
 
 
 @dataclass
@@ -22,7 +31,7 @@ class RecipeConfig:
     """Completion directories to train on."""
     heldout: list[str] = field(default_factory=list)
     """Completion directories to measure acceptance on; needed where `training.eval_strategy` is not "no"."""
-    training: TrainingArguments = field(default_factory=TrainingArguments)
+    training: TrainingArguments = field(default_factory=_training_arguments)
     """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained."""
     temperature: float = 1.0
     """Divides both models' logits in the loss and in replay: the temperature that the pair is deployed at."""

@@ -3,72 +3,24 @@
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.decode.errors import InputError, at_least, one_of, require, require_some
+from draftsmith.decode.errors import InputError
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.checks import check_pair
+from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.doctor.sides import load_pair
-from draftsmith.train.cli import numbers, parse_config, run
-from draftsmith.train.models import DTYPES, default_device
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.models import default_device, resolve_dtype
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.doctor/1"
-
-
-@dataclass
-class DoctorConfig:
-    """Check a target, a draft, heads and samples before they cost any time: what fits, what does not, a way out."""
-
-    target: str
-    """The target: a model directory or hub id."""
-    draft: str | None = None
-    """The draft model; without one the target and the samples are checked alone."""
-    medusa: str | None = None
-    """Medusa or Hydra heads, beside a draft or without one."""
-    prompts: str | None = None
-    """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""
-    completions: str | None = None
-    """Completions written by `prepare`, whose loss masks are checked instead."""
-    split: str = "train"
-    """The split of a directory or hub id of prompts."""
-    limit: int | None = None
-    """Check the first so many samples only."""
-    show_mask: int = 0
-    """Print the first so many samples: in green what a draft learns from, dimmed what it only reads."""
-    context: int | None = None
-    """Tokens of a text, prompt included, that positions and memory have to hold; by default what the models can."""
-    batch_size: str | int | list[int] = "1,8"
-    """Texts decoded together, several with commas: for these memory is checked and costs are measured."""
-    costs: bool = False
-    """Load all models and measure forwards here, behind 64 tokens: the acceptance from which γ = 4, or a tree, pays."""
-    dtype: str = "bfloat16"
-    """Weights and arithmetic, as `measure` has it."""
-    json: str | None = None
-    """A file that receives the findings, for a CI job or a dashboard."""
-    trust_remote_code: bool = False
-    """Run model code that a repository ships."""
-    batch_sizes: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.batch_sizes = numbers(self.batch_size, int, "batch_size")
-        require_some(self, "batch_sizes", "number")
-        at_least(1).check("batch_size", self.batch_sizes)
-        require(self, at_least(0), "show_mask")
-        require(self, at_least(1), "limit", "context")
-        require(self, one_of(DTYPES), "dtype")
-        if self.prompts is not None and self.completions is not None:
-            raise InputError("completions: expected either prompts or completions, found both")
-        if self.show_mask and self.prompts is None and self.completions is None:
-            raise InputError("show_mask: expected samples to show in prompts or completions, found none")
-        if self.costs and self.draft is None and self.medusa is None:
-            raise InputError("costs: expected a draft or Medusa heads to measure, found neither")
 
 
 def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
@@ -81,18 +33,22 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
 
     device = default_device()
     pair, loaded = load_pair(config.target, config.draft, config.medusa, config.trust_remote_code)
+    if config.dtype == "auto":
+        code = config.trust_remote_code
+        dtype = "float32" if pair.target is None else resolve_dtype("auto", config.target, trust_remote_code=code)
+        config = replace(config, dtype=dtype)
     for finding in [*loaded, *check_pair(pair, config.context, config.dtype, device)]:
         add(finding)
     fits = False
     if pair.parts:
-        fits, finding = check_memory(pair, config.batch_sizes, config.context, config.dtype, device)
+        fits, finding = check_memory(pair, config.batch_size, config.context, config.dtype, device)
         add(finding)
     works = all(finding.state != "error" for finding in findings)
     if config.costs and works and not fits:
         add(Finding("warning", "costs", "not measured: the weights do not fit", "see memory, above"))
     elif config.costs and works:
         with errors.status("measuring"):
-            costs = list(check_costs(pair, config.batch_sizes, config.dtype, device, config.trust_remote_code))
+            costs = list(check_costs(pair, config.batch_size, config.dtype, device, config.trust_remote_code))
         for finding in costs:
             add(finding)
     sampled = config.prompts is not None or config.completions is not None

@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.plan.config import Strategy
 from draftsmith.train.losses.output_head import head_of
 
-Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
 Precision = Literal["float32", "autocast", "half"]
 """How a draft computes: in float32; from float32 weights under autocast; from half-precision copies of them."""
 

@@ -31,10 +31,11 @@ from draftsmith.distill.draft_init import (
     make_draft,
 )
 from draftsmith.distill.vocabulary import silence_padding
-from draftsmith.train.lora import LoraOptions, merged_state
+from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.options import LoraOptions
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model
 

@@ -14,7 +14,7 @@ from processes import forked
 from safetensors.torch import load_file
 
 from draftsmith.medusa import MedusaHeads
-from draftsmith.train.lora import LoraOptions
+from draftsmith.train.options import LoraOptions
 
 pytestmark = pytest.mark.slow
 

@@ -26,9 +26,9 @@ from draftsmith.train.cli import run
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
-from draftsmith.train.lora import LoraOptions
 from draftsmith.train.losses import chunked as lean
 from draftsmith.train.models import load_model
+from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 
 T = 0.8

@@ -375,7 +375,7 @@ def test_samples_with_an_empty_mask_are_counted_and_named(config):
         ("temperature", -0.1, "a finite number, at least 0"),
         ("temperature", float("nan"), "a finite number, at least 0"),
         ("top_p", 0.0, "more than 0 and at most 1"),
-        ("dtype", "int8", "one of float32, bfloat16, float16, float64"),
+        ("dtype", "int8", "one of float32, bfloat16, float16, float64, auto"),
     ],
 )
 def test_settings_are_checked(name, value, expected, config):

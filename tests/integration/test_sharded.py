@@ -20,9 +20,9 @@ from processes import STRATEGIES, forked, launch_environment
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.draft_init import DraftInit
+from draftsmith.distill.config import DraftInit
 from draftsmith.train.data.shards import write_shard
-from draftsmith.train.lora import LoraOptions
+from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 
 pytestmark = pytest.mark.slow

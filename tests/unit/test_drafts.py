@@ -7,10 +7,11 @@ from itertools import pairwise
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.draft_init import DraftInit, layer_indices
+from draftsmith.distill.config import DraftInit
+from draftsmith.distill.draft_init import layer_indices
 from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import parse_config
-from draftsmith.train.lora import LoraOptions
+from draftsmith.train.options import LoraOptions
 
 
 @dataclass

@@ -6,8 +6,8 @@ from transformers import TrainingArguments
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.train.cli import parse_config
-from draftsmith.train.lora import LoraOptions
 from draftsmith.train.losses.objective import Objective
+from draftsmith.train.options import LoraOptions
 
 
 def config(training: dict | None = None, **options) -> MedusaTrainingConfig:

@@ -1,0 +1,50 @@
+"""What `draftsmith doctor` is told."""
+
+from dataclasses import dataclass, field
+
+from draftsmith.decode.errors import InputError, at_least, require, require_some
+from draftsmith.train.cli import Ints, numbers
+from draftsmith.train.options import ModelOptions
+
+
+@dataclass
+class DoctorConfig(ModelOptions):
+    """Check a target, a draft, heads and samples before they cost any time: what fits, what does not, a way out."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    draft: str | None = None
+    """The draft model; without one the target and the samples are checked alone."""
+    medusa: str | None = None
+    """Medusa or Hydra heads, beside a draft or without one."""
+    prompts: str | None = None
+    """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""
+    completions: str | None = None
+    """Completions written by `prepare`, whose loss masks are checked instead."""
+    split: str = "train"
+    """The split of a directory or hub id of prompts."""
+    limit: int | None = None
+    """Check the first so many samples only."""
+    show_mask: int = 0
+    """Print the first so many samples: in green what a draft learns from, dimmed what it only reads."""
+    context: int | None = None
+    """Tokens of a text, prompt included, that positions and memory have to hold; by default what the models can."""
+    batch_size: Ints = field(default_factory=lambda: [1, 8])
+    """Texts decoded together, several with commas: for these memory is checked and costs are measured."""
+    costs: bool = False
+    """Load all models and measure forwards here, behind 64 tokens: the acceptance from which γ = 4, or a tree, pays."""
+    json: str | None = None
+    """A file that receives the findings, for a CI job or a dashboard."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.batch_size = numbers(self.batch_size, int, "batch_size")
+        require_some(self, "batch_size", "number")
+        require(self, at_least(0), "show_mask")
+        require(self, at_least(1), "limit", "context", "batch_size")
+        if self.prompts is not None and self.completions is not None:
+            raise InputError("completions: expected either prompts or completions, found both")
+        if self.show_mask and self.prompts is None and self.completions is None:
+            raise InputError("show_mask: expected samples to show in prompts or completions, found none")
+        if self.costs and self.draft is None and self.medusa is None:
+            raise InputError("costs: expected a draft or Medusa heads to measure, found neither")
