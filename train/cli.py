@@ -33,11 +33,14 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
 
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     arguments = flags(sys.argv[1:] if argv is None else argv, {f"--{f.name}" for f in fields if f.type is bool})
+    helps = bool({"-h", "--help"} & set(arguments))
+    if helps:  # what a field means is written below it: to read that takes as long as all else, and help alone shows it
+        jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
     trains = "training" in {field.name for field in fields}
     parser.add_class_arguments(cls, skip={"training"} if trains else None)
-    if trains and {"-h", "--help"} & set(arguments) and "training" not in arguments:
+    if trains and helps and "training" not in arguments:
         parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
     elif trains:
         from transformers import TrainingArguments
