@@ -11,8 +11,6 @@ from draftsmith.train.recipe import RecipeConfig
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
 
-LM_HEADS = ("own", "shared")
-"""Whether each head has its own language-model head, or all share one."""
 BACKBONES = ("frozen", "lora", "full")
 
 
@@ -62,6 +60,7 @@ class MedusaTrainingConfig(RecipeConfig):
     """The share of the steps in which heads are trained alone, before the backbone is trained with them."""
 
     def __post_init__(self) -> None:
+        from draftsmith.medusa.heads import LM_HEADS
         from draftsmith.train.losses.objective import BLOCK_TERMS
 
         super().__post_init__()

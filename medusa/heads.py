@@ -17,9 +17,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.config import LM_HEADS
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.models import looks_local
+
+LM_HEADS = ("own", "shared")
 
 
 class MedusaConfig(PretrainedConfig):
