@@ -34,8 +34,9 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     device = default_device()
     pair, loaded = load_pair(config.target, config.draft, config.medusa, config.trust_remote_code)
     if config.dtype == "auto":
-        code = config.trust_remote_code
-        dtype = "float32" if pair.target is None else resolve_dtype("auto", config.target, trust_remote_code=code)
+        dtype = "float32"
+        if pair.target is not None:
+            dtype = resolve_dtype("auto", config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
     for finding in [*loaded, *check_pair(pair, config.context, config.dtype, device)]:
         add(finding)
