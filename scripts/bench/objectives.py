@@ -116,6 +116,7 @@ def _distil(
     target: PreTrainedModel,
     train: Dataset,
 ) -> None:
+    """Train a draft by one variant, ours or TRL's."""
     name, training = variant.partition("@")[0], config.training_arguments(variant, seed)
     options = dict(VARIANTS[name])
     optimizer = MuonAdamW(draft, config.learning_rate, 0.0) if options.pop("muon", True) else None
@@ -128,14 +129,7 @@ def _distil(
             raise InputError(
                 "variants: expected trl to be installed for trl_* (pip install trl), found none"
             ) from error
-        arguments = DistillationConfig(
-            **training,
-            **options,
-            temperature=1.0,
-            max_completion_length=96,
-            bf16=False,
-            gradient_checkpointing=False,
-        )
+        training |= {"temperature": 1.0, "max_completion_length": 96, "bf16": False, "gradient_checkpointing": False}
         prompts = []  # those of the same completions as text, cut to the same tokens
         for side in ("sampled", "greedy"):
             samples = load_completions(str(config.completions / side))
@@ -144,7 +138,7 @@ def _distil(
         trainer = DistillationTrainer(
             model=draft,
             teacher_model=target,
-            args=arguments,
+            args=DistillationConfig(**training, **options),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=tokenizer,
             optimizers=(optimizer, None),

@@ -9,6 +9,7 @@ backward, clipping, AdamW. The two take turns, round by round, from the same wei
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain, islice, repeat
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
@@ -106,8 +108,7 @@ def bench(config: BenchThroughputConfig) -> dict[str, Any]:
     """Time both in turns; return tokens per second of each, and their ratio with its interval over rounds."""
     train = training_examples(config.completions)
     target = load_model(config.target)
-    collate, columns = CompletionCollator(load_tokenizer(config.draft)), train.select_columns(["input_ids", "labels"])
-    batches = [collate([columns[i] for i in rows]) for rows in _order(len(train), config)]
+    batches = _batches(train, config)
     tokens = [float(sum((batch["labels"] != IGNORED).sum() for batch in batches[WARMUP:]))] * config.rounds
     calls = {
         "by_hand": partial(by_hand, config, target, batches),
@@ -125,14 +126,13 @@ def bench(config: BenchThroughputConfig) -> dict[str, Any]:
     }
 
 
-def _order(count: int, config: BenchThroughputConfig) -> list[list[int]]:
-    """Return the rows of each of the Trainer's batches, out of `count` samples."""
+def _batches(train: Dataset, config: BenchThroughputConfig) -> list[dict[str, Tensor]]:
+    """Return the Trainer's batches."""
     set_seed(42)
-    sampler = torch.utils.data.RandomSampler(range(count), generator=torch.Generator().manual_seed(42))
-    rows: list[int] = []
-    while len(rows) < (config.steps + WARMUP) * config.batch_size:
-        rows += list(sampler)[: count // config.batch_size * config.batch_size]
-    return [rows[i * config.batch_size : (i + 1) * config.batch_size] for i in range(config.steps + WARMUP)]
+    sampler = RandomSampler(range(len(train)), generator=torch.Generator().manual_seed(42))
+    collate, columns = CompletionCollator(load_tokenizer(config.draft)), train.select_columns(["input_ids", "labels"])
+    epochs = repeat(DataLoader(columns, config.batch_size, sampler=sampler, drop_last=True, collate_fn=collate))
+    return list(islice(chain.from_iterable(epochs), config.steps + WARMUP))
 
 
 if __name__ == "__main__":
