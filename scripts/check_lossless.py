@@ -7,7 +7,7 @@ does not.
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from draftsmith.decode.measurement.distribution_test import compare_greedy, plai
 from draftsmith.scripts.configs import LosslessConfig
 from draftsmith.scripts.pair import Drafter, DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.corpus import code_prompts, stdlib_modules
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -44,7 +43,8 @@ def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any
     ]
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     target, dtype = pair.target, pair.dtype
-    prompts = [torch.tensor(ids, device=target.device) for ids in _prompts(config, tokenizer)]
+    encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
+    prompts = [torch.tensor(ids, device=target.device) for ids in encoded]
     if not prompts:
         raise InputError(f"prompts: expected at least one in {config.prompts}, found none")
     figures: dict[str, Any] = {"environment": environment(target.device, dtype), "config": vars(config)}
@@ -87,15 +87,6 @@ def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any
     console.print(table)
     console.print("lossless" if ok else "not lossless")
     return ok, figures
-
-
-def _prompts(config: LosslessConfig, tokenizer: Any) -> Iterator[list[int]]:
-    if config.prompts:
-        for prompt in read_prompts(config.prompts, limit=config.limit):
-            yield encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens)
-        return
-    for record in code_prompts([m for m in stdlib_modules() if m.heldout], config.limit or 128, seed=1):
-        yield tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :]
 
 
 def _greedy(

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.planner import verification_costs
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.__main__ import train_heads
@@ -23,7 +22,7 @@ from draftsmith.scripts.medusa_tree import print_tree, search
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.models import load_model
 from draftsmith.train.trainer import RecipeTrainer
@@ -39,16 +38,15 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
     output = Path(config.output)
     console.rule("1/4 prepare: the target completes prompts")
-    modules = stdlib_modules()
-    train = code_prompts([m for m in modules if not m.heldout], config.train_prompts)
-    heldout = code_prompts([m for m in modules if m.heldout], config.heldout_prompts + config.replayed_prompts)
+    train = stdlib_prompts(config.train_prompts, heldout=False)
+    heldout = stdlib_prompts(config.heldout_prompts + config.replayed_prompts, heldout=True)
     selection, measured = heldout[: config.heldout_prompts], heldout[config.heldout_prompts :]
     sampled = len(train) * 2 // 3
     for side, records, temperature in (
         ("sampled", train[:sampled], 1),
         ("greedy", train[sampled:], 0),
         ("heldout", selection, 1),
-        ("searched", code_prompts([m for m in modules if not m.heldout], config.searched_prompts, seed=3), 0),
+        ("searched", stdlib_prompts(config.searched_prompts, heldout=False, seed=3), 0),
     ):
         prompts = output / "prompts" / f"{side}.jsonl"
         write_prompts(prompts, records)
@@ -96,13 +94,6 @@ def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
     console.print(f"replayed mean acceptance length on held-out completions: {scores[0]:.2f} → {scores[-1]:.2f}")
 
 
-def write_prompts(path: Path, records: list[dict[str, str]]) -> None:
-    """Write prompts as jsonl."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-
-
-@torch.inference_mode()
 def faster_dtype(drafted: int = 2) -> tuple[str, list[str]]:
     """Choose the dtype whose target forward over a drafted block is faster on this machine.
 
@@ -112,19 +103,10 @@ def faster_dtype(drafted: int = 2) -> tuple[str, list[str]]:
     Returns:
         The dtype's name, and for each dtype the milliseconds of a forward of 1 and of `drafted` + 1 tokens.
     """
-    medians: dict[str, list[float]] = {}
+    medians = {}
     for dtype in ("float32", "bfloat16"):
-        model = load_model(TARGET, dtype=dtype)
-        target = CachedModel(model, rows=1, max_length=64, block=drafted + 1)
-        target.prefill(torch.ones(1, 64, dtype=torch.long, device=model.device))
-        medians[dtype] = []
-        for k in (1, drafted + 1):
-            block, seconds = torch.ones(1, k, dtype=torch.long, device=model.device), []
-            for _ in range(15):
-                start = time.perf_counter()
-                target.feed(block, [64])[0, 0, 0].item()
-                seconds.append(time.perf_counter() - start)
-            medians[dtype].append(sorted(seconds)[len(seconds) // 2])
+        seconds = verification_costs(load_model(TARGET, dtype=dtype), 1, 64, (1, drafted + 1), repeats=15)
+        medians[dtype] = [seconds[1], seconds[drafted + 1]]
     texts = [f"{one * 1e3:.1f} and {block * 1e3:.1f} ms in {dtype}" for dtype, (one, block) in medians.items()]
     return min(medians, key=lambda dtype: medians[dtype][1]), texts
 

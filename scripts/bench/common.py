@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import (
     Counts,
@@ -26,11 +26,11 @@ from draftsmith.decode import (
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
 from draftsmith.decode.planner import verification_costs
+from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
-from draftsmith.train.models import check_same_tokenizer, default_device, load_model, load_tokenizer
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -155,34 +155,30 @@ def _flat(value: Any, name: str = "") -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Pair:
+class BenchmarkPair:
     """A target that passes over ends of text, its draft, the prompts, (1, T) each, and how they are decoded."""
 
     target: PreTrainedModel
     draft: PreTrainedModel
+    dtype: str
     prompts: list[Tensor]
     options: dict[str, Any]
 
     @classmethod
-    def load(cls, config: DecodingConfig, draft_device: str | None = None) -> "Pair":
+    def load(cls, config: DecodingConfig, draft_device: str | None = None) -> "BenchmarkPair":
         """Load a pair and its prompts; the draft on a device of its own if one is named.
 
         Raises:
             InputError: models that cannot be loaded, or that have different tokenizers; no prompts.
         """
         tokenizer = load_tokenizer(config.target, field="target")
-        check_same_tokenizer(tokenizer, load_tokenizer(config.draft, field="draft"), config.target, config.draft)
-        target = load_model(config.target, field="target", dtype=config.dtype)
-        draft = load_model(config.draft, field="draft", dtype=config.dtype, device=draft_device)
-        target.generation_config.eos_token_id = None
-        if config.prompts is not None:
-            prompts = read_prompts(config.prompts, limit=config.limit)
-            encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
-        else:
-            records = stdlib_prompts(config.limit, heldout=True, seed=1)
-            encoded = [tokenizer(record["prompt"])["input_ids"][-config.max_prompt_tokens :] for record in records]
+        pair = load_pair(config.target, tokenizer, [DrafterSpec("draft", config.draft)], config.dtype)
+        pair.target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+        draft: Any = pair.drafter.model
+        encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
+        prompts = [torch.tensor([ids], device=pair.target.device) for ids in encoded]
         options = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
-        return cls(target, draft, [torch.tensor([ids], device=default_device()) for ids in encoded], options)
+        return cls(pair.target, draft.to(draft_device or draft.device), pair.dtype, prompts, options)
 
     def plain(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> DecodeOutput:
         """Decode one token per forward."""
@@ -203,8 +199,9 @@ def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def complete_prompts(target: str, prompts: Path, completions: Path, **options: Any) -> None:
-    """Have a target complete the prompts of a file; what it has written already is kept."""
-    prepare(PrepareConfig(target, str(prompts), str(completions), max_prompt_tokens=MAX_PROMPT_TOKENS, **options))
+    """Have a target complete the prompts of a file in float32; what it has written already is kept."""
+    options = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "dtype": "float32", **options}
+    prepare(PrepareConfig(target, str(prompts), str(completions), **options))
 
 
 def training_fields(
@@ -297,7 +294,9 @@ def _tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[flo
     return [result.tokens for result in results], [result.seconds for result in results]
 
 
-def forward_seconds(pair: Pair, draft_length: int, context: int, compiled: bool = False) -> tuple[float, float, float]:
+def forward_seconds(
+    pair: BenchmarkPair, draft_length: int, context: int, compiled: bool = False
+) -> tuple[float, float, float]:
     """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, behind a context."""
     measured = partial(verification_costs, rows=1, context=context, repeats=40, compiled=compiled)
     seconds = measured(pair.target, tokens=(1, draft_length + 1))

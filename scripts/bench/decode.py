@@ -40,7 +40,7 @@ class BenchDecodeConfig(DecodingConfig):
 
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
-    pair = common.Pair.load(config)
+    pair = common.BenchmarkPair.load(config)
     plain, speculative = pair.plain, partial(pair.speculative, draft_length=config.draft_length)
     methods: dict[str, Method] = {"plain": plain, "speculative": speculative}
     if config.peer:
@@ -60,7 +60,7 @@ def bench(config: BenchDecodeConfig) -> dict[str, Any]:
         speeds["speculative, compiled"]["over_plain_compiled"] = common.over(*compiled)
         limits["speculative, compiled"] = _limit(config, pair, *compiled, compiled=True)
     figures = {
-        "environment": environment(pair.target.device, config.dtype),
+        "environment": environment(pair.target.device, pair.dtype),
         "config": vars(config),
         "methods": speeds,
         "outside_forwards": {name: _share_outside_forwards(method, pair) for name, method in clocked_methods},
@@ -72,7 +72,7 @@ def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     return figures
 
 
-def _assisted(pair: common.Pair, draft_length: int, ids: Tensor) -> DecodeOutput:
+def _assisted(pair: common.BenchmarkPair, draft_length: int, ids: Tensor) -> DecodeOutput:
     """Decode with the draft by the library's own loop, which counts nothing: γ is constant, and it is never unsure."""
     settings = {"num_assistant_tokens": draft_length, "num_assistant_tokens_schedule": "constant"}
     pair.draft.generation_config.update(**settings, assistant_confidence_threshold=0.0)
@@ -81,7 +81,7 @@ def _assisted(pair: common.Pair, draft_length: int, ids: Tensor) -> DecodeOutput
     return DecodeOutput(generate(ids, **options), Counts(), ())
 
 
-def _share_outside_forwards(decode: Method, pair: common.Pair) -> float:
+def _share_outside_forwards(decode: Method, pair: common.BenchmarkPair) -> float:
     """Return the share of the time that is spent outside the models' eager forwards, the median over four prompts."""
     shares = []
     for ids in pair.prompts[:4]:
@@ -101,7 +101,7 @@ def _share_outside_forwards(decode: Method, pair: common.Pair) -> float:
 
 def _limit(
     config: BenchDecodeConfig,
-    pair: common.Pair,
+    pair: common.BenchmarkPair,
     speculative: Sequence[common.Decoded],
     plain: Sequence[common.Decoded],
     compiled: bool = False,

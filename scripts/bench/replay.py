@@ -31,7 +31,7 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
-from draftsmith.scripts.bench.common import DecodingConfig, Pair, padded, run_benchmark, timed
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, padded, run_benchmark, timed
 from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.provenance import environment, write_json
 
@@ -80,7 +80,7 @@ class Decoded:
 class Decoder:
     """A pair whose prompts every method decodes in the same batches."""
 
-    pair: Pair
+    pair: BenchmarkPair
     config: BenchReplayConfig
 
     @property
@@ -113,7 +113,7 @@ class Decoder:
 
 def bench(config: BenchReplayConfig) -> dict[str, Any]:
     """Run what is missing and return the figures."""
-    pair = Pair.load(config)
+    pair = BenchmarkPair.load(config)
     decoder, target, draft = Decoder(pair, config), pair.target, pair.draft
     draft_lengths = range(1, config.longest + 1)
     parts = {"greedy: draft": partial(greedy_part, decoder, DraftModelProposer(draft), draft_lengths)}
@@ -128,7 +128,7 @@ def bench(config: BenchReplayConfig) -> dict[str, Any]:
         parts[f"sampled: {name}"] = partial(sampled_part, decoder, DraftModelProposer(draft, greedy=greedy))
     figures: dict[str, Any] = {
         "parts": _parts_done(config),
-        "environment": environment(target.device, config.dtype),
+        "environment": environment(target.device, pair.dtype),
         "config": vars(config),
         "prompts": len(pair.prompts),
     }

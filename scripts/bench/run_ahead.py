@@ -47,7 +47,7 @@ class BenchRunAheadConfig(DecodingConfig):
 def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     threads = torch.get_num_threads()
-    pair = common.Pair.load(config, config.draft_device)
+    pair = common.BenchmarkPair.load(config, config.draft_device)
     fewer = max(1, threads - AHEAD_THREADS) if pair.draft.device.type == "cpu" else threads
     with_fewer = partial(_with_threads, fewer, threads)
 
@@ -88,7 +88,7 @@ def bench(config: BenchRunAheadConfig) -> dict[str, Any]:
             "at_most": (k * step + block) / ((1 - share) * k * step + block),
         }
     return {
-        "environment": environment(pair.target.device, config.dtype),
+        "environment": environment(pair.target.device, pair.dtype),
         "config": vars(config),
         "threads": {"in_turns": threads, "target_while_ahead": fewer},
         "plain": summary(results["plain"], results["plain"]),

@@ -78,19 +78,21 @@ def bench(config: BenchTeacherCacheConfig) -> dict[str, Any]:
     caches = []
     for k in config.k:
         both = [config.completions(side) for side in ("train", "heldout")]
-        summary = make_cache(CacheConfig(config.target, both, config.cache(k), k=k, temperature=config.temperature))
+        cache = CacheConfig(config.target, both, config.cache(k), k=k, temperature=config.temperature, dtype="float32")
+        summary = make_cache(cache)
         size: dict[str, Any] = {"k": k, "bytes_per_token": summary.bytes_per_token, "raw_bytes_per_token": 6 * k + 8}
         caches.append(size | bias(config, target, stock, config.cache(k)))
     trained = {"stock": {"alpha": alpha(config, target, stock)}}
-    for name, cache in {"live": [], **{f"k={k}": [config.cache(k)] for k in config.k}}.items():
+    for name, directories in {"live": [], **{f"k={k}": [config.cache(k)] for k in config.k}}.items():
         directory = Path(config.output) / f"draft-{name}"
         trainer = distill(
             DistillConfig(
                 target=config.target,
+                target_dtype="float32",
                 draft=config.draft,
                 completions=[config.completions("train")],
                 temperature=config.temperature,
-                teacher_cache=cache,
+                teacher_cache=directories,
                 resume=False,
                 training=TrainingArguments(**training_fields(directory, config.steps, 8, 1e-3, seed=0)),
             )

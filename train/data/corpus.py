@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from draftsmith.decode.errors import InputError
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 
 # Tests are not library sources; encodings and pydoc_data are generated tables, which would teach a model (and fake an
 # acceptance rate) with endless near-identical lines.
@@ -90,6 +93,26 @@ def code_prompts(modules: list[Module], count: int, lines: int = 8, seed: int = 
 def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, str]]:
     """Cut prompts out of the standard library's held-out modules, or of its training modules: see `code_prompts`."""
     return code_prompts([module for module in stdlib_modules() if module.heldout == heldout], count, seed=seed)
+
+
+def encoded_prompts(
+    source: str | None, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int
+) -> list[list[int]]:
+    """Return the tokens of some prompts, for benchmarks and checks that run without a file of their own.
+
+    Args:
+        source: prompts, as `read_prompts` takes them; held-out modules of the standard library if None.
+        tokenizer: the target's.
+        limit: take the first so many; all if None, or 128 of the standard library.
+        max_tokens: keep the last so many tokens of a longer prompt.
+
+    Raises:
+        InputError: prompts that cannot be read.
+    """
+    if source is not None:
+        return [encode_prompt(prompt, tokenizer, max_tokens=max_tokens) for prompt in read_prompts(source, limit=limit)]
+    records = stdlib_prompts(limit or 128, heldout=True, seed=1)
+    return [tokenizer(record["prompt"])["input_ids"][-max_tokens:] for record in records]
 
 
 def write_prompts(path: Path, records: Sequence[dict[str, str]]) -> None:
