@@ -5,15 +5,16 @@ tokens, d(γ) the drafting and o the rest; plain decoding emits one for t(1). Th
 (theorem 3.8) is the case t(k) = t(1), which no machine grants.
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.clock import median_seconds, now
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, Proposer
 
@@ -111,22 +112,8 @@ def verification_costs(
     model = CachedModel(target, rows, context, block=max(tokens), compiled=compiled)
     model.prefill(torch.ones(rows, context, dtype=torch.long, device=target.device))
     blocks = {k: torch.ones(rows, k, dtype=torch.long, device=target.device) for k in tokens}
-    seconds: dict[int, list[float]] = {k: [] for k in tokens}
-    for repeat in range(repeats + 1):
-        for k, block in blocks.items():
-            elapsed = -now(target)
-            model.feed(block, [context] * rows)
-            elapsed += now(target)
-            if repeat:  # the first is for warming up
-                seconds[k].append(elapsed)
-    return {k: sorted(own)[len(own) // 2] for k, own in seconds.items()}
-
-
-def now(model: PreTrainedModel) -> float:
-    """Return the time after the model's device has done what it was asked to."""
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter()
+    calls = {k: partial(model.feed, block, [context] * rows) for k, block in blocks.items()}
+    return median_seconds(calls, repeats, target.device)
 
 
 @dataclass
@@ -174,9 +161,9 @@ class Plan:
     ) -> list[Proposal]:
         """Let the proposer draft for rows that have room for so many drafted tokens, and note how long it took."""
         gamma = self.draft_length()
-        begin = now(target)
+        begin = now(target.device)
         drafts = proposer.propose(contexts, [min(gamma, left) for left in room])
-        seconds, depth = now(target) - begin, max(draft.tree.depth for draft in drafts)
+        seconds, depth = now(target.device) - begin, max(draft.tree.depth for draft in drafts)
         if depth:
             self._drafting.append(seconds / depth)
         return drafts

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode import RetokenizedProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
+from draftsmith.decode.measurement.exactness import mismatch_position
 from draftsmith.decode.proposers.base import Proposal, Proposer, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
@@ -184,9 +185,9 @@ def _comparison(
     text = f"plain decoding: {speed:.0f} tokens/s, so {progress.tokens_per_second() / speed:.2f}× as fast here; "
     if config.temperature > 0:
         return text + "the texts are two samples, not to be identical"
-    if drafted == plain:
+    part = mismatch_position(torch.tensor(drafted), torch.tensor(plain))
+    if part is None:
         return text + "the texts are identical"
-    part = next(i for i, (a, b) in enumerate(zip([*drafted, -1], [*plain, -1], strict=False)) if a != b)
     lossy, exact_dtype = as_rule(config.rule).lossy, config.dtype in ("float32", "float64")
     why = " (the rule is lossy)" if lossy else "" if exact_dtype else f" (a near-tie in {config.dtype})"
     return text + f"the texts part at token {part - length + 1}{why}"

@@ -9,6 +9,7 @@ Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -18,8 +19,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.clock import median_seconds, now, timed
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.planner import Costs, interpolated, now, verification_costs
+from draftsmith.decode.planner import Costs, interpolated, verification_costs
 from draftsmith.decode.proposers.base import Outcome, Proposer, Task
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
@@ -192,16 +194,8 @@ def measure_costs(
 
 def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: int) -> float:
     tokens = torch.ones(rows, prompt, dtype=torch.long, device=target.device)
-    return _median(target, lambda: CachedModel(target, rows, prompt + 1).prefill(tokens), repeats)
-
-
-def _median(target: PreTrainedModel, call: Callable[[], Any], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        begun = now(target)
-        call()
-        seconds.append(now(target) - begun)
-    return median(seconds[1:])
+    calls = {"prefill": lambda: CachedModel(target, rows, prompt + 1).prefill(tokens)}
+    return median_seconds(calls, repeats, target.device)["prefill"]
 
 
 @contextmanager
@@ -243,9 +237,7 @@ def _loops(
     prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
 
     def plain(tokens: int) -> float:
-        begun = now(target)
-        autoregressive_generate(target, prompts, **_options(sampler, tokens))
-        return now(target) - begun
+        return timed(lambda: autoregressive_generate(target, prompts, **_options(sampler, tokens)), target.device)[0]
 
     tokens: list[float] = []
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in proposers}
@@ -275,7 +267,7 @@ def _round_seconds(
 
     def observe(round: Round) -> None:
         if max(written) <= most or len(ends) % rows:
-            ends.append(now(target))
+            ends.append(now(target.device))
             nodes.append(round.nodes)
         written[round.row] += len(round.tokens)
 
@@ -351,9 +343,8 @@ def drafting_seconds(
     # The second is for warming up: heads have no hidden states to draft from before it.
     for turn in range(repeats + 2):
         contexts = [row[: context + turn] for row in texts_BT]
-        begun = now(target)
-        proposals = proposer.propose(contexts, [draft_length] * rows)
-        seconds.append(now(target) - begun)
+        drafting, proposals = timed(partial(proposer.propose, contexts, [draft_length] * rows), target.device)
+        seconds.append(drafting)
         tokens = max(len(proposal.tokens) for proposal in proposals)
         proposer.commit([_rejected(target, len(proposal.tokens)) for proposal in proposals])
     return median(seconds[2:]), seconds[0], tokens

@@ -23,6 +23,7 @@ from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import generate_arguments
+from draftsmith.decode.measurement.exactness import mismatch_position
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions, model_distributions
 from draftsmith.decode.sampling import Sampler
@@ -142,10 +143,8 @@ def compare_greedy(
         counts += own
     differences = []
     for i, (text, expected) in enumerate(zip(found, plain, strict=True)):
-        if not torch.equal(text, expected):
-            shared = min(len(text), len(expected))
-            unequal = (text[:shared] != expected[:shared]).nonzero()
-            position = int(unequal[0]) if len(unequal) else shared
+        position = mismatch_position(text, expected)
+        if position is not None:
             differences.append(Difference(i, position, tuple(expected.tolist()), tuple(text.tolist())))
     return GreedyComparison(len(prompts), tuple(differences), counts)
 

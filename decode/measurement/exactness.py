@@ -40,6 +40,20 @@ class Mismatch:
         return abs(self.margin) <= self.tolerance
 
 
+def mismatch_position(text: Tensor, other: Tensor) -> int | None:
+    """Return the index of the first token that differs; the shorter length if one text begins the other, None if equal.
+
+    Args:
+        text: (T,) int64.
+        other: (T',).
+    """
+    shared = min(len(text), len(other))
+    differing = (text[:shared] != other[:shared]).nonzero()
+    if len(differing):
+        return int(differing[0])
+    return None if len(text) == len(other) else shared
+
+
 @torch.inference_mode()
 def first_mismatch(
     target: PreTrainedModel,
@@ -72,16 +86,14 @@ def first_mismatch(
         raise InputError(f"texts: expected vectors (T,), found shapes {tuple(plain.shape)} and {tuple(other.shape)}")
     if not 1 <= prompt_length <= len(plain) or not torch.equal(plain[:prompt_length], other[:prompt_length]):
         raise InputError(f"texts: expected the same prompt of {prompt_length} ≥ 1 tokens, found different ones")
-    shared = min(len(plain), len(other))
-    differing = (plain[:shared] != other[:shared]).nonzero()
-    if not len(differing) and len(plain) == len(other):
+    position = mismatch_position(plain, other)
+    if position is None:
         return None
-    position = int(differing[0]) if len(differing) else shared
     context = plain[:position]
     logits = _logits_after(target, context)
     scores = sampler.scores(logits, [context])[0]
     tolerance = TIE_ULPS * torch.finfo(target.dtype).eps * float(logits.abs().max())
-    if not len(differing):
+    if position == min(len(plain), len(other)):
         ends = [int(text[position]) if len(text) > position else None for text in (plain, other)]
         return Mismatch(position, ends[0], ends[1], float("inf"), tolerance)
     expected, found = int(plain[position]), int(other[position])

@@ -1,7 +1,6 @@
 """What the benchmarks share: options, a pair and its prompts, calls timed in turns, ratios of speeds, results."""
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
+from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
 from draftsmith.decode.planner import verification_costs
@@ -226,20 +226,6 @@ def read_texts(directory: Path) -> tuple[list[Tensor], list[int]]:
     """Return texts, (T,), and the lengths of their prompts, in the order of their ids, whatever the temperature."""
     samples = load_completions(str(directory)).sort("id")
     return [torch.tensor(ids) for ids in samples["input_ids"]], list(samples["prompt_length"])
-
-
-def clock() -> float:
-    """Return the time, in seconds, after the device has done what it was asked to."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def timed(call: Callable[[], T]) -> tuple[float, T]:
-    """Return the seconds that a call took, its device's work included, and its result."""
-    start = clock()
-    result = call()
-    return clock() - start, result
 
 
 def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple[float, T]]:

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode import Counts, DecodeOutput
+from draftsmith.decode.clock import now, timed
 from draftsmith.scripts.bench import common
-from draftsmith.scripts.bench.common import DecodingConfig, timed
+from draftsmith.scripts.bench.common import DecodingConfig
 from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
 
@@ -88,7 +89,7 @@ def _share_outside_forwards(decode: Method, pair: common.BenchmarkPair) -> float
         edges: list[float] = []  # where forwards begin and end, by turns
 
         def note(*_: Any, edges: list[float] = edges) -> None:
-            edges.append(common.clock())
+            edges.append(now())
 
         with contextlib.ExitStack() as hooks:
             for model in (pair.target, pair.draft):

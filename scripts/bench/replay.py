@@ -23,6 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, DraftModelProposer
+from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError, at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import replay_acceptance
@@ -31,7 +32,7 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
-from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, padded, run_benchmark, timed
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, padded, run_benchmark
 from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.provenance import environment, write_json
 

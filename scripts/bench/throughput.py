@@ -23,10 +23,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import set_seed
 
+from draftsmith.decode.clock import now
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.bench.common import PairConfig, clock, in_turns, run_benchmark, training_fields
+from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark, training_fields
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
 from draftsmith.train.losses.divergences import divergence
@@ -58,7 +59,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Note the time."""
-        self.times.append(clock())
+        self.times.append(now())
 
     def seconds(self) -> float:
         """Return what the steps took, but for those that warm up."""

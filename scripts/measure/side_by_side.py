@@ -1,8 +1,9 @@
 """Plain and speculative decoding of the same prompts, side by side, and what was seen of each."""
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, Proposer, autoregressive_generate, speculative_generate
+from draftsmith.decode.clock import timed
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.train.models import default_device
 
@@ -87,43 +89,33 @@ def decode_side_by_side(
         longest = max(map(len, rows))
         ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=default_device())
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=ids.device)
-        own = dict(options) | {"seed": seed + first}
+        kwargs = dict(options) | {"seed": seed + first}
         if method.drafter == PLAIN:
-            return autoregressive_generate(target, ids, mask, **own)
+            return autoregressive_generate(target, ids, mask, **kwargs)
         proposer = proposers[method.drafter]
-        return speculative_generate(target, proposer, ids, mask, draft_length=method.draft_length, **own)
+        return speculative_generate(target, proposer, ids, mask, draft_length=method.draft_length, **kwargs)
 
     for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
         decode(method, 0)
-    found: dict[Method, list[Group]] = {method: [] for method in methods}
+    groups: dict[Method, list[Group]] = {method: [] for method in methods}
     firsts = range(0, len(prompts) - batch_size + 1, batch_size)
     for turn, first in enumerate(tqdm(firsts, desc=progress, unit="batch", disable=progress is None)):
         rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
-        runs: dict[Method, list[tuple[DecodeOutput, float]]] = {method: [] for method in methods}
+        runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
         for _ in range(repeats):
             for method in rotated:
-                _synchronize()
-                begun = time.perf_counter()
-                output = decode(method, first)
-                _synchronize()
-                runs[method].append((output, time.perf_counter() - begun))
+                runs[method].append(timed(partial(decode, method, first)))
         longest = max(map(len, prompts[first : first + batch_size]))
         for method, results in runs.items():
-            seconds = sorted(s for _, s in results)
-            output = results[0][0]
+            seconds, output = median_high(s for s, _ in results), results[0][1]
             rows = [
                 Row(first + i, _completion(text, longest, counts), counts)
                 for i, (text, counts) in enumerate(zip(output.sequences, output.row_counts, strict=True))
             ]
-            found[method].append(Group(rows, seconds[len(seconds) // 2]))
-    return found
+            groups[method].append(Group(rows, seconds))
+    return groups
 
 
 def _completion(text: Tensor, prompt: int, counts: Counts) -> list[int]:
     # Rows that end early are padded on the right.
     return text[prompt : prompt + counts.num_emitted_tokens].tolist()
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

@@ -4,9 +4,9 @@ import hashlib
 import json
 import math
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
@@ -205,15 +206,12 @@ def _decode(task: Task, setting: Setting, i: int) -> Seen:
     config, pair, ids = task.config, task.pair, task.prompts[i]
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "seed": config.seed + i}
     options |= config.generate_kwargs()
-    _synchronize()
-    begun = time.perf_counter()
     if setting == PLAIN:
-        output = autoregressive_generate(pair.target, ids, **options)
+        seconds, output = timed(partial(autoregressive_generate, pair.target, ids, **options))
     else:
         options |= {"draft_length": task.draft_length, "rule": setting.build()}
-        output = speculative_generate(pair.target, pair.drafter.proposer, ids, **options)
-    _synchronize()
-    seconds = time.perf_counter() - begun
+        decode = partial(speculative_generate, pair.target, pair.drafter.proposer, ids, **options)
+        seconds, output = timed(decode)
     counts, departure = output.counts, output.departure
     return Seen(
         counts.num_drafts,
@@ -224,11 +222,6 @@ def _decode(task: Task, setting: Setting, i: int) -> Seen:
         0.0 if departure is None else departure.total_variation,
         *count_repeated_ngrams(output.sequences[0, ids.shape[1] :].tolist()),
     )
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -12,6 +12,7 @@ from conftest import perturbed, tiny_llama
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from draftsmith.decode import DraftModelProposer, InputError, PromptLookupProposer, Tree, planner
+from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts, measure_costs
@@ -193,7 +194,7 @@ def forward(rows: int, tokens: int) -> float:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(planner, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(decode_clock, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     for name in ("prefill", "feed"):
         own = getattr(CachedModel, name)
 
