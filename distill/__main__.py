@@ -21,8 +21,8 @@ def distill(config: DistillConfig) -> DistillTrainer:
     code = config.trust_remote_code
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
     if config.draft is not None:  # at once: completions and weights take longer to read
-        own = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
-        check_compatible_tokenizer(tokenizer, own, config.target, config.draft)
+        stored = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
+        check_compatible_tokenizer(tokenizer, stored, config.target, config.draft)
     args = config.training
     distributions = _distribution_index(config, tokenizer_size(tokenizer)) if config.teacher_cache else None
     train, heldout = read_data(config)

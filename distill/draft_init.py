@@ -55,7 +55,7 @@ def make_draft(
         InputError: no or two beginnings, another tokenizer, or a shape that the target cannot be cut to.
     """
     init.check_source(draft)
-    own = tokenizer
+    draft_tokenizer = tokenizer
     with whole_weights(), torch.random.fork_rng(devices=[]):
         if not isinstance(target, PreTrainedModel):
             target_path = target
@@ -63,9 +63,9 @@ def make_draft(
             target = _loaded(target, copies, trust_remote_code)
         torch.manual_seed(init.seed)
         if draft is not None:
-            own = load_tokenizer(draft, field="draft", trust_remote_code=trust_remote_code)
-            check_compatible_tokenizer(tokenizer, own, target_path, draft)
-            own = own if own.get_vocab() == tokenizer.get_vocab() else tokenizer
+            stored = load_tokenizer(draft, field="draft", trust_remote_code=trust_remote_code)
+            check_compatible_tokenizer(tokenizer, stored, target_path, draft)
+            draft_tokenizer = stored if stored.get_vocab() == tokenizer.get_vocab() else tokenizer
             model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
         else:
             model = _carved(target, init) if init.layers is not None else _random(target, init.config or {})
@@ -77,7 +77,7 @@ def make_draft(
         check_head(model, tokenizer, "draft")
         if init.lora is not None:
             add_lora(model, init.lora)
-    return model, own
+    return model, draft_tokenizer
 
 
 def _loaded(path: str | Path, weights: bool, trust_remote_code: bool) -> PreTrainedModel:
@@ -139,8 +139,8 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
     layers: Any = next(modules for modules in lists if len(modules) == config.num_hidden_layers)
     for layer in layers:
         parts = [getattr(layer, "self_attn", None)] * len(ATTENTION) + [getattr(layer, "mlp", None)] * len(MLP)
-        found = [getattr(part, name, None) for part, name in zip(parts, ATTENTION + MLP, strict=True)]
-        if not all(isinstance(module, nn.Linear) for module in found):
+        linear = [getattr(part, name, None) for part, name in zip(parts, ATTENTION + MLP, strict=True)]
+        if not all(isinstance(module, nn.Linear) for module in linear):
             raise InputError(
                 f"init: expected a target with {', '.join(ATTENTION + MLP)} to narrow, found {type(layer).__name__}; "
                 "init.layers alone works"
@@ -257,16 +257,16 @@ def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
     As copies: target and draft may differ in dtype and device, and are saved apart.
     """
-    for own, source in (
+    for end, source in (
         (draft.get_input_embeddings(), target.get_input_embeddings()),
         (draft.get_output_embeddings(), target.get_output_embeddings()),
     ):
         try:
-            own.load_state_dict(source.state_dict())  # type: ignore[union-attr]
+            end.load_state_dict(source.state_dict())  # type: ignore[union-attr]
         except RuntimeError as error:
             reason = str(error).splitlines()[1].strip()
             raise InputError(f"init.share: expected embeddings of the target's shape, found: {reason}") from error
-        own.requires_grad_(False)  # type: ignore[union-attr]
+        end.requires_grad_(False)  # type: ignore[union-attr]
 
 
 def finish_draft(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> None:

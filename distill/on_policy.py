@@ -64,14 +64,14 @@ def continued(
         ids[row, width - len(prompt) :] = prompt
         mask[row, width - len(prompt) :] = 1
     # `generate` fills what a config leaves open from the model's own: its penalties are no part of our sampling.
-    training, own = draft.training, draft.generation_config
+    training, config = draft.training, draft.generation_config
     draft.eval().generation_config = generation
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(_mixed(*seeds))
         written: Any = draft.generate(  # type: ignore[operator]
             ids, attention_mask=mask, generation_config=generation, synced_gpus=synced
         )
-    draft.train(training).generation_config = own
+    draft.train(training).generation_config = config
     ends = torch.tensor(generation.eos_token_id or [], device=device, dtype=ids.dtype)
     samples, labels = [], []
     for prompt, row in zip(prompts, written[:, width:], strict=True):

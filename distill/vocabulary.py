@@ -53,11 +53,11 @@ def fit_vocabulary(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
             nothing. None leaves a head alone that has a row for each token.
     """
     tokens = tokenizer_size(tokenizer)
-    found: int = draft.config.get_text_config().vocab_size
-    wanted = max(tokens, found if size is None else size)
-    if wanted != found:
+    rows: int = draft.config.get_text_config().vocab_size
+    wanted = max(tokens, rows if size is None else size)
+    if wanted != rows:
         # Drawing around the mean takes a covariance: not for rows that are padding.
-        draft.resize_token_embeddings(wanted, mean_resizing=found < tokens)
+        draft.resize_token_embeddings(wanted, mean_resizing=rows < tokens)
     if size is not None:
         silence_padding(draft, tokens)
 

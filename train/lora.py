@@ -25,16 +25,16 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)} - closed
     chosen = linear if options.target_modules is None else set()
     for wanted in options.target_modules or ():
-        found = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
-        if found & closed:
+        matching = {name for name in linear | closed if f".{name}".endswith(f".{wanted}")}
+        if matching & closed:
             raise InputError(
                 f"lora.target_modules: expected neither embeddings nor head, found {wanted!r}: the loss takes the "
                 "head's weight in pieces"
             )
-        if not found:
+        if not matching:
             names = sorted({name.rpartition(".")[2] for name in linear})
             raise InputError(f"lora.target_modules: expected names among {', '.join(names)}, found {wanted!r}")
-        chosen |= found
+        chosen |= matching
     config = LoraConfig(
         r=options.r,
         lora_alpha=options.alpha,  # type: ignore[arg-type]

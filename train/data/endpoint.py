@@ -54,7 +54,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Answer:
-    """A server's answer in the words of none of them; None is what it did not say."""
+    """A server's answer, whatever its dialect; None where it does not say."""
 
     text: str
     finish_reason: str | None
@@ -79,7 +79,7 @@ class Vocabulary:
 
 
 class Server:
-    """Requests to one server, tried again where that may help.
+    """Requests to one server, sent again where that may help.
 
     Raises:
         InputError: the environment variable of the key is not set, or holds no key.
@@ -227,8 +227,8 @@ class Source:
         while True:
             form = self.form
             what = f"a completion of prompt {name!r}"
-            said = await self.server.call("/completions", what, self.request(name, prompt_ids, FORMS[form]))
-            answer = read_native(said) if self.server.native else read_openai(said)
+            body = await self.server.call("/completions", what, self.request(name, prompt_ids, FORMS[form]))
+            answer = read_native(body) if self.server.native else read_openai(body)
             if answer is None or answer.finish_reason not in {"stop", "length"}:
                 found = "an answer of another shape" if answer is None else f"finish_reason {answer.finish_reason!r}"
                 raise InputError(f"endpoint: expected {what} from {self.server.url}, found {found}")
@@ -283,10 +283,10 @@ class Source:
         )
 
 
-def read_openai(said: Any) -> Answer | None:
+def read_openai(body: Any) -> Answer | None:
     """Read an answer of `/v1/completions`; None where it has another shape."""
     try:
-        choice = said["choices"][0]
+        choice = body["choices"][0]
         tokens = (choice.get("logprobs") or {}).get("tokens") or []
         written = [str(token).removeprefix("token_id:") for token in tokens if str(token).startswith("token_id:")]
         ids = choice.get("token_ids")
@@ -298,19 +298,19 @@ def read_openai(said: Any) -> Answer | None:
             stop_id=_id(choice.get("stop_reason", choice.get("matched_stop"))),  # vLLM's word, and SGLang's
             token_ids=None if ids is None else [int(token) for token in ids],
             prompt_ids=choice.get("prompt_token_ids"),
-            count=(said.get("usage") or {}).get("completion_tokens"),
+            count=(body.get("usage") or {}).get("completion_tokens"),
         )
     except (KeyError, IndexError, TypeError, AttributeError, ValueError):
         return None
 
 
-def read_native(said: Any) -> Answer | None:
+def read_native(body: Any) -> Answer | None:
     """Read an answer of SGLang's `/generate`; None where it has another shape."""
     try:
-        about = said["meta_info"]
-        ids = said.get("output_ids")
+        about = body["meta_info"]
+        ids = body.get("output_ids")
         return Answer(
-            text=str(said["text"]),
+            text=str(body["text"]),
             finish_reason=about["finish_reason"]["type"],
             stop_id=_id(about["finish_reason"].get("matched")),
             token_ids=None if ids is None else [int(token) for token in ids],
@@ -373,13 +373,13 @@ def _key(variable: str | None) -> str | None:
 def _message(response: httpx2.Response) -> str:
     """Return the server's words: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
     try:
-        said = response.json()
+        body = response.json()
     except ValueError:
         return response.text or response.reason_phrase
-    if isinstance(said, dict):
-        error = said.get("error", said)
-        said = (error.get("message") or error.get("detail") or said) if isinstance(error, dict) else error
-    return str(said)
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        body = (error.get("message") or error.get("detail") or body) if isinstance(error, dict) else error
+    return str(body)
 
 
 def _retry_after(response: httpx2.Response) -> float:

@@ -221,6 +221,7 @@ def _complete(
     missing: list[Batch],
     summary: CompletionsSummary,
 ) -> None:
+    """Write the shards that are missing, from given masks, by a server or by the target here, and count them."""
     start = time.perf_counter()
     with tqdm(total=summary.prompts, initial=summary.kept, unit="completion", desc="prepare") as bar:
 

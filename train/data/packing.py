@@ -117,10 +117,10 @@ def packs(model: PreTrainedModel, rows: int = 2) -> bool:
         position_ids = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.cat([torch.arange(7), zeros])])
         batch = {"input_ids": ids[:rows].to(model.device), "position_ids": position_ids[:rows].to(model.device)}
         packed = last_hidden(model, **batch)
-        found = [(a, packed[0, :5]), (b, packed[0, 5:]), *((b, row[:7]) for row in packed[1:])]
+        pairs = [(a, packed[0, :5]), (b, packed[0, 5:]), *((b, row[:7]) for row in packed[1:])]
         # The same numbers in other shapes; half precision rounds their order.
         tolerance = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 0.05
-        for sample, hidden in found:
+        for sample, hidden in pairs:
             alone = sample[None].to(model.device)
             expected = last_hidden(model, input_ids=alone, attention_mask=torch.ones_like(alone))[0]
             if not (hidden - expected).norm() <= tolerance * expected.norm():

@@ -13,7 +13,7 @@ from draftsmith.train.data.shards import COLUMNS
 
 @dataclass
 class CompletionsSummary:
-    """What a run of `prepare` found and wrote; the counts of tokens and n-grams are over written and kept samples."""
+    """What a run of `prepare` read and wrote; the counts of tokens and n-grams are over written and kept samples."""
 
     output: Path
     """The directory of the completions."""
@@ -97,33 +97,27 @@ def make_batches(prompts: Sequence[Prompt], encoded: Sequence[list[int]], batch_
 
 def completed_shard(batch: Batch, completions: list[tuple[list[int], str]]) -> pa.Table:
     """Return a batch's samples: each prompt, then its completion's ids, with the reason that it ended."""
-    rows = [
-        {
-            "id": prompt.id,
-            "category": prompt.category,
-            "prompt_length": len(prompt_ids),
-            "input_ids": prompt_ids + ids,
-            "loss_mask": [0] * len(prompt_ids) + [1] * len(ids),
-            "finish_reason": finish_reason,
-        }
-        for prompt, prompt_ids, (ids, finish_reason) in zip(batch.prompts, batch.prompt_ids, completions, strict=True)
-    ]
-    return pa.Table.from_pylist(rows, schema=COLUMNS)
+    pairs = zip(batch.prompt_ids, completions, strict=True)
+    return _shard(batch, [(p + ids, [0] * len(p) + [1] * len(ids), reason) for p, (ids, reason) in pairs])
 
 
 def given_shard(batch: Batch, masks: dict[str, list[int]]) -> pa.Table:
     """Return a batch's conversations with their loss masks, which are found by the conversation's id."""
-    rows = []
-    for prompt, ids in zip(batch.prompts, batch.prompt_ids, strict=True):
-        mask = masks[prompt.id]
-        rows.append(
-            {
-                "id": prompt.id,
-                "category": prompt.category,
-                "prompt_length": mask.index(1) if 1 in mask else len(mask),
-                "input_ids": ids,
-                "loss_mask": mask,
-                "finish_reason": "given",
-            }
-        )
+    pairs = zip(batch.prompts, batch.prompt_ids, strict=True)
+    return _shard(batch, [(ids, masks[prompt.id], "given") for prompt, ids in pairs])
+
+
+def _shard(batch: Batch, samples: list[tuple[list[int], list[int], str]]) -> pa.Table:
+    """Return the samples, (ids, loss mask, finish reason) each, as a table; a prompt ends where the mask begins."""
+    rows = [
+        {
+            "id": prompt.id,
+            "category": prompt.category,
+            "prompt_length": mask.index(1) if 1 in mask else len(mask),
+            "input_ids": ids,
+            "loss_mask": mask,
+            "finish_reason": reason,
+        }
+        for prompt, (ids, mask, reason) in zip(batch.prompts, samples, strict=True)
+    ]
     return pa.Table.from_pylist(rows, schema=COLUMNS)
