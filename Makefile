@@ -5,7 +5,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: quickstart test test-fast style types layers format docs clean
+.PHONY: quickstart test test-fast coverage style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
@@ -20,6 +20,10 @@ test-fast: style
 # The site, into site/; a broken link or anchor fails.
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Lines that no test reaches, and the slowest tests.
+coverage: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-report=term:skip-covered --durations=20
 
 style: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from transformers import Trainer
 
 from draftsmith.decode import Counts, DraftModelProposer, InputError, autoregressive_generate, speculative_generate
 from draftsmith.medusa import MedusaHeads
@@ -46,17 +47,21 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
     tokenizer, target, draft = embedded
     prompts = code_prompts([m for m in stdlib_modules() if m.heldout], 100)
     assert len(prompts) == 100
+    ids = [tokenizer(prompt["prompt"])["input_ids"][-48:] for prompt in prompts]
     proposer, counts = DraftModelProposer(draft), Counts()
-    for prompt in prompts:
-        ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"][:, -48:]
-        plain = autoregressive_generate(target, ids, max_new_tokens=24, do_sample=False)
-        out = speculative_generate(target, proposer, ids, draft_length=4, max_new_tokens=24, do_sample=False)
-        assert torch.equal(out.sequences, plain.sequences), prompt["id"]
+    for first in range(0, len(ids), 25):
+        batch = ids[first : first + 25]
+        width = max(map(len, batch))
+        padded = torch.tensor([[0] * (width - len(row)) + row for row in batch])
+        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
+        plain = autoregressive_generate(target, padded, mask, max_new_tokens=24, do_sample=False)
+        out = speculative_generate(target, proposer, padded, mask, draft_length=4, max_new_tokens=24, do_sample=False)
+        assert torch.equal(out.sequences, plain.sequences), first
         counts += out.counts
     assert counts.mean_acceptance_length() > 1.3
 
 
-def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
+def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     config = quickstart.QuickstartConfig(
         output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2, replayed_prompts=3,
         searched_prompts=8,
@@ -77,7 +82,16 @@ def test_quickstart_runs_the_whole_road_and_goes_on_where_it_stopped(tmp_path):
     assert MedusaHeads.from_pretrained(tmp_path / "medusa").config.medusa_choices
     text = console.export_text()
     assert "stock" in text and "plain" in text
-    quickstart.quickstart(config, console)
+    # Again: nothing is written or trained twice. The tree and the report, which are made anew, are taken as they are.
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "completions").rglob("shard-*")}
+    steps = []
+    monkeypatch.setattr(Trainer, "training_step", lambda *args: steps.append(args))
+    monkeypatch.setattr(quickstart, "search", lambda *args, **kwargs: None)
+    monkeypatch.setattr(quickstart, "print_tree", lambda *args: None)
+    monkeypatch.setattr(quickstart, "measure", lambda *args: report)
+    assert quickstart.quickstart(config, console) == report
+    assert not steps
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "completions").rglob("shard-*")} == files
 
 
 def test_quickstart_refuses_to_decode_more_than_it_replays():
