@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.runs import save_model
-from draftsmith.train.tokenizer import train_bpe
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():

@@ -22,9 +22,9 @@ from transformers import (
 
 from draftsmith.decode.errors import at_least, require
 from draftsmith.train.data.corpus import Module, stdlib_modules
+from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
-from draftsmith.train.tokenizer import train_bpe
 
 
 @dataclass

@@ -22,9 +22,9 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.shards import write_shard
+from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.runs import save_model
-from draftsmith.train.tokenizer import train_bpe
 
 
 @pytest.fixture(scope="module")

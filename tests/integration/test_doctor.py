@@ -32,9 +32,9 @@ from draftsmith.scripts.doctor.costs import (
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.doctor.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
-from draftsmith.train.tokenizer import train_bpe
 
 
 def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], str, str]:

@@ -21,8 +21,8 @@ from draftsmith.decode import (
 from draftsmith.decode.proposers.renumbered import renumbered
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.models import load_model, load_tokenizer
-from draftsmith.train.tokenizer import train_bpe
 
 ASSETS = Path(__file__).parents[2] / "assets"
 PROMPTS = ["def add(a, b):\n", "class", "x = '😀' # 你"]

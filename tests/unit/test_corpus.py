@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.corpus import Module, stdlib_modules
+from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
-from draftsmith.train.tokenizer import train_bpe
 
 
 @pytest.mark.parametrize("name", ["ast", "asyncio.threads", "email", "enum", "tarfile", "threading", "unittest", "uu"])

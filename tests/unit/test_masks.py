@@ -12,7 +12,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data import chat_masks as masks
 from draftsmith.train.data.chat_masks import encode_conversation, has_generation_markers, mask_conversation
 from draftsmith.train.data.prompts import Prompt, read_conversations, read_samples
-from draftsmith.train.tokenizer import END_OF_TEXT, train_bpe
+from draftsmith.train.data.tokenizer import END_OF_TEXT, train_bpe
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]
 THINK = ["<think>", "</think>"]  # added, but not special, as in Qwen3
