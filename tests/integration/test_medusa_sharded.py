@@ -24,7 +24,8 @@ WRAPPERS = {
     "zero2": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 2, False),
     "zero3": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 3, True),
 }
-STRATEGIES = list(WRAPPERS)
+STRATEGIES = ["ddp", "fsdp2", "zero3"]
+"""Of frozen backbones; joint training runs under ZeRO-2 too."""
 METRICS = ("loss", "mean_acceptance_length", "alpha", "accuracy_1", "alpha_3")
 
 
@@ -179,6 +180,8 @@ def test_what_cannot_be_sharded_is_refused(road, tmp_path, strategy, options, me
 
 def test_joint_training_is_resumed_as_if_it_had_not_stopped(road, joined):
     strategy, found, output = joined
+    if strategy == "ddp":
+        pytest.skip("as in one process: test_medusa_train.py")
     name, options = next(iter(planned_joint(road, strategy).items()))
     checkpoint = output / name / "checkpoint-2"
     kept = load_file(checkpoint / "model.safetensors")
