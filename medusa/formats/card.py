@@ -1,6 +1,6 @@
 """The model card of Medusa heads: what they are, how to load them, what they accept."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +68,13 @@ def _what(heads: MedusaHeads, base: str | None) -> str:
             f"{paper} heads draft tokens for speculative decoding of their base model, and of no other. Head i sees "
             f"the hidden state that the base model predicts token t + 1 from{sees}, and predicts token t + 2 + i.",
             "",
-            "| | |",
-            "|---|---|",
-            *(f"| {name} | {value} |" for name, value in rows.items()),
+            _table("", rows.items()),
         ]
     )
+
+
+def _table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    return "\n".join([f"| {title} | |" if title else "| | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)])
 
 
 def _here(format: str) -> str:
@@ -108,8 +110,4 @@ def _figures(figures: Mapping[str, Any]) -> str:
         for name, shape in (("tau_chain", "chain"), ("tau_tree", "tree"))
         if figures.get(name) is not None
     ]
-    if not rows:
-        return ""
-    return "\n".join(
-        ["## Acceptance", "", "| on held-out completions | |", "|---|---|", *(f"| {a} | {b} |" for a, b in rows)]
-    )
+    return f"## Acceptance\n\n{_table('on held-out completions', rows)}" if rows else ""

@@ -265,19 +265,12 @@ def _rounded_logits(
     embeddings_NKH: Tensor,
 ) -> Tensor:
     """Return the float32 logits of head k, (N, V), as it is here but for its weights, which are rounded."""
-
-    def rounded(tensor: Tensor | None) -> Any:
-        return None if tensor is None else tensor.detach().to("cpu", dtype).float()
-
-    block, head = copy.deepcopy(heads.blocks[k]).to("cpu", dtype).float(), heads.head(k)
-    dropped = by_rank and format != "own"
-    here = OutputHead(
-        rounded(head.weight),
-        rounded(head.bias),
-        1.0 if dropped and format != "vllm" else head.scale,
-        None if dropped else head.softcap,
-    )
-    logits = here(block(hidden_NH, heads.seen(k, embeddings_NKH)))
+    block = copy.deepcopy(heads.blocks[k]).to("cpu", dtype).float()
+    lm_head = copy.deepcopy(heads.lm_head_of(k)).to("cpu", dtype).float()
+    head, dropped = heads.head(k), by_rank and format != "own"
+    scale = 1.0 if dropped and format != "vllm" else head.scale
+    finished = OutputHead(lm_head.weight, lm_head.bias, scale, None if dropped else head.softcap)
+    logits = finished(block(hidden_NH, heads.seen(k, embeddings_NKH)))
     return heads.widened(logits.to(heads.device)).cpu()
 
 

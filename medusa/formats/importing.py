@@ -250,10 +250,8 @@ def _shards(directory: Path) -> list[Path]:
     if not index.is_file():
         return [directory / WEIGHTS]
     try:
-        return [
-            directory / name
-            for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        ]
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [directory / name for name in sorted(set(names))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{index}: expected an index of safetensors, found: {first_line(error)}") from error
 

@@ -16,7 +16,7 @@ operations, and with padding an additive mask of 2·b·s² bytes a layer.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,11 +159,9 @@ def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-@contextmanager
-def _precision(precision: Precision) -> Iterator[None]:
+def _precision(precision: Precision) -> torch.autocast:
     # float16 takes the same bytes. FSDP's half-precision copies run under autocast too, which changes little.
-    with torch.autocast("cpu", dtype=torch.bfloat16) if precision == "autocast" else nullcontext():
-        yield
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
 
 
 def at_full_depth(model: PreTrainedModel, trace: Callable[[Sequence[nn.Module]], list[list[int]]]) -> list[float]:
