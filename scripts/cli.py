@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from draftsmith.train.cli import flags, parse_config, run
 
@@ -80,14 +81,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(rest):
         if name in TRAINING:
             print(LAUNCH_USAGE.format(name=name))
-        module, _, config = COMMANDS[name][1].partition(":")
-        home = "" if module.split(".")[0] in ("train", *TRAINING) else "scripts."
-        cls = getattr(import_module(f"draftsmith.{home}{module}"), config)
-        return run(lambda: parse_config(cls, rest, prog=f"draftsmith {name}"))
+        return run(lambda: parse_config(config_class(name), rest, prog=f"draftsmith {name}"))
     if name in TRAINING:
         return run(lambda: launch(name, rest))
     module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
     return run(lambda: import_module(f"draftsmith.scripts.{module}").main(rest))
+
+
+def config_class(name: str) -> type[Any]:
+    """Return the dataclass of a command's fields."""
+    module, _, cls = COMMANDS[name][1].partition(":")
+    home = "" if module.split(".")[0] in ("train", *TRAINING) else "scripts."
+    config: type[Any] = getattr(import_module(f"draftsmith.{home}{module}"), cls)
+    return config
 
 
 def launch(name: str, arguments: Sequence[str]) -> int:
