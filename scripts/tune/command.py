@@ -194,11 +194,15 @@ def _decode_all(task: Task, settings: list[Setting], journal: _Journal, progress
     left = range(len(done), len(task.prompts))
     for setting in {setting.rule: setting for setting in settings}.values() if left else ():
         _decode(task, setting, 0)  # warm-up: the first calls allocate
-    for i in tqdm(left, desc=f"{len(settings)} settings", unit="prompt", disable=not progress):
-        turn = i % len(settings)
-        seen = {setting: _decode(task, setting, i) for setting in settings[turn:] + settings[:turn]}
-        done.append([asdict(seen[setting]) for setting in settings])
-        journal.save()
+    total, turns = len(settings) * len(task.prompts), len(settings)
+    with tqdm(total=total, initial=turns * len(done), unit="text", desc="tune", disable=not progress) as bar:
+        for i in left:
+            first, seen = i % turns, {}
+            for setting in settings[first:] + settings[:first]:
+                seen[setting] = _decode(task, setting, i)
+                bar.update()
+            done.append([asdict(seen[setting]) for setting in settings])
+            journal.save()
     return {setting: [Seen(**row[j]) for row in done] for j, setting in enumerate(settings)}
 
 

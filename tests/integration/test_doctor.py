@@ -539,7 +539,7 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
         ({"context": 0}, "context: expected at least 1, found 0"),
         ({"batch_size": "1,0"}, "batch_size: expected at least 1, found 0"),
         ({"batch_size": "one"}, "batch_size: expected numbers separated by commas, found 'one'"),
-        ({"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, float64, found 'int8'"),
+        ({"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, float64, auto, found 'int8'"),
     ],
 )
 def test_bad_flags_are_refused(options, message, capsys):

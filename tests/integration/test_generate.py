@@ -33,7 +33,7 @@ from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
 PROMPT = "def f(x):\n    return"
-NEW = 40
+NEW = 24
 COLOURS = {"2": "dim", "32": "green", "4;31": "red underline", "36": "cyan", "1": "bold", "0": ""}
 
 

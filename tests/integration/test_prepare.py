@@ -212,6 +212,26 @@ def test_resume_after_sigkill(config, whole):
     assert contents(output) == whole
 
 
+def test_a_manifest_without_newer_settings_is_resumed(config, whole):
+    cfg = config()
+    prepare(cfg)
+    path = Path(cfg.output) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in ("min_p", "repetition_penalty", "no_repeat_ngram_size"):
+        del manifest["settings"][name]
+    path.write_text(json.dumps(manifest))
+    assert prepare(cfg).kept == COUNT
+    with pytest.raises(InputError, match=r"^min_p: expected 0\.0, found 0\.1; "):
+        prepare(replace(cfg, min_p=0.1))
+
+
+def test_progress_is_told_inside_a_batch(config, monkeypatch):
+    told = []
+    monkeypatch.setattr(completions, "_teller", lambda bar, text: told.append)
+    prepare(config(limit=2, max_new_tokens=5))
+    assert told == list(range(1, len(told) + 1)) and len(told) > 1
+
+
 def test_a_flipped_bit_never_changes_what_is_read(tmp_path, whole):
     shard, data = tmp_path / "shard-00000.parquet", whole["shard-00000.parquet"]
     shard.write_bytes(data)

@@ -20,8 +20,17 @@ from typing import Any
 import pyarrow as pa
 import torch
 from datasets import Dataset
+from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.chat_masks import encode_conversation
@@ -95,7 +104,11 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
 
 
 def complete(
-    model: PreTrainedModel, generation: GenerationConfig, batch: Batch, seed: int
+    model: PreTrainedModel,
+    generation: GenerationConfig,
+    batch: Batch,
+    seed: int,
+    progress: Callable[[int], None] | None = None,
 ) -> list[tuple[list[int], str]]:
     """Complete a batch; the tokens are a function of the arguments only, whatever was sampled before.
 
@@ -104,6 +117,7 @@ def complete(
         generation: says how to sample; its `eos_token_id` is a list, or None.
         batch: B prompts.
         seed: the run's seed; the batch's index is mixed in.
+        progress: called after each token with the number of tokens that the longest completion has so far.
 
     Returns:
         For each prompt its completion's ids, up to and with the first end-of-sequence token, without padding; and the
@@ -121,6 +135,7 @@ def complete(
             input_ids.to(model.device),
             attention_mask=attention_mask.to(model.device),
             generation_config=generation,
+            stopping_criteria=StoppingCriteriaList([] if progress is None else [_Watch(width, progress)]),
         )
     ends = set(generation.eos_token_id or [])
     completions = []
@@ -128,6 +143,17 @@ def complete(
         stop = next((i for i, token in enumerate(row) if token in ends), None)
         completions.append((row, "length") if stop is None else (row[: stop + 1], "stop"))
     return completions
+
+
+class _Watch(StoppingCriteria):  # type: ignore[misc]
+    """Tells how long completions are, and stops none."""
+
+    def __init__(self, prompt_length: int, progress: Callable[[int], None]):
+        self.prompt_length, self.progress = prompt_length, progress
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        self.progress(input_ids.shape[1] - self.prompt_length)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 def set_generation_config(
@@ -245,7 +271,21 @@ def _complete(
             )
             generation = set_generation_config(config, model, tokenizer)
             for batch in missing:
-                write(batch, completed_shard(batch, complete(model, generation, batch, config.seed)))
+                tell = _teller(bar, f"{len(batch.prompts)} texts, token {{}} of {config.max_new_tokens}")
+                write(batch, completed_shard(batch, complete(model, generation, batch, config.seed, tell)))
+
+
+def _teller(bar: Any, text: str, every: float = 0.5) -> Callable[[int], None]:
+    """Return what writes a number into a bar's text behind it, at most so often: a batch can take minutes."""
+    last = time.perf_counter()
+
+    def tell(number: int) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= every:
+            bar.set_postfix_str(text.format(number))
+            last = time.perf_counter()
+
+    return tell
 
 
 def _complete_remotely(
