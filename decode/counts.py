@@ -1,4 +1,7 @@
-"""What was drafted, accepted and emitted, as integers; every ratio is derived here and nowhere else."""
+"""What was drafted, accepted and emitted, as integers, and the ratios of their totals.
+
+Ratios with intervals over prompts are those of `draftsmith.decode.measurement.intervals`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -131,7 +131,7 @@ def certify_sampled(
     false_alarm: float = FALSE_ALARM,
     **decoding: Any,
 ) -> Certificate:
-    """Sample texts by speculative decoding, and test whether their law is the target's under the same settings.
+    """Sample texts speculatively, and test whether their distribution is the target's under the same settings.
 
     Args:
         target: the model.
@@ -169,10 +169,10 @@ def certify_sampled(
     reason = None
     if not passed:
         name, test = min(result.tests.items(), key=lambda item: item[1].p_value)
-        reason = f"the tokens' law is not the target's: {name}, χ² = {test.statistic:.4g} of {test.degrees_of_freedom} "
-        reason += f"degrees of freedom; {result.num_impossible} tokens that it rules out"
+        reason = f"the tokens' distribution is not the target's: {name}, χ² = {test.statistic:.4g} of "
+        reason += f"{test.degrees_of_freedom} degrees of freedom; {result.num_impossible} tokens that it rules out"
     elif proposer.distributions_after(target, GREEDY) is None:
-        reason = f"tested without the law of {type(proposer).__name__}, and so with less power"
+        reason = f"tested without the distributions of {type(proposer).__name__}, and so with less power"
     return Certificate(p_value=result.p_value, tokens=result.num_tokens, passed=passed, reason=reason)
 
 
@@ -186,7 +186,7 @@ def sample_and_test(
     seed: int = 0,
     **decoding: Any,
 ) -> tuple[DistributionTest, Counts]:
-    """Sample texts speculatively; return the test of their law, and the decoder's counts.
+    """Sample texts speculatively; return the test of their distribution, and the decoder's counts.
 
     A token of probability zero fails the test outright, as in `distribution_test`, unless rounding explains it: where
     a tie may move a token in or out of what top-k or top-p keep, the other tests alone decide.
@@ -196,7 +196,7 @@ def sample_and_test(
         proposer: what drafts.
         prompts: token ids, each (T,) int64, T ≥ 1.
         tokens: to be sampled, at least 2000.
-        sampling: the arguments of `generate` that make the law; the target's generation config fills the others.
+        sampling: the sampling arguments of `generate`; the target's generation config fills the others.
         batch_size: texts decoded, and then tested, together.
         seed: of the test's random points.
         decoding: further arguments of `speculative_generate`.

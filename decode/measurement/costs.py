@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
+from statistics import median, median_high
 from typing import Any
 
 import torch
@@ -64,17 +64,17 @@ class CostTable:
 
     def at(self, name: str, rows: int) -> Costs:
         """Return a drafter's costs for a number of rows, interpolated between those measured."""
-        sizes = sorted({k for own in self.target_seconds.values() for k in own})
-        own = self.drafters[name]
+        sizes = sorted({k for seconds in self.target_seconds.values() for k in seconds})
+        by_rows = self.drafters[name]
 
         def between(values: Mapping[int, float]) -> float:
             return interpolated(values, rows)
 
         return Costs(
             target={k: between({b: t[k] for b, t in self.target_seconds.items()}) for k in sizes},
-            draft_step=between({b: costs.step for b, costs in own.items()}),
-            overhead=between({b: costs.overhead for b, costs in own.items()}),
-            draft_start=between({b: costs.start for b, costs in own.items()}),
+            draft_step=between({b: costs.step for b, costs in by_rows.items()}),
+            overhead=between({b: costs.overhead for b, costs in by_rows.items()}),
+            draft_start=between({b: costs.start for b, costs in by_rows.items()}),
             plain_overhead=between(self.plain_overhead_seconds),
         )
 
@@ -125,8 +125,8 @@ class CostTable:
                 prompt=values["prompt"],
                 prefill_seconds=by_number(values["prefill_seconds"]),
                 drafters={
-                    name: {int(b): DraftCosts(**{k: float(s) for k, s in c.items()}) for b, c in own.items()}
-                    for name, own in values["drafters"].items()
+                    name: {int(b): DraftCosts(**{k: float(s) for k, s in c.items()}) for b, c in by_rows.items()}
+                    for name, by_rows in values["drafters"].items()
                 },
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -136,9 +136,9 @@ class CostTable:
 def _drained(steps: Sequence[float], seconds: Callable[[int], float]) -> float:
     """Sum the steps of a batch whose rows have these many, at what a step costs for the rows that are left."""
     total, before = 0.0, 0.0
-    for ended, own in enumerate(sorted(steps)):
-        total += (own - before) * seconds(len(steps) - ended) if own > before else 0.0
-        before = max(before, own)
+    for ended, step in enumerate(sorted(steps)):
+        total += (step - before) * seconds(len(steps) - ended) if step > before else 0.0
+        before = max(before, step)
     return total
 
 
@@ -201,16 +201,16 @@ def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: i
 @contextmanager
 def _endless(target: PreTrainedModel) -> Iterator[None]:
     """Let no end of text cut a measurement short."""
-    own: Any = target.generation_config
-    ends, own.eos_token_id = own.eos_token_id, None
+    generation: Any = target.generation_config
+    ends, generation.eos_token_id = generation.eos_token_id, None
     try:
         yield
     finally:
-        own.eos_token_id = ends
+        generation.eos_token_id = ends
 
 
 def _options(sampler: Sampler, tokens: int) -> dict[str, Any]:
-    # With the law's processors as they are: no other settings.
+    # The sampler's processors as they are, and no other settings.
     processors = {"logits_processor": sampler.processors} if sampler.processors else {}
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampler.do_sample else {}
     return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, **sampling, **processors}
@@ -243,16 +243,16 @@ def _loops(
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in proposers}
     for repeat in range(repeats + 1):
         seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
-        own = {
+        latest = {
             name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler)
             for name, proposer in proposers.items()
         }
         if repeat:  # the first is for warming up
             tokens.append(seconds)
-            for name, found in own.items():
-                rounds[name].append(found)
+            for name, one in latest.items():
+                rounds[name].append(one)
     # A repeat's nodes go with its seconds: n-grams find more in one text than in another.
-    return median(tokens), {name: sorted(found)[len(found) // 2] for name, found in rounds.items()}
+    return median(tokens), {name: median_high(of_drafter) for name, of_drafter in rounds.items()}
 
 
 def _round_seconds(

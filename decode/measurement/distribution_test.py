@@ -1,9 +1,9 @@
 """Is the output the target's? Identity with plain decoding at T=0, and a distribution test for sampled text.
 
-Whatever was written before, a token x that has law p given it, cut at a random point of its own step of the cumulative
-distribution, u = F(x⁻) + U p(x), is uniform on (0, 1) and independent of all that went before (Rosenblatt 1952; for
-discrete laws Smith 1985; as a test of forecasts Diebold, Gunther and Tay 1998). So one sequence of numbers tests the
-laws of all contexts at once, at any vocabulary, where counting would need every context many times.
+Whatever was written before, a token x that is drawn from p given it, cut at a random point of its cumulative step,
+u = F(x⁻) + U p(x), is uniform on (0, 1) and independent of all that went before (Rosenblatt 1952; for discrete laws
+Smith 1985; as a test of forecasts Diebold, Gunther and Tay 1998). So one sequence of numbers tests the distributions of
+all contexts at once, at any vocabulary, where counting would need every context many times.
 
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
@@ -55,7 +55,7 @@ class DistributionTest:
     """The least of the tests' p-values times their number (Bonferroni); 0 where a token had probability zero."""
     tests: dict[str, ChiSquare]
     num_impossible: int
-    """Tokens that the target's law rules out."""
+    """Tokens that the target's distribution rules out."""
     impossible: tuple[tuple[int, int], ...]
     """The first 16 of them: (text, index of the token in it)."""
 
@@ -135,14 +135,14 @@ def compare_greedy(
     """
     if plain is None:
         plain = plain_texts(target, prompts, **{k: v for k, v in generate_kwargs.items() if k != "observer"})
-    found, counts = [], Counts()
+    texts, counts = [], Counts()
     options: dict[str, Any] = {"do_sample": False, "draft_length": draft_length} | generate_kwargs
     for batch in _batched(prompts, batch_size):
-        texts, own = _decode(target, proposer, batch, **options)
-        found += [text for text, _ in texts]
-        counts += own
+        of_batch, more = _decode(target, proposer, batch, **options)
+        texts += [text for text, _ in of_batch]
+        counts += more
     differences = []
-    for i, (text, expected) in enumerate(zip(found, plain, strict=True)):
+    for i, (text, expected) in enumerate(zip(texts, plain, strict=True)):
         position = mismatch_position(text, expected)
         if position is not None:
             differences.append(Difference(i, position, tuple(expected.tolist()), tuple(text.tolist())))
@@ -160,7 +160,7 @@ def sample_texts(
 ) -> tuple[list[Text], Counts]:
     """Sample texts until they hold `num_tokens` new tokens, going through the prompts as often as it takes.
 
-    Every text has a seed of its own. What the generation config says holds where `generate_kwargs` do not.
+    Every text has another seed. What the generation config says holds where `generate_kwargs` do not.
 
     Args:
         target: the model.
@@ -176,8 +176,8 @@ def sample_texts(
     options: dict[str, Any] = {"do_sample": True, "draft_length": draft_length} | generate_kwargs
     while counts.num_emitted_tokens < num_tokens:
         for batch in _batched(prompts, batch_size):
-            own, more = _decode(target, proposer, batch, seed=len(texts), **options)
-            texts += own
+            of_batch, more = _decode(target, proposer, batch, seed=len(texts), **options)
+            texts += of_batch
             counts += more
             if counts.num_emitted_tokens >= num_tokens:
                 break
@@ -185,7 +185,7 @@ def sample_texts(
 
 
 def prepared_sampler(target: PreTrainedModel, **generate_kwargs: Any) -> Sampler:
-    """Return the law that `generate` prepares from these arguments and the target's generation config."""
+    """Return the sampler that `generate` prepares from these arguments and the target's generation config."""
 
     def prepared(
         model: PreTrainedModel,
@@ -212,7 +212,7 @@ def distribution_test(
     seed: int = 0,
     batch_size: int = 16,
 ) -> DistributionTest:
-    """Test whether texts were drawn from the target under a law.
+    """Test whether texts were drawn from the target under a sampler.
 
     The vocabulary is ordered in each context, by token id, by p, and by q − p where a drafter is given: what leans
     towards the drafter, as most mistakes of speculative sampling do, then shows at one end. Each ordering's numbers are
@@ -231,10 +231,10 @@ def distribution_test(
         batch_size: texts in one forward; processors are handed as many, as `generate` does.
 
     Raises:
-        InputError: a law at T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
+        InputError: T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
     """
     if not sampler.do_sample:
-        raise InputError("law: expected sampling, found T=0, where texts are compared token for token")
+        raise InputError("sampler: expected sampling, found T=0, where texts are compared token for token")
     generator = torch.Generator().manual_seed(seed)
     names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
     uniform = torch.zeros(len(names), BINS, dtype=torch.long)
@@ -255,12 +255,12 @@ def distribution_test(
                 continue
             places = torch.rand(len(tokens), generator=generator, dtype=torch.float64).to(p.device)
             keys = [torch.arange(p.shape[1], device=p.device).expand_as(p), p, *([] if q is None else [q - p])]
-            own = block_CB.cpu()
+            chosen = block_CB.cpu()
             for k, key in enumerate(keys):
-                u[k, start : start + len(own)][own] = _transform(p, key, tokens, places).cpu()
+                u[k, start : start + len(chosen)][chosen] = _transform(p, key, tokens, places).cpu()
             ruled_out = (p.gather(1, tokens[:, None])[:, 0] == 0).cpu()
             num_impossible += int(ruled_out.sum())
-            for column, text in own.nonzero()[ruled_out][: PLACES_KEPT - len(impossible)].tolist():
+            for column, text in chosen.nonzero()[ruled_out][: PLACES_KEPT - len(impossible)].tolist():
                 impossible.append((num_texts + text, start + column))
         wanted = wanted_BT.T.cpu()
         both = wanted[:-1] & wanted[1:]
@@ -300,8 +300,8 @@ def _decode(
     mask = (torch.arange(width, device=ids.device) >= width - lengths[:, None]).long()
     out = speculative_generate(target, proposer, ids, mask, **({"pad_token_id": 0} | options))
     texts = [
-        (sequence[width - len(prompt) : width + own.num_emitted_tokens], len(prompt))
-        for sequence, prompt, own in zip(out.sequences, prompts, out.row_counts, strict=True)
+        (sequence[width - len(prompt) : width + counts.num_emitted_tokens], len(prompt))
+        for sequence, prompt, counts in zip(out.sequences, prompts, out.row_counts, strict=True)
     ]
     return texts, out.counts
 
@@ -323,8 +323,8 @@ def _aligned(texts: list[Text]) -> tuple[Tensor, Tensor]:
 def _transform(p: Tensor, key: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
     """Return F(x⁻) + U p(x) where the vocabulary is ordered by `key`, equal ones by id, (N,) float64."""
     x = tokens[:, None]
-    own = key.gather(1, x)
-    before = (key < own) | ((key == own) & (torch.arange(p.shape[1], device=p.device) < x))
+    at_x = key.gather(1, x)
+    before = (key < at_x) | ((key == at_x) & (torch.arange(p.shape[1], device=p.device) < x))
     below = torch.where(before, p, 0.0).sum(-1, dtype=torch.float64)
     # Laws are taken in float32: normalised, the last step ends at 1.
     return (below + places * p.gather(1, x)[:, 0].double()) / p.sum(-1, dtype=torch.float64)
@@ -335,8 +335,8 @@ def _bins(u: Tensor, count: int) -> Tensor:
 
 
 def _uniformity(counts: Tensor) -> ChiSquare:
-    found = chisquare(counts.numpy())
-    return ChiSquare(float(found.statistic), len(counts) - 1, float(found.pvalue))
+    test = chisquare(counts.numpy())
+    return ChiSquare(float(test.statistic), len(counts) - 1, float(test.pvalue))
 
 
 def _independence(table: Tensor) -> ChiSquare:
@@ -344,5 +344,5 @@ def _independence(table: Tensor) -> ChiSquare:
     table = table[table.sum(1) > 0][:, table.sum(0) > 0]
     if min(table.shape) < 2:
         return ChiSquare(0.0, 0, 1.0)
-    found = chi2_contingency(table.numpy(), correction=False)
-    return ChiSquare(float(found.statistic), int(found.dof), float(found.pvalue))
+    test = chi2_contingency(table.numpy(), correction=False)
+    return ChiSquare(float(test.statistic), int(test.dof), float(test.pvalue))

@@ -191,11 +191,11 @@ class Profile:
 
     def spans(self) -> list[tuple[Span, ProfiledRound | None]]:
         """Return every span, and the round that it lies in or is; None outside of the rounds."""
-        found: list[tuple[Span, ProfiledRound | None]] = [(span, None) for span in [*self.calls, *self._outside]]
+        spans: list[tuple[Span, ProfiledRound | None]] = [(span, None) for span in [*self.calls, *self._outside]]
         for round in self.rounds:
-            found.append((Span("round", f"round {round.number}", round.begin, round.end), round))
-            found += [(span, round) for span in round.spans]
-        return sorted(found, key=lambda pair: (pair[0].begin, TRACKS.index(pair[0].kind)))
+            spans.append((Span("round", f"round {round.number}", round.begin, round.end), round))
+            spans += [(span, round) for span in round.spans]
+        return sorted(spans, key=lambda pair: (pair[0].begin, TRACKS.index(pair[0].kind)))
 
     @contextmanager
     def _span(self, kind: str, name: str) -> Iterator[None]:
@@ -359,14 +359,14 @@ def profile_table(profiles: Sequence[Profile]) -> Table:
     for name in ("batch", "part", "share", "ms", "total s"):
         table.add_column(name, justify="left" if name == "part" else "right", no_wrap=True)
     for profile in profiles:
-        found = profile.breakdown()
-        rows = [(kind, found["parts"][kind], "") for kind in PARTS]
+        breakdown = profile.breakdown()
+        rows = [(kind, breakdown["parts"][kind], "") for kind in PARTS]
         place = PARTS.index("sync") + 1
-        rows[place:place] = [(f"  after {kind}", times, "dim") for kind, times in found["sync_after"].items()]
+        rows[place:place] = [(f"  after {kind}", times, "dim") for kind, times in breakdown["sync_after"].items()]
         # Rows end at different rounds, so that a batch is not always full.
-        mean = f" × {found['rows_per_round']:.1f} rows" if profile.batch_size > 1 and found["rounds"] else ""
-        rows.append((f"{found['rounds']} rounds{mean}", found["round"], "bold"))
-        rows += [(name, found[name], "dim") for name in ("prefill", "outside")]
+        mean = f" × {breakdown['rows_per_round']:.1f} rows" if profile.batch_size > 1 and breakdown["rounds"] else ""
+        rows.append((f"{breakdown['rounds']} rounds{mean}", breakdown["round"], "bold"))
+        rows += [(name, breakdown[name], "dim") for name in ("prefill", "outside")]
         for i, (name, times, style) in enumerate(rows):
             table.add_row(
                 "" if i else str(profile.batch_size),

@@ -45,7 +45,7 @@ def certify_runs(
             )
             certificates[key] = certify_greedy(target, plain, other, prompts[: len(plain)], filters.at(0).sampler())
         elif not sampled_tokens:
-            certificates[key] = unchecked("lossless_tokens says how many tokens to test the law on")
+            certificates[key] = unchecked("lossless_tokens says how many tokens to test the distribution on")
         else:
             if (temperature, method) not in tested:
                 tested[temperature, method] = certify_sampled(

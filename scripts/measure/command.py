@@ -167,9 +167,9 @@ def _completed(
     progress: bool,
 ) -> list[list[int]]:
     """Let the target write further texts, in batches, to be replayed only."""
-    own: Any = target.generation_config
-    ends = [own.eos_token_id] if isinstance(own.eos_token_id, int) else own.eos_token_id
-    generation = GenerationConfig(eos_token_id=ends, pad_token_id=own.pad_token_id, **config.options(temperature))
+    base: Any = target.generation_config
+    ends = [base.eos_token_id] if isinstance(base.eos_token_id, int) else base.eos_token_id
+    generation = GenerationConfig(eos_token_id=ends, pad_token_id=base.pad_token_id, **config.options(temperature))
     written: dict[str, list[int]] = {}
     batches = make_batches(list(prompts), list(encoded), COMPLETED_TOGETHER)
     for batch in tqdm(batches, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not batches):

@@ -93,25 +93,29 @@ def load_costs(
             or of smaller batches alone. Drafters of one size cost the same, wherever they lie.
     """
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"costs: expected a file that `measure` wrote at {path}, found: {error}") from error
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise InputError(f"costs: expected schema {SCHEMA} in {path}, found another")
     here: dict[str, Any] = environment(target.device, dtype)
-    pairs = [("target", target_path, found.get("target"))]
-    pairs += [(name, here[name], found.get("environment", {}).get(name)) for name in SAME]
-    measured = found.get("drafters", {})
+    pairs = [("target", target_path, content.get("target"))]
+    pairs += [(name, here[name], content.get("environment", {}).get(name)) for name in SAME]
+    measured = content.get("drafters", {})
     for drafter in drafters:
-        own = measured.get(drafter.name)
-        if own is None:
+        of_file = measured.get(drafter.name)
+        if of_file is None:
             others = ", ".join(measured) or "none"
             raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
-        pairs += [(f"{drafter.name}'s {key}", v, own.get(key)) for key, v in drafter.to_dict().items() if key != "path"]
-    for name, wanted, own in pairs:
-        if wanted != own:
-            raise InputError(f"costs: expected those of {name} {wanted} in {path}, found those of {own}: measure again")
-    tables = [CostTable.from_dict(table) for table in found.get("tables", [])]
+        pairs += [
+            (f"{drafter.name}'s {key}", v, of_file.get(key)) for key, v in drafter.to_dict().items() if key != "path"
+        ]
+    for name, wanted, actual in pairs:
+        if wanted != actual:
+            raise InputError(
+                f"costs: expected those of {name} {wanted} in {path}, found those of {actual}: measure again"
+            )
+    tables = [CostTable.from_dict(table) for table in content.get("tables", [])]
     largest = max((rows for table in tables for rows in table.target_seconds), default=0)
     if max(batch_sizes) > largest:
         raise InputError(

@@ -196,9 +196,9 @@ def dot_chart(
         if level is not None:
             axes.axvline(level, color=SOFT, linewidth=1, dashes=(4, 3))
         for row in range(len(rows)):
-            own = [m for m in marks if m.row == row]
-            for i, mark in enumerate(own):
-                y, value = row + (i - (len(own) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
+            of_row = [m for m in marks if m.row == row]
+            for i, mark in enumerate(of_row):
+                y, value = row + (i - (len(of_row) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
                 _bars(axes, [y], [value], [mark.estimate], mark.style, upright=False)
                 if mark.threshold is not None:
                     axes.plot([mark.threshold] * 2, [y - 0.34, y + 0.34], color=INK, linewidth=2.4)

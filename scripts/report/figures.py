@@ -123,7 +123,7 @@ def category_panels(report: Report, style: Mapping[str, Style], draft_length: in
 
 
 def break_even_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
-    """Draw the α found and the least α from which some γ pays, a panel for each batch size and temperature."""
+    """Draw the measured α and the least α from which some γ pays, a panel for each batch size and temperature."""
     panels = []
     for temperature, batch in _settings(report):
         rows: list[str] = []

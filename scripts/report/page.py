@@ -113,7 +113,10 @@ def lossless(entry: Certificate, report: Report) -> tuple[str, str]:
     if not entry.checked:
         return "unknown", "not checked" + (f": {entry.reason}" if entry.reason else "")
     if entry.p_value is not None:
-        return "yes" if entry.passed else "no", f"law test over {entry.tokens:,} tokens: p = {entry.p_value:.2g}"
+        return (
+            "yes" if entry.passed else "no",
+            f"distribution test over {entry.tokens:,} tokens: p = {entry.p_value:.2g}",
+        )
     words = f"{entry.prompts_identical} of {report.prompts.count} texts identical"
     if entry.identical:
         return "yes", words

@@ -57,7 +57,7 @@ def _figure(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> F
     _write(axes, LEFT - 24, 54, subtitle, 12, SOFT)
     _write(axes, LEFT - 24, height - 20, LEGEND, 10, SOFT)
     for depth in range(1, tree.depth + 1):
-        accepted = sum(s for s, own in zip(shares, tree.depths, strict=True) if own == depth)
+        accepted = sum(s for s, of in zip(shares, tree.depths, strict=True) if of == depth)
         x = LEFT + depth * COLUMN
         _write(axes, x, 86, f"head {depth - 1}", 13, _colour(depth), ha="center")
         _write(axes, x, 102, f"accepted in {accepted:.0%} of rounds", 10, SOFT, ha="center")

@@ -186,7 +186,7 @@ def test_the_exact_rule_has_the_targets_law(target, drafters, name):
     assert entry.checked is True
     assert entry.p_value > FALSE_ALARM and entry.passed is True, entry
     assert entry.tokens >= TOKENS and entry.identical is entry.departures is None
-    without = "tested without the law of LookaheadProposer, and so with less power"
+    without = "tested without the distributions of LookaheadProposer, and so with less power"
     assert entry.reason == (without if name == "lookahead" else None)
 
 
@@ -230,7 +230,7 @@ def test_a_lossy_decoder_is_caught(target, drafters, plant):
     entry = sampled(target, proposer(drafters), **options)
     assert entry.checked is True and entry.passed is False
     assert entry.p_value < FALSE_ALARM / 100, entry
-    assert entry.reason.startswith("the tokens' law is not the target's: ")
+    assert entry.reason.startswith("the tokens' distribution is not the target's: ")
 
 
 def test_rounding_that_moves_tokens_past_top_k_is_no_departure(twins):

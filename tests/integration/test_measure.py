@@ -471,7 +471,9 @@ def test_what_fails_the_law_test_is_not_deployed(root, tmp_path, monkeypatch):
 
     def certified(*args, **options):
         asked.append(inspect.signature(certify_sampled).bind(*args, **options).arguments)
-        return Certificate(p_value=1e-9, tokens=2048, passed=False, reason="the tokens' law is not the target's")
+        return Certificate(
+            p_value=1e-9, tokens=2048, passed=False, reason="the tokens' distribution is not the target's"
+        )
 
     monkeypatch.setattr(certify, "certify_sampled", certified)
     report = checked(

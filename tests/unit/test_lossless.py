@@ -253,7 +253,7 @@ def test_sampled_texts_hold_emitted_tokens_alone(models):
 
 def test_bad_input_is_named(models):
     target, _ = models
-    with pytest.raises(InputError, match="law: expected sampling, found T=0"):
+    with pytest.raises(InputError, match="sampler: expected sampling, found T=0"):
         distribution_test(target, [], Sampler.of(0.0))
     with pytest.raises(InputError, match="texts: expected at least 2000 tokens, found 60"):
         distribution_test(target, texts_of(target, rows=1), SAMPLER)

@@ -427,7 +427,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
         "τ: tokens a target forward",
         "Acceptance by position",
         "Categories",
-        "α found and break-even α",
+        "α measured and break-even α",
         "Costs",
         "The planner's check",
         "Where tokens are rejected",
@@ -495,7 +495,7 @@ def test_no_go_names_what_failed_and_the_lossy_drafter():
         "speed-up 1.03 is below 1.2",
         "1.08× [1.03, 1.13]",
         "1.31",
-        "NOlaw test over 40,000 tokens: p = 3e-09",
+        "NOdistribution test over 40,000 tokens: p = 3e-09",
     ):
         assert words in page.text, words
 
