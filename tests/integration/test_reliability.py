@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 from pipelines import configured, furthest, weights
 from safetensors.torch import load_file, save_file
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.runs import last_checkpoint
+from draftsmith.train.trainer import RecipeTrainer
 
 STEPS = 8  # of 4 samples out of 10: the third epoch begins at step 7
 
@@ -156,6 +157,12 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipel
     assert Path(last_checkpoint(str(output))).name == "checkpoint-2"
     assert forked(lambda: command.distill(configured(pipeline, output, **options(pipeline)))) == 0
     assert losses(output) == losses(whole)
+
+
+def test_the_library_has_every_private_method_that_is_overridden():
+    """Where it renamed one, ours would never be called, and checkpoints would no longer be whole."""
+    private = ("_save", "_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_get_grad_norm")
+    assert all(name in vars(RecipeTrainer) and name in vars(Trainer) for name in private)
 
 
 def spoiled(pipeline: Path, directory: Path, token: int) -> str:

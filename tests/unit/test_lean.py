@@ -18,7 +18,7 @@ from transformers import (
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence, lean_divergence
-from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses import chunked
 from draftsmith.train.losses.divergences import NAMES
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split, splits
 
@@ -57,7 +57,7 @@ def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> Output
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradients_are_the_eager_ones(name, head, chunk_size, monkeypatch):
-    monkeypatch.setattr(lean, "PART_ENTRIES", 3 * V)  # parts of three positions
+    monkeypatch.setattr(chunked, "PART_ENTRIES", 3 * V)  # parts of three positions
     t = tensors()
     leaves = [t[key].requires_grad_(True) for key in ("q_hidden", "q_weight", "q_bias")]
     leaves = leaves if "bias" in HEADS[head] else leaves[:2]
@@ -123,7 +123,7 @@ def test_no_tensor_holds_all_logits(monkeypatch):
                 largest.append(out.numel())
             return out
 
-    monkeypatch.setattr(lean, "PART_ENTRIES", 2 * V)
+    monkeypatch.setattr(chunked, "PART_ENTRIES", 2 * V)
     t = tensors()
     weight = t["q_weight"].requires_grad_(True)
     with Sizes():
