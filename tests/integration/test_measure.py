@@ -570,6 +570,7 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
 
 def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
+    monkeypatch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
     argv = flags_of(root, tmp_path, draft=root / "bad", baseline_draft=root / "draft", min_gain=0, confidence=0.9)
     assert main([*argv, "--min-speedup", "1000"]) == 3
     report = valid(tmp_path / "out")

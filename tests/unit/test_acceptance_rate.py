@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,32 +18,6 @@ FOUR = {
     "num_accepted_tokens": 17,
     "num_accepted_tokens_per_pos": [8, 5, 3, 1],
 }
-
-# What the README of the metric shows; the first process loads the metric, from a folder that knows nothing of it.
-RANK = """
-import json
-import os
-import sys
-
-import torch
-from accelerate import PartialState
-from accelerate.utils import gather_object
-
-rank, folder = int(os.environ["RANK"]), sys.argv[1]
-torch.distributed.init_process_group("gloo", f"file://{os.getcwd()}/store", rank=rank, world_size=2)
-state = PartialState(cpu=True)
-with state.split_between_processes(json.load(open("prompts.json"))) as mine:
-    gathered = gather_object(mine)
-result = None
-if state.is_main_process:
-    import evaluate
-
-    result = evaluate.load(folder).compute(predictions=gathered)
-found = {"processes": state.num_processes, "type": state.distributed_type, "mine": len(mine), "result": result}
-json.dump(found, open(f"{rank}.json", "w"))
-state.wait_for_everyone()
-state.destroy_process_group()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -188,35 +160,3 @@ def test_without_draftsmith_one_line_says_so(monkeypatch):
     spec = importlib.util.spec_from_file_location("alone", FOLDER / "acceptance_rate.py")
     with pytest.raises(ImportError, match=r"^acceptance_rate: expected draftsmith to be installed.*$"):
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def test_two_fresh_offline_processes_give_the_figures_of_one(tmp_path):
-    prompts = [Counts.of_round(3, i % 4, i % 4 + 1) + Counts.of_round(2, i % 3, i % 3 + 1) for i in range(6)]
-    (tmp_path / "prompts.json").write_text(json.dumps([c.to_dict() for c in prompts]))
-    (tmp_path / "rank.py").write_text(RANK)
-    common = {
-        **{name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "HF_", "PYTHON"))},
-        **{"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"},
-        **{"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        **{"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "rank.py", str(FOLDER)],
-            cwd=tmp_path,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=240)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    ran = {"processes": 2, "type": "MULTI_CPU", "mine": 3}
-    assert first == ran | {"result": figures(prompts)}
-    assert second == ran | {"result": None}
