@@ -117,14 +117,14 @@ def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict
     import torch
     from accelerate.commands.config.config_args import default_config_file
 
-    file, processes, rest = _own_flags(arguments)
+    file, processes, rest = _launcher_flags(arguments)
     recipe = ["-m", f"draftsmith.{name}", *rest]
     gpus = torch.cuda.device_count()
     if file is None and not os.path.isfile(default_config_file):
         count = processes or max(gpus, 1)
         if count == 1:
             return [sys.executable, *recipe], {}
-        # What accelerate would take by default, said so that it does not warn; CPUs need the variable as well.
+        # What accelerate takes by default, given so that it does not warn; CPUs need the variable as well.
         options = ["--multi_gpu", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
         threads = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max((os.cpu_count() or 1) // count, 1)))}
         environment = {} if gpus else {"ACCELERATE_USE_CPU": "true"} | threads
@@ -135,7 +135,7 @@ def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict
     return [sys.executable, "-m", "accelerate.commands.launch", *options, *recipe], environment
 
 
-def _own_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[str]]:
+def _launcher_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[str]]:
     """Take accelerate's file and the number of processes out of the arguments; return them and the others."""
     import argparse
 
@@ -145,14 +145,14 @@ def _own_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[s
     parser.add_argument("--processes", type=int)
     parser.add_argument("--accelerate_config")
     try:
-        own, rest = parser.parse_known_args(flags(arguments))
+        launcher, rest = parser.parse_known_args(flags(arguments))
     except argparse.ArgumentError as error:
         raise InputError(f"{error}") from error
-    if own.processes is not None and own.processes < 1:
-        raise InputError(f"processes: expected at least 1, found {own.processes}")
-    if own.accelerate_config is not None and not os.path.isfile(own.accelerate_config):
-        raise InputError(f"accelerate_config: expected a file, found none at {own.accelerate_config}")
-    return own.accelerate_config, own.processes, rest
+    if launcher.processes is not None and launcher.processes < 1:
+        raise InputError(f"processes: expected at least 1, found {launcher.processes}")
+    if launcher.accelerate_config is not None and not os.path.isfile(launcher.accelerate_config):
+        raise InputError(f"accelerate_config: expected a file, found none at {launcher.accelerate_config}")
+    return launcher.accelerate_config, launcher.processes, rest
 
 
 if __name__ == "__main__":

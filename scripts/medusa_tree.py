@@ -222,7 +222,7 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the heads' accuracies, τ of each tree, and what the measured costs said; it fits 80 columns."""
+    """Print the heads' accuracies, τ of each tree, and what the measured costs say; it fits 80 columns."""
     console = console or Console()
     texts = report["calibration"]["texts"]
     table = _table(f"accuracy of the heads, on {texts['check']} texts", ("", *(f"top {k}" for k in TOP)))

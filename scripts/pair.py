@@ -179,9 +179,9 @@ def _drafter(
         proposer = MedusaProposer(heads)
         lengths = [proposer.tree.depth]
     else:
-        model, own = models[str(path)], tokenizers[str(path)]
-        if spec.retokenize and own.get_vocab() != pair.tokenizer.get_vocab():
-            proposer = RetokenizedProposer(model, own, pair.tokenizer, spec.tree)
+        model, tokenizer = models[str(path)], tokenizers[str(path)]
+        if spec.retokenize and tokenizer.get_vocab() != pair.tokenizer.get_vocab():
+            proposer = RetokenizedProposer(model, tokenizer, pair.tokenizer, spec.tree)
         else:
             proposer, greedy = DraftModelProposer(model, spec.tree), DraftModelProposer(model, greedy=True)
     return Drafter(spec.name or spec.kind, spec.kind, path, proposer, greedy, model, lengths)

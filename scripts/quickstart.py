@@ -1,4 +1,4 @@
-"""`draftsmith quickstart`: the whole road on the embedded target, on any CPU, in minutes."""
+"""`draftsmith quickstart`: the whole way on the embedded target, on any CPU, in minutes."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ TARGET, STOCK = ROOT / "assets/tiny-target", ROOT / "assets/tiny-draft"
 
 
 def quickstart(config: QuickstartConfig, console: Console) -> Report:
-    """Run the road and return the report."""
+    """Run all stages and return the report."""
     for directory in (TARGET, STOCK):
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
@@ -116,7 +116,7 @@ def _config(cls: type[Any], folder: str, flags: list[Any]) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the road, print the table and where the files are."""
+    """Run all stages, print the table and where the files are."""
     config = parse_config(QuickstartConfig, argv, prog="draftsmith quickstart")
     console, start = Console(), time.perf_counter()
     quickstart(config, console)

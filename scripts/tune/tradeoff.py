@@ -20,7 +20,7 @@ COLOURS = {"typical": "#0b69a3", "threshold": "#b7791f", "cascade": "#2d9d6f"}
 INK, SOFT, LIMIT = "#1f2933", "#7b8794", "#b83280"
 MEASURES = {
     "argmax_disagreement": "tokens that are not the target's argmax",
-    "mean_total_variation": "total variation of a token's law from the target's",
+    "mean_total_variation": "total variation of a token's distribution from the target's",
 }
 
 
@@ -56,7 +56,7 @@ class Seen:
     num_emitted_tokens: int
     seconds: float
     departure: float
-    """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its law, the target's)."""
+    """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its distribution, the target's)."""
     repeated_ngrams: int
     ngrams: int
 
