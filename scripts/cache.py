@@ -1,4 +1,4 @@
-"""`draftsmith cache --config configs/cache/tiny.yaml`: the target's distributions on completions, to distil without it."""
+"""`draftsmith cache --config configs/cache/tiny.yaml`: the target's distributions, to distil without it."""
 
 import sys
 from collections.abc import Sequence

@@ -56,7 +56,7 @@ class Seen:
     num_emitted_tokens: int
     seconds: float
     departure: float
-    """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its distribution, the target's)."""
+    """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its q, the target's p)."""
     repeated_ngrams: int
     ngrams: int
 
