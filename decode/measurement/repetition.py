@@ -1,6 +1,6 @@
 """How repetitive a text is: the number that unmasks an acceptance rate earned on endless loops."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def count_repeated_ngrams(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
@@ -19,7 +19,10 @@ def count_repeated_ngrams(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
     return len(ngrams) - len(set(ngrams)), len(ngrams)
 
 
-def repeated_ngram_share(ids: Sequence[int], n: int = 4) -> float:
-    """Return the share, in [0, 1], of a completion's n-grams that repeat an earlier one; 0 where it has none."""
-    repeated, total = count_repeated_ngrams(ids, n)
-    return repeated / total if total else 0.0
+def repeated_ngram_share(texts: Iterable[Sequence[int]], n: int = 4) -> float | None:
+    """Return the share, in [0, 1], of the completions' n-grams that repeat one of the same text; None without any."""
+    repeated = total = 0
+    for ids in texts:
+        of_text = count_repeated_ngrams(ids, n)
+        repeated, total = repeated + of_text[0], total + of_text[1]
+    return repeated / total if total else None

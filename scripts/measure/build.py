@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode import Counts, DraftModelProposer, Replay
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement.intervals import Estimate, Interval, difference_interval, ratio, ratio_difference
-from draftsmith.decode.measurement.repetition import count_repeated_ngrams
+from draftsmith.decode.measurement.repetition import repeated_ngram_share
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
@@ -193,6 +193,4 @@ def _by_category(measured: Measured, groups: Sequence[Group], plain: Sequence[Gr
 
 
 def _repeated(groups: Sequence[Group]) -> float | None:
-    counted = [count_repeated_ngrams(row.tokens) for row in rows_of(groups)]
-    repeated, total = (sum(x) for x in zip(*counted, strict=True))
-    return repeated / total if total else None
+    return repeated_ngram_share(row.tokens for row in rows_of(groups))

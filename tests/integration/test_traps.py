@@ -373,8 +373,8 @@ def check_processors_see_the_drafted_tokens(parts) -> None:
 
 def check_loops_are_reported(parts) -> None:
     loop, fresh = [1, 2, 3] * 20, list(range(60))
-    assert repetition.repeated_ngram_share(loop) == pytest.approx(54 / 57)
-    assert repetition.repeated_ngram_share(fresh) == 0
+    assert repetition.repeated_ngram_share([loop]) == pytest.approx(54 / 57)
+    assert repetition.repeated_ngram_share([fresh]) == 0
     seen = [Group([Row(i, ids, Counts())], seconds=1.0) for i, ids in enumerate((loop, fresh))]
     assert build._repeated(seen) == pytest.approx(54 / 114)
 

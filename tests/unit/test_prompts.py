@@ -215,4 +215,4 @@ def test_a_prompt_without_tokens_is_refused_by_name(tokenizer, monkeypatch):
 )
 def test_repeated_ngrams(ids, counts):
     assert count_repeated_ngrams(ids) == counts
-    assert repeated_ngram_share(ids) == (counts[0] / counts[1] if counts[1] else 0.0)
+    assert repeated_ngram_share([ids]) == (counts[0] / counts[1] if counts[1] else None)
