@@ -1,4 +1,4 @@
-"""The embedded pair: what ships is what the README says, and the road runs on it."""
+"""The embedded pair: what ships is what the README says, and quickstart runs on it."""
 
 import json
 from dataclasses import asdict

@@ -29,7 +29,7 @@ STRATEGIES = ["ddp", "fsdp2", "zero3"]
 METRICS = ("loss", "mean_acceptance_length", "alpha", "accuracy_1", "alpha_3")
 
 
-def planned(road: Path, processes: int) -> dict[str, dict]:
+def planned(pipeline: Path, processes: int) -> dict[str, dict]:
     """The runs that are compared: of two processes, or of one."""
     steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     # α falls or rises from the first step on: an early checkpoint has to be found again.
@@ -37,16 +37,16 @@ def planned(road: Path, processes: int) -> dict[str, dict]:
     shared = {"lm_heads": "shared", "num_layers": 2, "bias": True, "draft_vocabulary": 40, "divergence": "jsd"}
     split: dict = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} if processes == 2 else {}
     return {
-        "hydra": {"hydra": True, "heldout": [str(road / "heldout")], "training": steps | best},
+        "hydra": {"hydra": True, "heldout": [str(pipeline / "heldout")], "training": steps | best},
         "shared": shared | {"target_sharded": processes == 2, "training": {"max_steps": 3} | split},
     }
 
 
-def planned_joint(road: Path, strategy: str) -> dict[str, dict]:
+def planned_joint(pipeline: Path, strategy: str) -> dict[str, dict]:
     """Medusa-2, its first step a warm-up of the heads, which DeepSpeed cannot do."""
     steps = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 1, "weight_decay": 0.1}
     steps |= {"save_strategy": "steps", "save_steps": 2}
-    options = {"heldout": [str(road / "heldout")], "training": steps}
+    options = {"heldout": [str(pipeline / "heldout")], "training": steps}
     runs = {
         "lora": {"backbone": "lora", "lora": LoraOptions(r=4), "warmup_heads": 0.3, **options},
         "full": {"backbone": "full", "warmup_heads": 0.3, **options},
@@ -57,23 +57,23 @@ def planned_joint(road: Path, strategy: str) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def alone(road, tmp_path_factory):
+def alone(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("alone")
-    (found,) = forked(headed, road, output, planned(road, 1) | planned_joint(road, "one"), strategy="one")
+    (found,) = forked(headed, pipeline, output, planned(pipeline, 1) | planned_joint(pipeline, "one"), strategy="one")
     return found, output
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
-def together(request, road, tmp_path_factory):
+def together(request, pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp(request.param)
-    return request.param, forked(headed, road, output, planned(road, 2), strategy=request.param), output
+    return request.param, forked(headed, pipeline, output, planned(pipeline, 2), strategy=request.param), output
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero2"])
-def joined(request, road, tmp_path_factory):
+def joined(request, pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp(f"joint-{request.param}")
-    runs = planned_joint(road, request.param)
-    return request.param, forked(headed, road, output, runs, strategy=request.param), output
+    runs = planned_joint(pipeline, request.param)
+    return request.param, forked(headed, pipeline, output, runs, strategy=request.param), output
 
 
 def logged(run: dict, key: str) -> list[float]:
@@ -147,7 +147,7 @@ def test_a_shared_head_accumulation_and_a_sharded_target_change_nothing(alone, t
     assert torch.equal(one.token_map, two.token_map) and len(two.token_map) == 40
 
 
-def test_a_backbone_is_trained_as_in_one_process_and_saved_whole(road, alone, joined):
+def test_a_backbone_is_trained_as_in_one_process_and_saved_whole(pipeline, alone, joined):
     strategy, found, output = joined
     kind, wrapper, parameter, *_ = WRAPPERS[strategy]
     for name in found[0]:
@@ -161,7 +161,7 @@ def test_a_backbone_is_trained_as_in_one_process_and_saved_whole(road, alone, jo
         assert_same_heads(alone[1] / name, output / name, ranks)
         trained = weights(output / name / "backbone")
         assert furthest(trained, weights(alone[1] / name / "backbone")) < 1e-5
-        assert furthest(trained, weights(road / "target")) > 1e-4
+        assert furthest(trained, weights(pipeline / "target")) > 1e-4
         assert (output / name / "backbone" / "tokenizer.json").is_file()
 
 
@@ -173,22 +173,22 @@ def test_a_backbone_is_trained_as_in_one_process_and_saved_whole(road, alone, jo
         ("ddp", {"hydra": True, "target_sharded": True}, "target_sharded: expected false for Hydra heads"),
     ],
 )
-def test_what_cannot_be_sharded_is_refused(road, tmp_path, strategy, options, message):
+def test_what_cannot_be_sharded_is_refused(pipeline, tmp_path, strategy, options, message):
     with pytest.raises(AssertionError, match=f"InputError: {message}"):
-        forked(headed, road, tmp_path, {"run": options}, strategy=strategy)
+        forked(headed, pipeline, tmp_path, {"run": options}, strategy=strategy)
 
 
-def test_joint_training_is_resumed_as_if_it_had_not_stopped(road, joined):
+def test_joint_training_is_resumed_as_if_it_had_not_stopped(pipeline, joined):
     strategy, found, output = joined
     if strategy == "ddp":
         pytest.skip("as in one process: test_medusa_train.py")
-    name, options = next(iter(planned_joint(road, strategy).items()))
+    name, options = next(iter(planned_joint(pipeline, strategy).items()))
     checkpoint = output / name / "checkpoint-2"
     kept = load_file(checkpoint / "model.safetensors")
     of_backbone = [key for key in kept if not key.startswith("heads.")]
     assert of_backbone and all(("lora_" in key) == (name == "lora") for key in of_backbone)
     runs = {f"{name}-resumed": options | {"resumes": str(checkpoint)}}
-    resumed = forked(headed, road, output, runs, strategy=strategy)
+    resumed = forked(headed, pipeline, output, runs, strategy=strategy)
     for whole, rest in zip(found, resumed, strict=True):
         assert logged(rest[f"{name}-resumed"], "loss") == logged(whole[name], "loss")
         assert torch.equal(rest[f"{name}-resumed"]["logits"], whole[name]["logits"])

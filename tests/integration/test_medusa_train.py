@@ -56,9 +56,9 @@ def heads_of(trainer: MedusaTrainer) -> MedusaHeads:
     return trainer.model.heads if trainer.config.joint else trainer.model
 
 
-def some_samples(road: Path) -> list[dict]:
+def some_samples(pipeline: Path) -> list[dict]:
     """Completions of 3 and of 12 tokens, behind prompts of different lengths."""
-    return training_examples([str(road / "short"), str(road / "long")]).to_list()[6:14]
+    return training_examples([str(pipeline / "short"), str(pipeline / "long")]).to_list()[6:14]
 
 
 def batch_of(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, Tensor]:
@@ -138,12 +138,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_is_its_formula(road, tmp_path, untrained, case):
+def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     options = dict(CASES[case])
     if "completions" in options:
-        options["completions"] = [str(road / name) for name in options["completions"]]
-    trainer = untrained(heads_configured(road, tmp_path, temperature=T, **options))
-    samples = training_examples([str(road / "short")]).to_list()[:5] if "too short" in case else some_samples(road)
+        options["completions"] = [str(pipeline / name) for name in options["completions"]]
+    trainer = untrained(heads_configured(pipeline, tmp_path, temperature=T, **options))
+    samples = (
+        training_examples([str(pipeline / "short")]).to_list()[:5] if "too short" in case else some_samples(pipeline)
+    )
     heads = heads_of(trainer)
     if heads.token_map is not None:
         outside = [x for sample in samples for x in sample["labels"] if x != IGNORED and x not in heads.token_map]
@@ -162,9 +164,9 @@ def test_the_loss_is_its_formula(road, tmp_path, untrained, case):
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "cross_entropy"])
-def test_a_text_too_short_for_any_head_is_no_loss(road, tmp_path, untrained, divergence):
-    trainer = untrained(heads_configured(road, tmp_path, divergence=divergence))
-    sample = some_samples(road)[0]
+def test_a_text_too_short_for_any_head_is_no_loss(pipeline, tmp_path, untrained, divergence):
+    trainer = untrained(heads_configured(pipeline, tmp_path, divergence=divergence))
+    sample = some_samples(pipeline)[0]
     start = sum(label == IGNORED for label in sample["labels"])
     for length in (start + 1, 2):  # a completion of one token; a row too short for the last head's place
         ids = sample["input_ids"][:length]
@@ -178,9 +180,9 @@ def test_a_text_too_short_for_any_head_is_no_loss(road, tmp_path, untrained, div
 
 
 @pytest.mark.parametrize("options", [{}, {"hydra": True, "prompt_loss": True}], ids=["medusa", "hydra"])
-def test_packed_rows_are_the_same_samples(road, tmp_path, untrained, options):
-    trainer = untrained(heads_configured(road, tmp_path, temperature=T, **options))
-    dataset = training_examples([str(road / "short"), str(road / "long")])
+def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained, options):
+    trainer = untrained(heads_configured(pipeline, tmp_path, temperature=T, **options))
+    dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
     rows = pack(dataset, 64).to_list()
     assert 2 < len(rows) < len(dataset) / 2 and len({len(row["input_ids"]) for row in rows}) > 1
     tokens = torch.tensor(100)
@@ -190,10 +192,10 @@ def test_packed_rows_are_the_same_samples(road, tmp_path, untrained, options):
 
 
 @pytest.fixture(scope="module")
-def padded(road, tmp_path_factory, tokenizer) -> Path:
+def padded(pipeline, tmp_path_factory, tokenizer) -> Path:
     """The target with 13 rows that are no token, and would draw nearly all of the mass."""
     root = tmp_path_factory.mktemp("padded") / "target"
-    model, own = tiny_llama(0, len(tokenizer) + 13), weights(road / "target")
+    model, own = tiny_llama(0, len(tokenizer) + 13), weights(pipeline / "target")
     loud = model.lm_head.weight[len(tokenizer) :] * 50
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
         own[key] = torch.cat([own[key], loud])
@@ -203,12 +205,12 @@ def padded(road, tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "cross_entropy"])
-def test_padded_heads_are_cut_to_the_tokens(road, tmp_path, padded, divergence):
+def test_padded_heads_are_cut_to_the_tokens(pipeline, tmp_path, padded, divergence):
     training = {"max_steps": 3, "eval_on_start": True}
-    options = {"divergence": divergence, "heldout": [str(road / "heldout")], "training": training}
+    options = {"divergence": divergence, "heldout": [str(pipeline / "heldout")], "training": training}
     plain, wide = (
-        command.train_heads(heads_configured(road, tmp_path / path.parent.name, target=str(path), **options))
-        for path in (road / "target", padded)
+        command.train_heads(heads_configured(pipeline, tmp_path / path.parent.name, target=str(path), **options))
+        for path in (pipeline / "target", padded)
     )
     for key in ("loss", "eval_loss", "eval_alpha", "eval_accuracy_2", "eval_mean_acceptance_length"):
         assert history(wide, key) == pytest.approx(history(plain, key), rel=1e-5)
@@ -218,12 +220,12 @@ def test_padded_heads_are_cut_to_the_tokens(road, tmp_path, padded, divergence):
         assert (one.weight - other.weight[:vocab]).abs().max() < 1e-5
 
 
-def test_the_split_of_a_batch_changes_nothing(road, tmp_path):
+def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path):
     """4, 2 × 2 and 4 × 1: the mean is over the tokens of the whole batch."""
     runs = []
     for size in (4, 2, 1):
         training = {"max_steps": 4, "per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
-        runs.append(command.train_heads(heads_configured(road, tmp_path / str(size), training=training)))
+        runs.append(command.train_heads(heads_configured(pipeline, tmp_path / str(size), training=training)))
     for part in runs[1:]:
         assert history(part, "loss") == pytest.approx(history(runs[0], "loss"), rel=1e-5)
         assert history(part, "grad_norm") == pytest.approx(history(runs[0], "grad_norm"), rel=1e-4)
@@ -246,9 +248,9 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backbone", ["frozen", "lora"])
-def test_heads_times_tokens_times_vocabulary_is_never_held(road, tmp_path, untrained, monkeypatch, backbone):
-    trainer = untrained(heads_configured(road, tmp_path, backbone=backbone))
-    vocab, samples = len(trainer.processing_class), some_samples(road)
+def test_heads_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, untrained, monkeypatch, backbone):
+    trainer = untrained(heads_configured(pipeline, tmp_path, backbone=backbone))
+    vocab, samples = len(trainer.processing_class), some_samples(pipeline)
     monkeypatch.setattr(lean, "CHUNK_ENTRIES", 8 * vocab)
     monkeypatch.setattr(lean, "PART_ENTRIES", 4 * vocab)
     assert count(samples) > 40
@@ -259,9 +261,9 @@ def test_heads_times_tokens_times_vocabulary_is_never_held(road, tmp_path, untra
     assert sizes.most == 8 * vocab
 
 
-def test_the_target_is_untouched_and_the_heads_are_not(road, tmp_path):
-    trainer = command.train_heads(heads_configured(road, tmp_path / "out", training={"max_steps": 3}))
-    assert furthest(trainer.target.state_dict(), weights(road / "target")) == 0
+def test_the_target_is_untouched_and_the_heads_are_not(pipeline, tmp_path):
+    trainer = command.train_heads(heads_configured(pipeline, tmp_path / "out", training={"max_steps": 3}))
+    assert furthest(trainer.target.state_dict(), weights(pipeline / "target")) == 0
     assert all(p.grad is None and not p.requires_grad for p in trainer.target.parameters())
     assert not any(part.training for part in trainer.target.modules()) and trainer.model.training
     updated = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
@@ -277,22 +279,22 @@ def test_the_target_is_untouched_and_the_heads_are_not(road, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", ["trainer", "muon"])
-def test_blocks_may_be_trained_alone(road, tmp_path, optimizer):
+def test_blocks_may_be_trained_alone(pipeline, tmp_path, optimizer):
     config = heads_configured(
-        road, tmp_path, train_lm_heads=False, optimizer=optimizer, training={"max_steps": 2, "weight_decay": 0.1}
+        pipeline, tmp_path, train_lm_heads=False, optimizer=optimizer, training={"max_steps": 2, "weight_decay": 0.1}
     )
     trainer = command.train_heads(config)
     blocks = {id(p) for p in trainer.model.blocks.parameters()}
     assert {id(p) for group in trainer.optimizer.param_groups for p in group["params"]} == blocks
     assert all(p.any() for p in trainer.model.blocks.parameters())
-    own = weights(road / "target")["lm_head.weight"]
+    own = weights(pipeline / "target")["lm_head.weight"]
     found = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(found[f"lm_heads.{i}.weight"], own) for i in range(3))
 
 
-def test_muon_takes_the_blocks_and_adamw_the_language_model_heads(road, tmp_path):
+def test_muon_takes_the_blocks_and_adamw_the_language_model_heads(pipeline, tmp_path):
     training = {"max_steps": 3, "lr_scheduler_type": "linear"}
-    trainer = command.train_heads(heads_configured(road, tmp_path, bias=True, optimizer="muon", training=training))
+    trainer = command.train_heads(heads_configured(pipeline, tmp_path, bias=True, optimizer="muon", training=training))
     halves = trainer.optimizer.optimizer._halves
     sizes = {name: sum(len(group["params"]) for group in half.param_groups) for name, half in halves.items()}
     assert sizes == {"muon": 3, "adamw": 6}  # three blocks' maps; their biases and the heads
@@ -301,7 +303,7 @@ def test_muon_takes_the_blocks_and_adamw_the_language_model_heads(road, tmp_path
 
 
 @pytest.fixture(scope="module")
-def sharp(road, tmp_path_factory, tokenizer) -> tuple[str, str]:
+def sharp(pipeline, tmp_path_factory, tokenizer) -> tuple[str, str]:
     """A target whose laws are nearly certain, so that what it wrote can be learned; and 20 texts of it."""
     root = tmp_path_factory.mktemp("sharp")
     model = tiny_llama(0, len(tokenizer), scale=40.0)
@@ -323,13 +325,13 @@ def sharp(road, tmp_path_factory, tokenizer) -> tuple[str, str]:
     ],
     ids=["soft, hydra", "hard, muon", "joint"],
 )
-def test_forty_steps_teach_the_heads(road, sharp, tmp_path, options):
+def test_forty_steps_teach_the_heads(pipeline, sharp, tmp_path, options):
     """Measured on what is trained on. Untrained heads guess the next token again, which is wrong for the one after."""
     target, texts = sharp
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40, "learning_rate": 1e-2}
     training |= {"per_device_train_batch_size": 20, "per_device_eval_batch_size": 20}
     data = {"target": target, "completions": [texts], "heldout": [texts]}
-    trainer = command.train_heads(heads_configured(road, tmp_path, training=training, **data, **options))
+    trainer = command.train_heads(heads_configured(pipeline, tmp_path, training=training, **data, **options))
     (before, after), lengths = history(trainer, "eval_accuracy_1"), history(trainer, "eval_mean_acceptance_length")
     assert before < 0.15 and after > before + 0.25
     assert history(trainer, "eval_alpha")[1] > history(trainer, "eval_alpha")[0] + 0.05
@@ -339,13 +341,13 @@ def test_forty_steps_teach_the_heads(road, sharp, tmp_path, options):
 
 
 @pytest.fixture(scope="module")
-def measured(road, sharp, tmp_path_factory) -> MedusaTrainer:
+def measured(pipeline, sharp, tmp_path_factory) -> MedusaTrainer:
     """Hydra heads after some steps, with held-out measurement: neither always right nor always wrong."""
     training = {"max_steps": 20, "per_device_train_batch_size": 20, "per_device_eval_batch_size": 3}
     training |= {"eval_strategy": "steps", "eval_steps": 10, "learning_rate": 1e-2}
     data = {"target": sharp[0], "completions": [sharp[1]], "heldout": [sharp[1]]}
     options = {"temperature": T, "hydra": True, "training": training, **data}
-    return command.train_heads(heads_configured(road, tmp_path_factory.mktemp("measured"), **options))
+    return command.train_heads(heads_configured(pipeline, tmp_path_factory.mktemp("measured"), **options))
 
 
 def by_hand(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, float]:
@@ -443,9 +445,9 @@ def test_replay_agrees(sharp, measured):
     assert found["eval_mean_acceptance_length"] == pytest.approx(tokens / rounds, rel=1e-5)
 
 
-def test_a_truncated_vocabulary_is_measured_over_all_tokens_and_its_loss_is_finite(road, tmp_path, untrained):
-    trainer = untrained(heads_configured(road, tmp_path, temperature=T, draft_vocabulary=20))
-    samples = training_examples([str(road / "long")])
+def test_a_truncated_vocabulary_is_measured_over_all_tokens_and_its_loss_is_finite(pipeline, tmp_path, untrained):
+    trainer = untrained(heads_configured(pipeline, tmp_path, temperature=T, draft_vocabulary=20))
+    samples = training_examples([str(pipeline / "long")])
     found, expected = trainer.evaluate(samples), by_hand(trainer, samples.to_list())
     for name, value in expected.items():
         assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
@@ -453,8 +455,8 @@ def test_a_truncated_vocabulary_is_measured_over_all_tokens_and_its_loss_is_fini
     assert found["eval_loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
-def test_the_most_frequent_tokens_are_kept(road):
-    data = training_examples([str(road / "long")])
+def test_the_most_frequent_tokens_are_kept(pipeline):
+    data = training_examples([str(pipeline / "long")])
     tokens = [x for labels in data["labels"] for x in labels if x != IGNORED]
     ranked = sorted(set(tokens), key=lambda x: (-tokens.count(x), x))
     assert frequent_tokens(data, 9).tolist() == sorted(ranked[:9])
@@ -495,13 +497,13 @@ JOINT = {
     ],
     ids=["soft, lora", "soft, full", "hard heads", "hard backbone", "hard"],
 )
-def test_the_joint_loss_is_its_formula(road, tmp_path, untrained, backbone, options):
+def test_the_joint_loss_is_its_formula(pipeline, tmp_path, untrained, backbone, options):
     """λ_0 · the backbone's own + the heads', to the law before training; gradients flow into the backbone from both."""
     options = options | JOINT[backbone] | {"backbone_weight": 0.7, "heads_weight": 0.3, "temperature": T}
-    trainer = untrained(heads_configured(road, tmp_path, **options))
+    trainer = untrained(heads_configured(pipeline, tmp_path, **options))
     moved(trainer)
-    samples, joint, vocab = some_samples(road), trainer.model, len(trainer.processing_class)
-    original = load_model(road / "target", dtype="float32", device="cpu")
+    samples, joint, vocab = some_samples(pipeline), trainer.model, len(trainer.processing_class)
+    original = load_model(pipeline / "target", dtype="float32", device="cpu")
     own = torch.zeros((), dtype=torch.float64)
     for sample in samples:
         ids = torch.tensor([sample["input_ids"]])
@@ -542,7 +544,7 @@ def watched(monkeypatch, *callbacks: TrainerCallback) -> None:
 
 
 @pytest.mark.parametrize("backbone", JOINT)
-def test_joint_training_warms_up_and_leaves_two_models(road, tmp_path, monkeypatch, backbone):
+def test_joint_training_warms_up_and_leaves_two_models(pipeline, tmp_path, monkeypatch, backbone):
     watching, kls = Watching(), []
     watched(monkeypatch, watching)
     real = module.chunked_objective
@@ -555,7 +557,7 @@ def test_joint_training_warms_up_and_leaves_two_models(road, tmp_path, monkeypat
     monkeypatch.setattr(module, "chunked_objective", spy)
     training = {"max_steps": 6, "weight_decay": 0.1, "lr_scheduler_type": "linear"}
     options = JOINT[backbone] | {"warmup_heads": 0.5, "head_learning_rate_multiplier": 5.0, "training": training}
-    trainer = command.train_heads(heads_configured(road, tmp_path / "out", **options))
+    trainer = command.train_heads(heads_configured(pipeline, tmp_path / "out", **options))
 
     # Three steps of the heads alone, which have three losses each; then the backbone's own, behind theirs.
     seen = watching.seen
@@ -576,21 +578,21 @@ def test_joint_training_warms_up_and_leaves_two_models(road, tmp_path, monkeypat
 
     found = MedusaHeads.from_pretrained(tmp_path / "out")
     assert furthest(found.state_dict(), trainer.model.heads.state_dict()) == 0
-    assert found.config.base_model_name_or_path == str(road / "target")
+    assert found.config.base_model_name_or_path == str(pipeline / "target")
     ids = torch.tensor([[5, 9, 2, 77, 8]])
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "backbone", dtype="auto")
-    assert plain.state_dict().keys() == weights(road / "target").keys()
+    assert plain.state_dict().keys() == weights(pipeline / "target").keys()
     assert AutoTokenizer.from_pretrained(tmp_path / "out" / "backbone").get_vocab()
     trained = trainer.model.backbone.eval()
     with torch.no_grad():
         assert (plain(ids).logits - trained(ids).logits).abs().max() < 1e-4
     found.check_fits(plain)
-    changed = furthest(weights(tmp_path / "out" / "backbone"), weights(road / "target"))
+    changed = furthest(weights(tmp_path / "out" / "backbone"), weights(pipeline / "target"))
     assert changed > 1e-4
 
 
 @pytest.fixture(scope="module")
-def family(road, tmp_path_factory, tokenizer) -> Path:
+def family(pipeline, tmp_path_factory, tokenizer) -> Path:
     """A GPT-2: tied, Conv1D, with dropout."""
     torch.manual_seed(3)
     small = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 512, "vocab_size": len(tokenizer)}
@@ -601,11 +603,11 @@ def family(road, tmp_path_factory, tokenizer) -> Path:
 
 
 @pytest.mark.parametrize("backbone", JOINT)
-def test_the_law_before_training_has_no_dropout(road, tmp_path, family, untrained, backbone):
-    trainer = untrained(heads_configured(road, tmp_path, target=str(family), **JOINT[backbone]))
+def test_the_law_before_training_has_no_dropout(pipeline, tmp_path, family, untrained, backbone):
+    trainer = untrained(heads_configured(pipeline, tmp_path, target=str(family), **JOINT[backbone]))
     moved(trainer)
     joint = trainer.model.train()
-    batch = {name: batch_of(trainer, some_samples(road))[name] for name in ("input_ids", "attention_mask")}
+    batch = {name: batch_of(trainer, some_samples(pipeline))[name] for name in ("input_ids", "attention_mask")}
     original = load_model(family, dtype="float32", device="cpu")
     with torch.no_grad():
         expected = original.transformer(**batch).last_hidden_state
@@ -617,11 +619,11 @@ def test_the_law_before_training_has_no_dropout(road, tmp_path, family, untraine
     assert torch.equal(joint.original_head().weight, original.lm_head.weight)
 
 
-def test_layers_of_the_backbone_may_be_computed_twice(road, tmp_path):
+def test_layers_of_the_backbone_may_be_computed_twice(pipeline, tmp_path):
     plain, again = (
         command.train_heads(
             heads_configured(
-                road,
+                pipeline,
                 tmp_path / str(twice),
                 training={"max_steps": 2, "activation_checkpointing": twice},
                 **JOINT["lora"],
@@ -657,32 +659,34 @@ def trained_weights(directory: Path) -> dict[str, Tensor]:
     return heads | {f"backbone.{name}": value for name, value in weights(directory / "backbone").items()}
 
 
-def test_interrupted_joint_training_goes_on_as_if_it_had_not_been(road, family, tmp_path, monkeypatch):
+def test_interrupted_joint_training_goes_on_as_if_it_had_not_been(pipeline, family, tmp_path, monkeypatch):
     """To the bit, right after a checkpoint in the second epoch; the backbone has dropout, and so have its adapters."""
     training = {"max_steps": 9, "save_strategy": "steps", "save_steps": 7, "lr_scheduler_type": "cosine"}
     training |= {"eval_strategy": "steps", "eval_steps": 4}
-    options = {"target": str(family), "heldout": [str(road / "heldout")], "training": training, "warmup_heads": 0.3}
+    options = {"target": str(family), "heldout": [str(pipeline / "heldout")], "training": training, "warmup_heads": 0.3}
     options |= JOINT["lora"] | {"lora": LoraOptions(r=4, dropout=0.2)}
-    whole = command.train_heads(heads_configured(road, tmp_path / "whole", **options))
+    whole = command.train_heads(heads_configured(pipeline, tmp_path / "whole", **options))
     with monkeypatch.context() as patch:
         watched(patch, KillAfterSave())
         with pytest.raises(Killed):
-            command.train_heads(heads_configured(road, tmp_path / "cut", **options))
+            command.train_heads(heads_configured(pipeline, tmp_path / "cut", **options))
     checkpoint = tmp_path / "cut" / "checkpoint-7"
     state = json.loads((checkpoint / "trainer_state.json").read_text())
     assert state["global_step"] == 7 and 1 < state["epoch"] < 2
     assert not (tmp_path / "cut" / "model.safetensors").exists() and not (tmp_path / "cut" / "backbone").exists()
     names = load_file(checkpoint / "model.safetensors")  # no more than what is trained
     assert all(name.startswith("heads.") or "lora_" in name for name in names)
-    resumed = command.train_heads(heads_configured(road, tmp_path / "cut", **options))
+    resumed = command.train_heads(heads_configured(pipeline, tmp_path / "cut", **options))
     assert logged(resumed) == logged(whole)
     assert furthest(trained_weights(tmp_path / "cut"), trained_weights(tmp_path / "whole")) == 0
 
 
-def test_heads_may_be_trained_further(road, tmp_path):
+def test_heads_may_be_trained_further(pipeline, tmp_path):
     options = {"training": {"max_steps": 3}}
-    first = command.train_heads(heads_configured(road, tmp_path / "first", hydra=True, draft_vocabulary=50, **options))
-    again = command.train_heads(heads_configured(road, tmp_path / "more", heads=str(tmp_path / "first"), **options))
+    first = command.train_heads(
+        heads_configured(pipeline, tmp_path / "first", hydra=True, draft_vocabulary=50, **options)
+    )
+    again = command.train_heads(heads_configured(pipeline, tmp_path / "more", heads=str(tmp_path / "first"), **options))
     assert again.model.config.hydra and torch.equal(again.model.token_map, first.model.token_map)
     losses, more = history(first, "loss"), history(again, "loss")
     assert more[0] < losses[0]
@@ -690,7 +694,7 @@ def test_heads_may_be_trained_further(road, tmp_path):
     assert furthest(again.model.state_dict(), first.model.state_dict()) > 1e-3
 
 
-def test_training_ends_when_acceptance_no_longer_rises_and_the_best_models_are_kept(road, tmp_path, monkeypatch):
+def test_training_ends_when_acceptance_no_longer_rises_and_the_best_models_are_kept(pipeline, tmp_path, monkeypatch):
     heights: Iterator[float] = iter([1.5, 2.5, 2.0, 1.9, 1.8])
     real = MedusaTrainer.evaluate
 
@@ -703,7 +707,7 @@ def test_training_ends_when_acceptance_no_longer_rises_and_the_best_models_are_k
     training = {"max_steps": 10, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     training |= {"load_best_model_at_end": True}
     config = heads_configured(
-        road, tmp_path / "out", heldout=[str(road / "heldout")], patience=2, training=training, backbone="lora"
+        pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], patience=2, training=training, backbone="lora"
     )
     assert config.training.metric_for_best_model == "mean_acceptance_length" and config.training.greater_is_better
     trainer = command.train_heads(config)
@@ -716,15 +720,15 @@ def test_training_ends_when_acceptance_no_longer_rises_and_the_best_models_are_k
     assert furthest(load_file(tmp_path / "out" / "model.safetensors"), kept) == 0
 
 
-def test_a_checkpoint_is_chosen_by_acceptance_alone(road, tmp_path):
+def test_a_checkpoint_is_chosen_by_acceptance_alone(pipeline, tmp_path):
     training = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 2, "save_steps": 2}
     training |= {"load_best_model_at_end": True}
     for metric in ("accuracy_1", "alpha"):
-        options = {"heldout": [str(road / "heldout")], "training": training | {"metric_for_best_model": metric}}
-        assert heads_configured(road, tmp_path, **options).training.metric_for_best_model == metric
+        options = {"heldout": [str(pipeline / "heldout")], "training": training | {"metric_for_best_model": metric}}
+        assert heads_configured(pipeline, tmp_path, **options).training.metric_for_best_model == metric
     options["training"] = training | {"metric_for_best_model": "eval_loss"}
     with pytest.raises(InputError, match="metric_for_best_model: expected one of mean_acceptance_length, alpha"):
-        heads_configured(road, tmp_path, **options)
+        heads_configured(pipeline, tmp_path, **options)
 
 
 # The command.
@@ -739,10 +743,10 @@ def fails(capsys, argv: list[str]) -> str:
     return lines[0]
 
 
-def test_the_command_trains_or_refuses_in_one_line(road, tmp_path, tokenizer, capsys):
+def test_the_command_trains_or_refuses_in_one_line(pipeline, tmp_path, tokenizer, capsys):
     good, out = tmp_path / "good.yaml", tmp_path / "out"
     text = (
-        f"target: {road / 'target'}\ncompletions: [{road / 'short'}]\nnum_heads: 2\ntarget_dtype: float32\n"
+        f"target: {pipeline / 'target'}\ncompletions: [{pipeline / 'short'}]\nnum_heads: 2\ntarget_dtype: float32\n"
         f"training: {{output_dir: {out}, max_steps: 1, use_cpu: true, report_to: none}}\n"
     )
     good.write_text(text)

@@ -20,14 +20,14 @@ WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)"
 
 
 @pytest.fixture(scope="module")
-def made(road, tmp_path_factory):
-    """Heads of the road's target, saved, and 24 completions that it wrote at temperature 0."""
+def made(pipeline, tmp_path_factory):
+    """Heads of the pipeline's target, saved, and 24 completions that it wrote at temperature 0."""
     root = tmp_path_factory.mktemp("medusa")
     prompts = [f"{WORDS[i % 8]} {WORDS[i // 8]}" for i in range(24)]
     (root / "prompts.txt").write_text("\n".join(prompts))
     prepare(
         PrepareConfig(
-            str(road / "target"),
+            str(pipeline / "target"),
             str(root / "prompts.txt"),
             str(root / "greedy"),
             max_new_tokens=20,
@@ -35,7 +35,7 @@ def made(road, tmp_path_factory):
             dtype="float32",
         )
     )
-    target = load_model(road / "target")
+    target = load_model(pipeline / "target")
     texts = [torch.tensor(ids) for ids in load_completions(str(root / "greedy"))["input_ids"]]
     heads = train_heads(target, MedusaHeads.of_target(target, 3), texts[:8], steps=12)
     heads.save_pretrained(root / "heads")
@@ -48,14 +48,14 @@ def heads(made, tmp_path):
     return shutil.copytree(made / "heads", tmp_path / "heads")
 
 
-def tree_of(road, made, heads, *flags: str, completions=None) -> list[str]:
-    argv = ["medusa-tree", "--target", str(road / "target"), "--heads", str(heads), "--dtype", "float32"]
+def tree_of(pipeline, made, heads, *flags: str, completions=None) -> list[str]:
+    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--heads", str(heads), "--dtype", "float32"]
     return [*argv, "--completions", json.dumps([str(completions or made / "greedy")]), *flags]
 
 
-def test_the_tree_goes_into_the_heads_and_is_drafted(road, made, heads, capsys):
+def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, capsys):
     before = json.loads((heads / "config.json").read_text())
-    assert main(tree_of(road, made, heads, "--nodes", "9")) == 0
+    assert main(tree_of(pipeline, made, heads, "--nodes", "9")) == 0
     report = json.loads((heads / "tree.json").read_text())
     after = json.loads((heads / "config.json").read_text())
     assert after == before | {"medusa_choices": report["choices"]}
@@ -88,16 +88,16 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(road, made, heads, capsys):
     assert f"{len(loaded.tree)} nodes" in "".join(svg.itertext())
     assert (heads / "tree.png").read_bytes().startswith(b"\x89PNG")
 
-    target = load_model(road / "target")
+    target = load_model(pipeline / "target")
     ids = torch.tensor([load_completions(str(made / "greedy"))[0]["input_ids"][:3]])
     options = {"max_new_tokens": 20, "do_sample": False}
     out = speculative_generate(target, MedusaProposer(loaded), ids, draft_length=loaded.tree.depth, **options)
     assert torch.equal(out.sequences, autoregressive_generate(target, ids, **options).sequences)
 
 
-def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(road, made, heads, tmp_path, capsys):
+def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(pipeline, made, heads, tmp_path, capsys):
     before = (heads / "config.json").read_bytes()
-    assert main(tree_of(road, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
+    assert main(tree_of(pipeline, made, heads, "--output", str(tmp_path / "out"), "--rows", "2", "--limit", "12")) == 0
     assert (heads / "config.json").read_bytes() == before and not (heads / "tree.json").exists()
     report = json.loads((tmp_path / "out" / "tree.json").read_text())
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"tree.json", "tree.svg", "tree.png"}
@@ -119,20 +119,22 @@ def refusal(argv: list[str], capsys) -> str:
     return error
 
 
-def test_text_that_the_target_did_not_write_so_is_refused(road, made, heads, capsys):
-    error = refusal(tree_of(road, made, heads, "--nodes", "4", completions=road / "long"), capsys)
-    assert f"completions: expected in {road / 'long'} what" in error
+def test_text_that_the_target_did_not_write_so_is_refused(pipeline, made, heads, capsys):
+    error = refusal(tree_of(pipeline, made, heads, "--nodes", "4", completions=pipeline / "long"), capsys)
+    assert f"completions: expected in {pipeline / 'long'} what" in error
     assert "at temperature 0, found" in error and "tokens that are not its most likely, the first in sample" in error
     assert not (heads / "tree.json").exists()
 
 
-def test_bad_input_is_one_line(road, made, heads, tmp_path, capsys):
-    assert "nodes: expected at least 1, found 0" in refusal(tree_of(road, made, heads, "--nodes", "0"), capsys)
-    error = refusal(tree_of(road, made, heads, "--nodes", "4", "--limit", "3"), capsys)
+def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
+    assert "nodes: expected at least 1, found 0" in refusal(tree_of(pipeline, made, heads, "--nodes", "0"), capsys)
+    error = refusal(tree_of(pipeline, made, heads, "--nodes", "4", "--limit", "3"), capsys)
     assert "completions: expected at least 4 different texts, found 3" in error
-    error = refusal(tree_of(road, made, tmp_path / "none"), capsys)
+    error = refusal(tree_of(pipeline, made, tmp_path / "none"), capsys)
     assert "heads: expected a directory with a config.json" in error
-    MedusaHeads.of_target(load_model(road / "target"), 2, token_map=torch.arange(9)).save_pretrained(tmp_path / "wrong")
+    MedusaHeads.of_target(load_model(pipeline / "target"), 2, token_map=torch.arange(9)).save_pretrained(
+        tmp_path / "wrong"
+    )
     config = json.loads((tmp_path / "wrong" / "config.json").read_text())
     (tmp_path / "wrong" / "config.json").write_text(json.dumps(config | {"vocab_size": 77}))
-    assert "vocab_size" in refusal(tree_of(road, made, tmp_path / "wrong"), capsys)
+    assert "vocab_size" in refusal(tree_of(pipeline, made, tmp_path / "wrong"), capsys)

@@ -98,7 +98,7 @@ def test_nothing_changes_and_the_spans_add_up(target, draft, name, options):
 
 
 def test_compiled_lossy_and_planned_calls(target, draft, monkeypatch):
-    # Compiled forwards go past the model's hooks; eager ones of static shapes take the same road in no time.
+    # Compiled forwards go past the model's hooks; eager ones of static shapes take the same way in no time.
     monkeypatch.setattr(cache, "_compiled", lambda model: model.forward)
     for ids, mask in ((IDS[:1], None), (IDS, MASK)):
         expected = speculative_generate(target, DraftModelProposer(draft), ids, mask, compiled=True, **SAMPLED)
