@@ -77,7 +77,7 @@ def test_greedy_text_is_plain_decodings_alone_and_in_a_ragged_batch(tokenizer, t
         # Rows end at different lengths, too: the end token is one that a row writes early.
         first = batch(tokenizer, PROMPTS[:1])
         eos = int(autoregressive_generate(model, **first, max_new_tokens=9, do_sample=False).sequences[0, -1])
-        options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": eos}
+        options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": eos}
         together = batch(tokenizer, PROMPTS)
         out = speculative_generate(model, proposer, **together, draft_length=draft_length, **options)
         for row, prompt in enumerate(PROMPTS):
@@ -188,11 +188,11 @@ def test_a_trained_pair_keeps_its_acceptance_across_tokenizers():
     }
     assert [p.renumbers for p in proposers.values() if isinstance(p, RetokenizedProposer)] == [True, False, False]
     counts = dict.fromkeys(proposers, Counts())
-    for prompt in code_prompts([m for m in stdlib_modules() if m.heldout], 3):
+    for prompt in code_prompts([m for m in stdlib_modules() if m.heldout], 2):
         ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"][:, -40:]
-        plain = autoregressive_generate(target, ids, max_new_tokens=24, do_sample=False)
+        plain = autoregressive_generate(target, ids, max_new_tokens=16, do_sample=False)
         for name, proposer in proposers.items():
-            out = speculative_generate(target, proposer, ids, draft_length=4, max_new_tokens=24, do_sample=False)
+            out = speculative_generate(target, proposer, ids, draft_length=4, max_new_tokens=16, do_sample=False)
             assert torch.equal(out.sequences, plain.sequences), (name, prompt["id"])
             counts[name] += out.counts
     tau = {name: own.mean_acceptance_length() for name, own in counts.items()}

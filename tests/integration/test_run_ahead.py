@@ -53,7 +53,7 @@ def nothing_runs_on():
     assert not ahead_threads()
 
 
-@pytest.mark.parametrize("draft_length", [1, 2, 3, 4])
+@pytest.mark.parametrize("draft_length", [1, 4])
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.3])
 def test_greedy_output_is_plain_decoding_and_counts_are_those_of_a_draft_that_waits(target, noise, draft_length):
     draft = perturbed(target, noise)

@@ -71,7 +71,7 @@ def p_value(model, proposer, law_args, length: int = 3, samples: int = SAMPLES, 
     return float(chisquare(f_obs, [e * scale for e in f_exp]).pvalue)
 
 
-@pytest.mark.parametrize("law_args", [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.3, 4, 1.0), (1.0, 0, 0.8), (0.9, 6, 0.9)])
+@pytest.mark.parametrize("law_args", [(1.0, 0, 1.0), (1.3, 4, 1.0), (0.9, 6, 0.9)])
 def test_emitted_texts_have_the_targets_law(small, law_args):
     draft = perturbed_draft(small)
     p = p_value(small, DraftModelProposer(draft), law_args)

@@ -268,7 +268,7 @@ def accepted(target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast, te
     tokens = [*target.encode(text), target.eos_token_id]
     proposer.start(task(len(target), draft_length=4))
     begin = 2 if tokens[0] == target.bos_token_id else 1
-    ends = range(begin, len(tokens))
+    ends = range(begin, len(tokens), 3)  # three falls on every place inside a character in turn
     right = wanted = 0
     for end, proposed in zip(ends, proposals(proposer, tokens, ends, 4), strict=True):
         expected = tokens[end : end + 4]
