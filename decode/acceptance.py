@@ -1,8 +1,8 @@
 """Acceptance rules, as pure functions of tensors.
 
 p: the target's distributions, q: the drafter's, both after the same warping. Row 0 of p belongs to the root, the last
-token of the text, and row i + 1 to node i of the draft's tree: the law of the token after it. Shape suffixes: K drafted
-tokens, V vocabulary.
+token of the text, and row i + 1 to node i of the draft's tree: the distribution of the token after it. Shape suffixes:
+K drafted tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -41,17 +41,17 @@ def accept_exact(
     """Speculative sampling on a tree: recursive rejection, sibling by sibling, down from the root.
 
     At each node the first child's token x is accepted with probability min(1, p(x)/q(x)). If it is rejected, p becomes
-    the residual norm(max(0, p − q)), and the next sibling is tried against it with its own q, which no longer holds
-    the earlier siblings; when none is left, the token to emit is drawn from the residual. After a leaf a bonus token is
-    drawn from p. Each emitted token has law p, whatever the drafter's law is. A chain is the case of one child
-    (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2; siblings: Miao et al. 2023, SpecInfer,
+    the residual norm(max(0, p − q)), and the next sibling is tried against it with the q that it was drawn from, which
+    no longer holds the earlier siblings; when none is left, the token to emit is drawn from the residual. After a leaf
+    a bonus token is drawn from p. Each emitted token has distribution p, whatever q is. A chain is the case of one
+    child (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2; siblings: Miao et al. 2023, SpecInfer,
     algorithm 2; without replacement: Chen et al. 2024, Sequoia, algorithm 2).
 
     Args:
         p: (K + 1, V).
-        q: the distribution that each node's token was drawn from, (K, V): for a later sibling the drafter's law
-            without the earlier siblings' tokens, renormalised; all zero where that law had no token left. None where
-            the draft is deterministic (q one-hot); then siblings must be distinct.
+        q: the distribution that each node's token was drawn from, (K, V): for a later sibling q without the earlier
+            siblings' tokens, renormalised; all zero where no token was left. None where the draft is deterministic
+            (q one-hot); then siblings must be distinct.
         drafted: the drafted tokens, (K,).
         tree: the draft's shape.
         generator: the source of randomness; the global one if None.
@@ -71,8 +71,8 @@ def accept_exact(
         for i, child in enumerate(tree.children[node + 1]):
             token = drafted[child]
             weight = p_x[child] if i == 0 else float(rest[token])
-            # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where the drafter's
-            # law ran out of tokens before its siblings did (q = 0), nothing was drawn.
+            # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where q
+            # ran out of tokens before the siblings did (q = 0), nothing was drawn.
             if q_x[child] > 0 and r[child] * q_x[child] < weight:
                 accepted = child
                 break
@@ -85,7 +85,7 @@ def accept_exact(
 
 
 def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Tensor:
-    """Return max(0, p − q), the unnormalised law of the token that replaces a rejected draft.
+    """Return max(0, p − q), the unnormalised distribution of the token that replaces a rejected draft.
 
     Args:
         p: the target's distribution, (V,); it is left as it is.

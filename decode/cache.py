@@ -259,23 +259,23 @@ class CachedModel:
         for row, start in zip(cast(list[int], self._active), starts, strict=True):
             all_starts[row] = start
         spread: list[Tensor | None] = [visible, depths]
-        for i, (own, shared) in enumerate(((visible, 2), (depths, 1))):
-            if own is not None and own.ndim > shared:
-                whole = own.new_zeros(self._rows, *own.shape[1:])
-                whole[self._active] = own
+        for i, (given, shared) in enumerate(((visible, 2), (depths, 1))):
+            if given is not None and given.ndim > shared:
+                whole = given.new_zeros(self._rows, *given.shape[1:])
+                whole[self._active] = given
                 spread[i] = whole
         return all_tokens, all_starts, spread[0], spread[1]
 
     def _mask(self, visible: Tensor | None, positions: Tensor) -> Any:
         """Return the additive mask of the block whose tokens have these positions, (B, 1, K, S), by layer type."""
         rows, k = positions.shape
-        own, width = self._block.slots, self._block.width
+        block_slots, width = self._block.slots, self._block.width
         slots = self._range[:width]
         if visible is None:
-            allowed = (slots <= own[:, :, None]).expand(rows, k, width)
+            allowed = (slots <= block_slots[:, :, None]).expand(rows, k, width)
         else:
             n = visible.shape[-1]
-            base = (own[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0, with nothing before it
+            base = (block_slots[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0
             allowed = (slots < base[:, :, None]).expand(rows, k, width).clone()
             block = base + self._range[:n]
             allowed.scatter_(2, block[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
@@ -330,8 +330,8 @@ def padded(texts: Iterable[Tensor], width: int) -> Tensor:
 def _rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
     """Return the rope type and the length that its frequencies change at; None where they never do."""
     config = model.config.get_text_config()
-    own: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for parameters in (own, *(value for value in own.values() if isinstance(value, dict))):
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         kind = parameters.get("rope_type")
         if kind == "longrope":
             return kind, parameters["original_max_position_embeddings"]

@@ -3,16 +3,19 @@
 Ratios with intervals over prompts are those of `draftsmith.decode.measurement.intervals`.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import zip_longest
 from typing import Any
 
 from draftsmith.decode.tree import Tree
 
 
+@dataclass(frozen=True)
 class Ratios:
-    """The ratios of counts: of the integers that a decoder counted, or of what replay expects of them."""
+    """Counts and their ratios: integers that a decoder counted, or what replay expects it to count on one text.
+
+    What the fields mean is said in `Counts`. Expectations are whole numbers at T=0: the decoder's.
+    """
 
     num_drafts: float
     num_draft_tokens: float
@@ -90,39 +93,16 @@ class Counts(Ratios):
         )
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.num_drafts + other.num_drafts,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-            _add(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos),
-            _add(self.num_draft_tokens_per_pos, other.num_draft_tokens_per_pos),
-            _add(self.num_reached_per_pos, other.num_reached_per_pos),
-            self.num_emitted_tokens + other.num_emitted_tokens,
-        )
+        return Counts(*(_add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain JSON types."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
 
 
-@dataclass(frozen=True)
-class ExpectedCounts(Ratios):
-    """What replay expects a decoder to count on one text that the target wrote, names and rules as in `Counts`.
-
-    Expectations given the text: at T=0 they are whole numbers, the decoder's own.
-    """
-
-    num_drafts: float
-    num_draft_tokens: float
-    num_accepted_tokens: float
-    num_accepted_tokens_per_pos: tuple[float, ...]
-    num_draft_tokens_per_pos: tuple[float, ...]
-    num_reached_per_pos: tuple[float, ...]
-    num_emitted_tokens: float
-
-
-def _add(a: Sequence[int], b: Sequence[int]) -> tuple[int, ...]:
-    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+def _add(a: Any, b: Any) -> Any:
+    """Add numbers, or tuples entry by entry, the shorter one filled up with zeros."""
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0)) if isinstance(a, tuple) else a + b
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -37,15 +37,15 @@ class DecodeOutput:
     row_counts: tuple[Counts, ...]
     """Of each row."""
     departure: "Departure | None" = None
-    """How far a lossy rule went from the target's law; None under the exact rule, which does not."""
+    """How far a lossy rule departed from the target's distribution; None under the exact rule, which does not."""
 
 
 @dataclass(frozen=True)
 class Departure:
-    """How far the law of emitted tokens lies from the target's, over the emitted tokens; it adds up as counts do."""
+    """How far the distributions of emitted tokens lie from the target's, summed over them; it adds up as counts do."""
 
     total_variation: float = 0.0
-    """Σ over tokens of TV(law that the token was emitted with, p); at T=0 equal to `disagreements`."""
+    """Σ over tokens of TV(the distribution that the token was emitted with, p); at T=0 equal to `disagreements`."""
     disagreements: int = 0
     """Tokens that are not the target's argmax although one of the exact rule at T=0 would be; 0 under sampling."""
     num_tokens: int = 0

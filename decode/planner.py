@@ -125,7 +125,8 @@ class Plan:
 
     Args:
         costs: measured costs. None measures them: the target's before the first round, the drafter's as it drafts.
-            Under sampling the texts then depend on the clock: of the right law, but not to be had again from a seed.
+            Under sampling the texts then depend on the clock: their distribution is right, but a seed does not repeat
+            them.
         longest: the greatest γ.
     """
 

@@ -1,4 +1,4 @@
-"""Which drafted tokens stand: the lossless rule, and lossy ones that say how far they depart from the target's law."""
+"""Which drafted tokens are accepted: by the lossless rule, or by lossy ones that say how far they depart from p."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +13,9 @@ from draftsmith.decode.proposers.base import Proposal
 from draftsmith.decode.sampling import Sampler, draw
 from draftsmith.decode.tree import ROOT, Tree
 
+Generator = torch.Generator | None
+"""A source of randomness; the global one if None."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -23,48 +26,38 @@ class Verdict:
     token: int
     """The token to emit after them: a correction, or the bonus token after a leaf."""
     departures: list[tuple[float, bool]] | None = None
-    """Lossy rules: for each token, accepted ones and the last, TV(its law, p), and whether it is not the argmax that
-    T=0 asks for."""
+    """Lossy rules: for each token, accepted ones and the last, TV(its distribution, p), and at T=0 whether it is not
+    the argmax."""
 
 
 class Rule(Protocol):
     """Verifies drafts, one row's at a time."""
 
     lossy: bool
-    """Whether the law of the output may differ from the target's. A lossy rule verifies no siblings that were drawn."""
+    """Whether the output's distribution may differ from the target's. Lossy rules verify no drawn siblings."""
 
     def verify(
-        self,
-        sampler: Sampler,
-        logits: Tensor,
-        contexts: list[Tensor],
-        proposal: Proposal,
-        generator: torch.Generator | None,
+        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
-        """Say which of the drafted tokens stand.
+        """Return which of the drafted tokens are accepted, and the token after them.
 
         Args:
             sampler: how the target's logits become p.
             logits: the target's, (K + 1, V), the root's first.
-            contexts: the tokens before each of them, for laws that look at them.
+            contexts: the tokens before each of them, for processors that look at them.
             proposal: the draft of K tokens.
-            generator: the source of randomness; the global one if None.
+            generator: the row's source of randomness.
         """
 
 
 @dataclass(frozen=True)
 class Exact:
-    """The lossless rule: the output has the target's law, whatever was drafted (see `accept_exact`)."""
+    """The lossless rule: the output has the target's distribution, whatever was drafted (see `accept_exact`)."""
 
     lossy = False
 
     def verify(
-        self,
-        sampler: Sampler,
-        logits: Tensor,
-        contexts: list[Tensor],
-        proposal: Proposal,
-        generator: torch.Generator | None,
+        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept by rejection sampling, or at T=0 while the draft names the argmax."""
         if not sampler.do_sample:
@@ -90,16 +83,11 @@ class Threshold:
             raise InputError(f"level: expected at least 0 and less than 1, found {self.level}")
 
     def levels(self, p: Tensor) -> Tensor:
-        """Return the level for each context's law p, (K + 1, V) → (K + 1,)."""
+        """Return the level for each context's distribution p, (K + 1, V) → (K + 1,)."""
         return p.new_full(p.shape[:1], self.level)
 
     def verify(
-        self,
-        sampler: Sampler,
-        logits: Tensor,
-        contexts: list[Tensor],
-        proposal: Proposal,
-        generator: torch.Generator | None,
+        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept the longest path of tokens above their levels."""
         scores = sampler.scores(logits, contexts)
@@ -117,14 +105,14 @@ class Threshold:
         path = tree.path(deepest)
 
         def emitted_distribution(node: int) -> Tensor | None:
-            """The law of the token after `node` where a drawn candidate was tried."""
+            """Return the distribution of the token after `node` where a drawn candidate was tried."""
             children = tree.children[node + 1]
             if proposal.probabilities is None or not children:
                 return None
             _refuse_drawn_siblings(tree, node)
-            q, own = proposal.probabilities[children[0]], p[node + 1]
-            passes = q * (own > levels[node + 1])
-            return passes + (1 - passes.sum()) * own
+            q, p_here = proposal.probabilities[children[0]], p[node + 1]
+            passes = q * (p_here > levels[node + 1])
+            return passes + (1 - passes.sum()) * p_here
 
         return _verdict(sampler, scores, p, proposal, path, emitted_distribution, generator)
 
@@ -133,7 +121,7 @@ class Threshold:
 class Typical(Threshold):
     """Lossy: typical acceptance (Medusa, Cai et al. 2024, section 2.3.1): the level is min(ε, δ·exp(−H(p))).
 
-    `level` is ε; H is the entropy of the target's law, so that less likely tokens pass where the target is unsure.
+    `level` is ε; H is the entropy of p, so that less likely tokens pass where the target is unsure.
     """
 
     level: float = 0.09
@@ -166,12 +154,7 @@ class Cascade:
             raise InputError(f"level: expected a value between 0 and 1, found {self.level}")
 
     def verify(
-        self,
-        sampler: Sampler,
-        logits: Tensor,
-        contexts: list[Tensor],
-        proposal: Proposal,
-        generator: torch.Generator | None,
+        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept the tokens before the first one that the drafter was unsure about."""
         if proposal.confidence is None and len(proposal.tree):
@@ -219,24 +202,24 @@ def _verdict(
     proposal: Proposal,
     path: list[int],
     emitted_distribution: Callable[[int], Tensor | None],
-    generator: torch.Generator | None,
+    generator: Generator,
 ) -> Verdict:
-    """Add the token after the path, and what each token's law departed by."""
+    """Add the token after the path, and how far the distribution of each emitted token departed from p."""
     last = path[-1] if path else ROOT
     # Of the scores: softmax rounds near-ties to ties.
     token = int(draw(p[last + 1], generator) if sampler.do_sample else scores[last + 1].argmax())
     departures = []
     for node, child in zip([ROOT, *path], [*path, None], strict=True):
-        own = p[node + 1]
+        p_here = p[node + 1]
         if not sampler.do_sample:
             wrong = child is not None and int(proposal.tokens[child]) != int(scores[node + 1].argmax())
             departures.append((float(wrong), wrong))
             continue
         emitted = emitted_distribution(node)
         if emitted is not None:
-            departures.append((float((emitted - own).abs().sum()) / 2, False))
-        else:  # a token that was there for certain has a one-hot law; one that the target drew has p
-            departures.append((0.0 if child is None else 1 - float(own[proposal.tokens[child]]), False))
+            departures.append((float((emitted - p_here).abs().sum()) / 2, False))
+        else:  # a certain token has a one-hot distribution, one that the target drew has p
+            departures.append((0.0 if child is None else 1 - float(p_here[proposal.tokens[child]]), False))
     return Verdict(path, token, departures)
 
 

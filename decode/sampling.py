@@ -1,4 +1,4 @@
-"""From logits to the law that tokens are drawn from: one function for target, draft and residual.
+"""From logits to the distribution that tokens are drawn from: one function for target, draft and residual.
 
 Shape suffixes: K positions, V vocabulary, T context tokens.
 """
@@ -71,8 +71,8 @@ class Sampler:
 
         Args:
             logits_KV: logits of K positions, (K, V). They are never written to.
-            contexts: the tokens that each position is conditioned on, K of (T_j,) int64. Not looked at where the law
-                is `context_free`: then they may be left empty.
+            contexts: the tokens that each position is conditioned on, K of (T_j,) int64. Not looked at where the
+                sampler is `context_free`: then they may be left empty.
 
         Returns:
             (K, V).
@@ -101,11 +101,11 @@ class Sampler:
         return torch.nn.functional.one_hot(scores_KV.argmax(-1), scores_KV.shape[-1]).to(scores_KV.dtype)
 
     def choose(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Return the argmax token of each position, (K,): the whole law at T=0."""
+        """Return the argmax token of each position, (K,): the whole distribution at T=0."""
         return self.scores(logits_KV, contexts).argmax(-1)
 
     def next_token(self, logits_1V: Tensor, context_T: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the token after one context, (1,) int64, drawn from its law."""
+        """Return the token after one context, (1,) int64, drawn from its distribution."""
         if self.do_sample:
             return draw(self.probabilities(logits_1V, [context_T])[0], generator)
         return self.choose(logits_1V, [context_T])

@@ -1,7 +1,7 @@
 """Speculative decoding: the round loop.
 
-Under the exact rule the law of the output is that of plain decoding of the target, token for token at T=0 and in
-distribution otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
+Under the exact rule the output is that of plain decoding of the target, token for token at T=0 and in distribution
+otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
 """
 
 from collections.abc import Callable
@@ -77,14 +77,14 @@ def speculative_generate(
     """Decode speculatively with the arguments of `target.generate`.
 
     Args:
-        target: the model whose law the output has.
+        target: the model that decides what is written.
         proposer: what drafts.
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
         draft_length: γ, depth of a draft; less where the length limit is near. None lets a `Plan` choose it each round
-            from measured costs and acceptance; a `Plan` of one's own keeps what it learnt from call to call.
+            from measured costs and acceptance; a `Plan` that you pass keeps what it learnt from call to call.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
-            with its own levels.
+            with other levels.
         seed: seeds each row's draws: row i uses seed + i, so that it draws as it would alone.
         generate_kwargs: what `generate` takes (max_new_tokens, do_sample, temperature, top_k, top_p, eos_token_id,
             stop_strings, streamer, …); what is left out has the default of the target's `generation_config`, as in
@@ -129,7 +129,7 @@ def speculative_decode(
     seed: int | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
-    """The callable for the library's own door: `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
+    """The callable for the library: `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
 
     `generate` prepares everything but `proposer`, `draft_length`, `rule`, `compiled`, `observer` and `seed` (None draws
     from the global generator).

@@ -104,8 +104,8 @@ class Tree:
             _, below = grow(len(above), rank, nodes)
             if below < 0:
                 return []
-            own = (*above, rank)
-            return [own, *paths(own, 0, below), *paths(above, rank + 1, nodes - 1 - below)]
+            node = (*above, rank)
+            return [node, *paths(node, 0, below), *paths(above, rank + 1, nodes - 1 - below)]
 
         chosen = paths((), 0, nodes)
         if not chosen:
@@ -133,10 +133,10 @@ class Tree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children in the order in which they are verified: entry 0 those of the root, entry i + 1 those of node i."""
-        found: list[list[int]] = [[] for _ in range(len(self) + 1)]
+        children: list[list[int]] = [[] for _ in range(len(self) + 1)]
         for node, parent in enumerate(self.parents):
-            found[parent + 1].append(node)
-        return tuple(map(tuple, found))
+            children[parent + 1].append(node)
+        return tuple(map(tuple, children))
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the root's child down to `node`; nothing for the root itself."""

@@ -1,4 +1,4 @@
-"""Medusa heads as a drafter: no model of its own, one matrix product a head, and the target's hidden states."""
+"""Medusa heads as a drafter: no further model, one matrix product a head, and the target's hidden states."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -28,7 +28,8 @@ class MedusaProposer(Proposer):
 
     Args:
         heads: of this target.
-        tree: what to draft; by default the heads' own tree, or a chain of all of them. Cut to the draft length.
+        tree: what to draft; by default the tree of the heads' config, or a chain of all heads. Cut to the draft
+            length.
 
     Raises:
         InputError: the tree is deeper than there are heads.
@@ -83,7 +84,7 @@ class MedusaProposer(Proposer):
             before = [torch.stack([text[-(depth + 1) :] for text in paths]) for paths in after]
             return torch.stack([self.heads.logits(depth, hidden, self._embed(ids).to(hidden)) for ids in before], 1)
 
-        found = draft_static_tree(
+        proposals = draft_static_tree(
             tree,
             task.sampler,
             texts,
@@ -93,7 +94,7 @@ class MedusaProposer(Proposer):
             wants_confidence=not task.draw_siblings,  # a lossy rule may ask for it
             logits_after=logits_after,
         )
-        for row, draft in zip(rows, found, strict=True):
+        for row, draft in zip(rows, proposals, strict=True):
             drafts[row] = draft
         return drafts
 
@@ -125,15 +126,15 @@ class MedusaProposer(Proposer):
             for depth, children in zip((0, *self.tree.depths), self.tree.children, strict=True):
                 if children:
                     widths[depth] = max(widths[depth], len(children))
-            found = [
+            texts_ranks = [
                 replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
             ]
-            firsts = [torch.from_numpy(ranks.ranks[:, 0]) for ranks in found]
-            drafted = [torch.from_numpy(ranks.drafted[:, 0]) for ranks in found]
+            firsts = [torch.from_numpy(ranks.ranks[:, 0]) for ranks in texts_ranks]
+            drafted = [torch.from_numpy(ranks.drafted[:, 0]) for ranks in texts_ranks]
             return Replayed(
                 [(ranks < len(self.tree.children[0])).float() for ranks in firsts],
-                [(ranks == 0).float()[own] for ranks, own in zip(firsts, drafted, strict=True)],
-                lambda k: [ranks.counts(self.tree.pruned(k)[0]) for ranks in found],
+                [(ranks == 0).float()[counts] for ranks, counts in zip(firsts, drafted, strict=True)],
+                lambda k: [ranks.counts(self.tree.pruned(k)[0]) for ranks in texts_ranks],
             )
         chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]

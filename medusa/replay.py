@@ -31,7 +31,7 @@ from draftsmith.train.losses.output_head import head_of, last_hidden
 
 @dataclass(frozen=True)
 class ReplayedHeads:
-    """One text's acceptance of a chain of all heads under a law."""
+    """One text's acceptance of a chain of all heads under a sampler."""
 
     acceptance: Tensor
     """a_{s,j}, the probability that a round from s accepts x_{s+j}, given that it did those before, (N, K)."""
@@ -54,6 +54,7 @@ class ReplayedHeads:
         return start_probabilities(a, torch.tensor([a.shape[1]], device=a.device), draft_length)[0]
 
 
+@torch.inference_mode()
 def replay_ranks(
     target: PreTrainedModel,
     heads: MedusaHeads,
@@ -63,8 +64,9 @@ def replay_ranks(
     most: int | Sequence[int] = MOST_RANKS,
     limit: int | None = None,
     chunk: int = 512,
+    hidden_NH: Tensor | None = None,
 ) -> TextRanks:
-    """Return the ranks of a text's tokens among the heads' logits, from which every tree's T=0 counts are had.
+    """Return the ranks of a text's tokens among the heads' logits, which give every tree's counts at T=0.
 
     Args:
         target: the model that wrote it, at T=0.
@@ -76,25 +78,11 @@ def replay_ranks(
             breaks ties among as many.
         limit: the completion's length limit, where the text ended before it; its own length if None.
         chunk: positions whose logits are held at a time, of one head.
+        hidden_NH: what `text_states` returns for the text; computed if None.
     """
-    return ranks_of_states(
-        target, heads, text_states(target, sequence, prompt_length), sequence, sampler, most, limit, chunk
-    )
-
-
-@torch.inference_mode()
-def ranks_of_states(
-    target: PreTrainedModel,
-    heads: MedusaHeads,
-    hidden_NH: Tensor,
-    sequence: Tensor,
-    sampler: Sampler | None = None,
-    most: int | Sequence[int] = MOST_RANKS,
-    limit: int | None = None,
-    chunk: int = 512,
-) -> TextRanks:
-    """Return what `replay_ranks` does, where `text_states` of the sequence's last N tokens are at hand already."""
     sampler = Sampler.of(0) if sampler is None else sampler
+    if hidden_NH is None:
+        hidden_NH = text_states(target, sequence, prompt_length)
     cuts = (most,) * heads.config.num_heads if isinstance(most, int) else tuple(most)
     n = len(hidden_NH)
     tokens = sequence[len(sequence) - n :]
@@ -102,8 +90,8 @@ def ranks_of_states(
     ranks = np.full((n, len(cuts)), NONE, dtype=np.int16)
     for first in range(1, n, chunk):
         for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, sampler, first, min(first + chunk, n)):
-            found = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
-            ranks[begin - i : end - i, i] = found.cpu().numpy()
+            token_ranks = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
+            ranks[begin - i : end - i, i] = token_ranks.cpu().numpy()
     ranks[~drafted_from(n, len(cuts), limit)] = NONE
     return TextRanks(ranks, cuts, limit)
 
@@ -145,9 +133,9 @@ def replay_heads(
                 q = scores.softmax(-1).to(p)
             else:
                 q = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p)
-            own, rows = slice(begin - first, end - first), slice(begin - i, end - i)
-            a[rows, i] = acceptance_probabilities(p[own], q, x[own]).float().cpu()
-            common[rows, i] = overlap(p[own], q).float().cpu()
+            drafts, starts = slice(begin - first, end - first), slice(begin - i, end - i)
+            a[starts, i] = acceptance_probabilities(p[drafts], q, x[drafts]).float().cpu()
+            common[starts, i] = overlap(p[drafts], q).float().cpu()
     drafted = torch.from_numpy(drafted_from(n, count, n if limit is None else limit))
     return ReplayedHeads(a.where(drafted, 0.0), common.where(drafted, 0.0), drafted)
 

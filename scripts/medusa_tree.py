@@ -22,7 +22,7 @@ from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import ranks_of_states, text_states
+from draftsmith.medusa.replay import replay_ranks, text_states
 from draftsmith.medusa.tree_search import (
     Budget,
     acceptance_estimate,
@@ -150,7 +150,7 @@ def _replayed(
             if turned and not wrong:
                 first = f"the first in sample {sample['id']!r}, token {turned[0]} of its text"
             wrong, tokens = wrong + len(turned), tokens + len(hidden)
-            texts.append(ranks_of_states(target, heads, hidden, sequence))
+            texts.append(replay_ranks(target, heads, sequence, prompt_length, hidden_NH=hidden))
             middles.append((prompt_length + len(ids)) // 2)
         if wrong > MOST_DISAGREEMENT * tokens:
             raise InputError(

@@ -18,7 +18,7 @@ from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, prefixes
 from draftsmith.decode.tree import ROOT, Tree
 
 Stop = Callable[[Tensor], bool]
-"""Looks at the drafter's next-token law q, (V,), before a token is drawn from it, and says whether to stop drafting."""
+"""Looks at q, (V,), before the next token is drawn from it, and says whether to stop drafting."""
 
 
 def stop_below_confidence(level: float) -> Stop:
@@ -183,7 +183,7 @@ class DraftModelProposer(Proposer):
         confidences: list[list[Tensor]] = [[] for _ in contexts]
         going = [k > 0 for k in draft_lengths]
         for step in range(max(draft_lengths)):
-            # One call for all rows wherever the law looks at the scores alone.
+            # One call for all rows wherever the sampler looks at the scores alone.
             scores = sampler.scores(logits, texts)
             q = scores.softmax(-1) if drawn or self.stop or self._wants_confidence else None
             chosen = None if drawn else scores.argmax(-1)

@@ -46,8 +46,9 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
             del stack[index]
     for place, layer in enumerate(stack):
         for module in layer.modules():
-            own = vars(module)
-            own |= {name: place for name in ("layer_idx", "layer_id") if name in own}  # its place in the cache
+            attributes = vars(module)
+            # Its place in the cache.
+            attributes |= {name: place for name in ("layer_idx", "layer_id") if name in attributes}
     config = draft.config.get_text_config()
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == depth:

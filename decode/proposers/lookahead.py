@@ -3,7 +3,7 @@
 "Break the Sequential Dependency of LLM Inference Using Lookahead Decoding". A window of W columns and N − 1 levels
 holds guesses of the text to come. Each forward extends every column by the target's next token; the N-gram that a
 column then spells goes to a pool, and N-grams that begin with the text's last token are what is drafted. Window and
-drafts are one token tree, verified in one forward as any other tree is, so that the output's law stays the target's.
+drafts are one token tree, verified in one forward as any other tree is, so that the output stays the target's.
 """
 
 from collections.abc import Sequence

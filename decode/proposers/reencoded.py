@@ -101,7 +101,7 @@ class ReencodingProposer(Proposer):
         rows = self._rows
         limits = [k * self._reads(row, context) for row, context, k in zip(rows, contexts, draft_lengths, strict=True)]
         drafted: list[list[int]] = [[] for _ in rows]
-        found: list[list[int]] = [[] for _ in rows]
+        proposed: list[list[int]] = [[] for _ in rows]
         going = [i for i, k in enumerate(limits) if k > 0]
         if going:
             logits = self._feed_texts(STEPS_PER_TOKEN * (max(limits) + 2))
@@ -112,10 +112,10 @@ class ReencodingProposer(Proposer):
                 if self._stop is not None and self._stop(logits[i].float().softmax(-1)):
                     continue
                 ids.append(chosen[i])
-                found[i] = self._continuation(row, ids) or found[i]
+                proposed[i] = self._continuation(row, ids) or proposed[i]
                 ends = ids[-1] in self._draft_specials or not self._has_position(len(row.ids) + len(ids) - 1)
-                enough = len(found[i]) > k and not _decode(self._draft, ids[-1:])[-1:].isspace()
-                if not ends and not enough and len(ids) < STEPS_PER_TOKEN * (len(found[i]) + 1):
+                enough = len(proposed[i]) > k and not _decode(self._draft, ids[-1:])[-1:].isspace()
+                if not ends and not enough and len(ids) < STEPS_PER_TOKEN * (len(proposed[i]) + 1):
                     left.append(i)
                     row.fed.append(ids[-1])
             going = left
@@ -124,7 +124,7 @@ class ReencodingProposer(Proposer):
                 last = torch.tensor([row.fed[-1:] for row in rows], device=self._draft_model.device)
                 logits = self._model.feed(last, [len(row.fed) - 1 for row in rows])[:, 0, : self._size]
         drafts = []
-        for context, k, tokens in zip(contexts, limits, found, strict=True):
+        for context, k, tokens in zip(contexts, limits, proposed, strict=True):
             known = list(takewhile(lambda token: token < self._task.vocab_size, tokens[:k]))
             drafts.append(Proposal(context.new_tensor(known), None, Tree.chain(len(known))))
         return drafts
@@ -178,7 +178,7 @@ class ReencodingProposer(Proposer):
         return ids
 
     def _continuation(self, row: _Row, drafted: list[int]) -> list[int]:
-        """Return the target's tokens that go on from its own with the text of the draft's.
+        """Return the target's tokens that continue its text with what the draft wrote.
 
         None where there are none, such as after half a character that the draft completes to another one.
         """
@@ -193,14 +193,14 @@ class ReencodingProposer(Proposer):
         return tokens
 
     def _splits(self, row: _Row, text: str) -> Iterator[list[int]]:
-        """Give tokens that say `text` behind the row's own, the way that the tokenizer itself would split it first."""
+        """Yield tokens that spell `text` behind the row's text, first as the tokenizer itself would split it."""
         whole = row.text + text
         tokens = _encode(self._target, whole)
         count = len(row.tail)
         if tokens[:count] == row.tail:
             yield tokens[count:]
             return
-        # The text's own beginning may be split otherwise: it starts inside a word, or a prompt ended there.
+        # The beginning of the text may be split otherwise: it starts inside a word, or a prompt ended there.
         most = len(text.encode()) + 3  # a byte a token, and what a character that has begun lacks
         for start in range(len(tokens) - 1, max(-1, len(tokens) - 1 - most), -1):
             if _decode(self._target, row.tail + tokens[start:]) == whole:

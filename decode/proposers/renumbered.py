@@ -35,8 +35,8 @@ def matching_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase
 def renumbered(draft_model: PreTrainedModel, ids: Mapping[int, int], stand_in: int) -> PreTrainedModel:
     """Return a view of a model that reads and writes another tokenizer's ids: it shares all weights.
 
-    For `DraftModelProposer(renumbered(…))`. The law that it drafts from holds no token that only the draft model has,
-    for its logits are not there when the softmax is taken; the target's tokens that it lacks have probability zero.
+    For `DraftModelProposer(renumbered(…))`. It drafts no token that only the draft model has, for their logits are
+    not there when the softmax is taken; the target's tokens that it lacks have probability zero.
 
     Args:
         draft_model: a causal LM.

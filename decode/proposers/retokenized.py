@@ -25,7 +25,7 @@ class RetokenizedProposer(Proposer):
     section 3.1). That is for chains at T=0 alone. Under sampling such a one-hot draft would be lossless too, but of
     little use: x would be accepted with probability p(x) where a draw from q has Σ min(p, q).
 
-    Whichever way, the output's law is the target's: what decides is whether the draft reads the text as it was trained
+    Whichever way, the output is the target's: what decides is whether the draft reads the text as it was trained
     to, so a mistake costs acceptance and nothing else.
 
     Args:
@@ -33,7 +33,7 @@ class RetokenizedProposer(Proposer):
         draft_tokenizer: its tokenizer.
         target_tokenizer: the target's.
         tree: as in `DraftModelProposer`; None drafts chains.
-        stop: ends a chain early, as in `DraftModelProposer`; where text is re-encoded it sees the draft's own law.
+        stop: ends a chain early, as in `DraftModelProposer`; where text is re-encoded it sees the draft's distribution.
 
     Attributes:
         renumbers: whether ids are renumbered; text is re-encoded otherwise.

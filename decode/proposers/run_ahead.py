@@ -1,4 +1,4 @@
-"""The draft runs ahead: it goes on drafting in a thread of its own while the target verifies what it drafted last."""
+"""The draft runs ahead: it goes on drafting in a second thread while the target verifies what it drafted last."""
 
 import copy
 import threading
@@ -21,16 +21,16 @@ class RunAheadProposer(DraftModelProposer):
 
     PEARL's post-verify (Liu et al. 2024, "PEARL: Parallel Speculative Decoding with Adaptive Draft Length"), for a
     round loop whose target adds a token after full acceptance: the draft guesses that bonus token, at T=0 by its
-    argmax and under sampling by a draw from its law q, and drafts up to γ tokens behind it. If the whole draft is
+    argmax and under sampling by a draw from q, and drafts up to γ tokens behind it. If the whole draft is
     accepted and the bonus token is the guess, the next draft is there already. Otherwise it is called off after the
     token at hand, the cache is taken back, and the draft is drafted as usual: at T=0 acceptance is what it is without
     running ahead.
 
     Lossless: given the text and its draft x, guess g and the tokens y behind it are drawn with random numbers that
     verification never sees; acceptance of x and the bonus token b ~ p are drawn with numbers that g and y never saw.
-    So given that x was accepted and b = g, y has the law that is handed over with it, q given x and b. What is not
-    handed over is drawn anew with new random numbers. Those that were spent may not be used again, for it is known of
-    them that they did not lead to b. What is handed over depends on tokens alone, never on which thread was faster,
+    So given that x was accepted and b = g, y was drawn from the q that is handed over with it, given x and b. What is
+    not handed over is drawn anew with new random numbers. Those that were spent may not be used again, for it is known
+    of them that they did not lead to b. What is handed over depends on tokens alone, never on which thread was faster,
     so that a seed gives one text.
 
     A gain needs a processor for the draft that the target does not want, and drafts that are accepted whole: a share
@@ -63,7 +63,7 @@ class RunAheadProposer(DraftModelProposer):
         self._ahead: _Ahead | None = None
 
     def start(self, task: Task) -> int:
-        """Begin with an empty cache and a stream of random numbers of the draft's own, seeded from the row's."""
+        """Begin with an empty cache and a separate stream of random numbers, seeded from the row's."""
         self.close()
         if len(task.generators) != 1:
             raise InputError(f"batch: expected one row where the draft runs ahead, found {len(task.generators)}")
@@ -132,10 +132,10 @@ class RunAheadProposer(DraftModelProposer):
 
     def _reseed(self) -> None:
         if self._task.sampler.do_sample:
-            own, row = self._generators[0], self._row_generator
-            assert own is not None
+            drafts, row = self._generators[0], self._row_generator
+            assert drafts is not None
             device = "cpu" if row is None else row.device
-            own.manual_seed(int(torch.randint(2**63 - 1, (), generator=row, device=device)))
+            drafts.manual_seed(int(torch.randint(2**63 - 1, (), generator=row, device=device)))
 
 
 class _Ahead(threading.Thread):
@@ -167,7 +167,7 @@ class _Ahead(threading.Thread):
         while len(self._parts) < self._count and not self._in_vain:
             draft = self._draft_token(text)
             self._parts.append(draft)
-            if not len(draft.tokens):  # stopped by the drafter's own doubts
+            if not len(draft.tokens):  # the drafter is not sure enough
                 return
             text = torch.cat([text, draft.tokens])
 
@@ -226,7 +226,7 @@ def _on_device(processors: LogitsProcessorList, device: torch.device) -> LogitsP
     """Copy processors, the tensors that they hold moved."""
     copies = LogitsProcessorList()
     for processor in processors:
-        own = copy.copy(processor)
-        vars(own).update({name: value.to(device) for name, value in vars(own).items() if isinstance(value, Tensor)})
-        copies.append(own)
+        moved = copy.copy(processor)
+        vars(moved).update({name: v.to(device) for name, v in vars(moved).items() if isinstance(v, Tensor)})
+        copies.append(moved)
     return copies

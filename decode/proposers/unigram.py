@@ -18,7 +18,7 @@ class BlindProposer(StatelessProposer):
     """Guesses from unigram frequencies alone: what any drafter has to beat.
 
     At T=0 it drafts the most frequent token again and again (of equals the one with the smallest id). Under sampling
-    it draws each token from the frequencies, and q is exactly them: they are not warped as the target's law is.
+    it draws each token from the frequencies, and q is exactly them: they are not warped as p is.
 
     Args:
         frequencies: (V,) relative frequencies or counts, not negative; a shorter vector is filled up with zeros, as a
@@ -50,13 +50,13 @@ class BlindProposer(StatelessProposer):
             if k == 0:
                 drafts.append(Proposal(context[:0], None, Tree.chain(0)))
                 continue
-            sampler = self._distribution(context)
-            confidence = sampler.max().expand(k)
+            q = self._distribution(context)
+            confidence = q.max().expand(k)
             if self.task.sampler.do_sample:
-                tokens = torch.cat([draw(sampler, generator) for _ in range(k)])
-                drafts.append(Proposal(tokens, sampler.expand(k, -1), Tree.chain(k), confidence))
+                tokens = torch.cat([draw(q, generator) for _ in range(k)])
+                drafts.append(Proposal(tokens, q.expand(k, -1), Tree.chain(k), confidence))
             else:
-                drafts.append(Proposal(sampler.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
+                drafts.append(Proposal(q.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
         return drafts
 
     def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
@@ -90,5 +90,5 @@ class BlindProposer(StatelessProposer):
         else:
             counts = self.frequencies.to(context.device)
             counts = torch.nn.functional.pad(counts, (0, size - len(counts)))
-        sampler = counts.double()
-        return (sampler / sampler.sum()).float()
+        q = counts.double()
+        return (q / q.sum()).float()

@@ -35,9 +35,9 @@ def ranks_of(scores: Tensor, tokens: Tensor, most: int) -> Tensor:
         (…) int16.
     """
     top = scores.topk(min(most, scores.shape[-1]))
-    found = (top.indices == tokens[..., None]) & top.values.isfinite()
-    ranks = found.to(torch.int16).argmax(-1).to(torch.int16)
-    return ranks.where(found.any(-1), NONE)
+    matches = (top.indices == tokens[..., None]) & top.values.isfinite()
+    ranks = matches.to(torch.int16).argmax(-1).to(torch.int16)
+    return ranks.where(matches.any(-1), NONE)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What replay knows of some texts by one drafter: the ways of having it, by what the drafter's draft depends on.
+"""What replay computes of some texts by one drafter, in four ways, by what the drafter's draft depends on.
 
 Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
 """
@@ -76,14 +76,14 @@ def replayed_by_ranks(
         overlaps: for each context, whether the drafter's first choice is the token, (N,).
     """
     widths = [max(len(tree.children[node + 1]) for node in range(ROOT, len(tree)))] * tree.depth
-    found = []
-    for text, own in zip(texts, ranks, strict=True):
-        padded = torch.nn.functional.pad(own, (0, tree.depth - 1), value=NONE)
+    text_ranks = []
+    for text, ranks_N in zip(texts, ranks, strict=True):
+        padded = torch.nn.functional.pad(ranks_N, (0, tree.depth - 1), value=NONE)
         by_start = padded.unfold(0, tree.depth, 1).cpu().numpy().copy()
         by_start[~drafted_from(len(text), tree.depth, text.limit, first=0)] = NONE
-        found.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
-    acceptance = [(own < len(tree.children[0])).float() for own in ranks]
-    return Replayed(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in found])
+        text_ranks.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
+    acceptance = [(ranks_N < len(tree.children[0])).float() for ranks_N in ranks]
+    return Replayed(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in text_ranks])
 
 
 def _sizes(texts: Sequence[WrittenText], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """The rounds in which speculative decoding writes a text, expected from the acceptance of its tokens.
 
-Speculative sampling emits x with law p whatever q is, so GIVEN the emitted text the drafted token at position i was
-accepted with probability a_i = min(1, q_i(x_i) / p_i(x_i)), independently along the block. The block structure is then
-a Markov chain on positions that can be summed exactly, for every draft length from the same a_i.
+Speculative sampling emits x with distribution p whatever q is, so GIVEN the emitted text the drafted token at position
+i was accepted with probability a_i = min(1, q_i(x_i) / p_i(x_i)), independently along the block. The block structure is
+then a Markov chain on positions that can be summed exactly, for every draft length from the same a_i.
 
 Shape suffixes: B texts, N positions of a text, K positions of a draft, V vocabulary.
 """
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.counts import ExpectedCounts
+from draftsmith.decode.counts import Ratios
 
 
 def acceptance_probabilities(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def start_probabilities(a_BNK: Tensor, lengths_B: Tensor, draft_length: int | No
 
 def expected_counts(
     a_BNK: Tensor, lengths_B: Tensor, limits_B: Tensor, draft_length: int | None = None, first: int = 0
-) -> list[ExpectedCounts]:
+) -> list[Ratios]:
     """Return what a decoder of chains is expected to count on each text; at T=0, where a is 0 or 1, what it counts.
 
     A round from t drafts min(γ, limit − t − 1) tokens, for the last one is always the target's. Where an accepted token
@@ -119,12 +119,12 @@ def expected_counts(
     counted_BNK = torch.where(inside_BNK, 1.0, 1 - ended_BN1).where(drafts_BNK, 0.0)
     drafted_BK = torch.einsum("bn,bnk->bk", starts_BN, counted_BNK)
     reached_BK = torch.einsum("bn,bnk->bk", starts_BN, before_BNK.where(drafts_BNK & inside_BNK, 0.0))
-    found = []
+    counts = []
     for row in range(batch):
         deep = int((drafted_BK[row] > 0).sum())  # positions that no round drafts are not counted
         accepted, drafted, reached = (x[row, :deep].tolist() for x in (accepted_BK, drafted_BK, reached_BK))
-        found.append(
-            ExpectedCounts(
+        counts.append(
+            Ratios(
                 num_drafts=float(starts_BN[row].sum()),
                 num_draft_tokens=sum(drafted),
                 num_accepted_tokens=sum(accepted),
@@ -134,4 +134,4 @@ def expected_counts(
                 num_emitted_tokens=float(lengths_B[row]),
             )
         )
-    return found
+    return counts

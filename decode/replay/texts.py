@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
 Distributions = Callable[[Tensor, Tensor, int], Iterator[Tensor]]
-"""(texts (B, T), which of their tokens are wanted (B, T) bool, C) → for each C columns from column 1 on, the laws of
-the wanted tokens, (N, V), column after column."""
+"""(texts (B, T), which of their tokens are wanted (B, T) bool, C) → for each C columns from column 1 on, the
+distributions of the wanted tokens, (N, V), column after column."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
 
 
 def model_distributions(model: PreTrainedModel, sampler: Sampler, vocab_size: int | None = None) -> Distributions:
-    """Return what a model says under a law, in ordinary forwards of the library; as wide as `vocab_size`."""
+    """Return a model's distributions under a sampler, in ordinary forwards of the library; as wide as `vocab_size`."""
 
     def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
         length, past = ids_BT.shape[1], None
