@@ -121,7 +121,7 @@ class Footprint:
                 {
                     "draft: copies of weights for autocast": copies,
                     "draft: activations": parts.in_loss(rows) - copies,
-                    "p's hidden states or laws": self.teacher_bytes(rows),
+                    "p's hidden states or distributions": self.teacher_bytes(rows),
                     "loss: logits of a chunk, gradients of head and hidden states": loss[0],
                 },
             ),
