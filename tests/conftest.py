@@ -95,12 +95,6 @@ def pipeline(tmp_path_factory, tokenizer):
     return make_pipeline(tmp_path_factory.mktemp("pipeline"), tokenizer)
 
 
-@pytest.fixture(scope="session")
-def road(pipeline):
-    """The older name of `pipeline`."""
-    return pipeline
-
-
 @pytest.fixture
 def pair_dirs(tmp_path, tokenizer):
     """A target and a draft as Hugging Face directories that share a tokenizer."""

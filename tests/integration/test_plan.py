@@ -216,7 +216,7 @@ def test_the_loss_is_what_it_allocates(monkeypatch, name, cached):
 
 
 @pytest.fixture(scope="module")
-def pair(road, tokenizer, tmp_path_factory):
+def pair(pipeline, tokenizer, tmp_path_factory):
     """Models with a few MB of activations, saved."""
     root = tmp_path_factory.mktemp("plan")
     for name, seed, layers, hidden in (("target", 0, 2, 192), ("draft", 1, 1, 128)):
@@ -238,7 +238,7 @@ def planned(pair: Path, **options: object) -> MemoryPlan:
 
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, True), (True, False)])
-def test_a_whole_step_of_the_trainer_takes_what_is_planned(road, pair, tokenizer, monkeypatch, amp, checkpointing):
+def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, tokenizer, monkeypatch, amp, checkpointing):
     """Teacher, draft, loss and backward together, at their peak."""
     monkeypatch.setattr(chunked, "CHUNK_ENTRIES", 2**14)
     monkeypatch.setattr(chunked, "PART_ENTRIES", 2**11)
@@ -250,10 +250,12 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(road, pair, tokenizer
         output_dir=str(pair / "out"), use_cpu=True, report_to=[], bf16=amp, activation_checkpointing=checkpointing,
         per_device_train_batch_size=ROWS,
     )  # fmt: skip
-    config = DistillConfig(str(pair / "target"), [str(road / "short")], draft=str(pair / "draft"), training=training)
+    config = DistillConfig(
+        str(pair / "target"), [str(pipeline / "short")], draft=str(pair / "draft"), training=training
+    )
     target, draft = (load_model(pair / name, device="cpu") for name in ("target", "draft"))
     draft.requires_grad_(True)
-    trainer = DistillTrainer(draft, target, tokenizer, config, training_examples([str(road / "short")]))
+    trainer = DistillTrainer(draft, target, tokenizer, config, training_examples([str(pipeline / "short")]))
     if checkpointing:
         draft.activation_checkpointing_enable({"use_reentrant": False})
     model = trainer.accelerator.prepare(draft)
