@@ -112,7 +112,7 @@ KINDS = {
 def test_greedy_replay_is_the_decoders_counts(repeating, kind, ended):
     heads = agreeing_heads(repeating, **KINDS[kind])
     totals, lengths = {name: Counts() for name in TREES}, set()
-    for seed in range(3):
+    for seed in range(5):
         ids, options = prompt(seed), {"max_new_tokens": NEW, "do_sample": False}
         if ended:
             plain = autoregressive_generate(repeating, ids, **options).sequences[0, PROMPT:].tolist()
