@@ -14,10 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForCondit
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
 
-from draftsmith.decode import DraftModelProposer
+from draftsmith.decode import DraftModelProposer, clock
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement import costs
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -256,9 +255,9 @@ def test_what_costs_mean_is_said(target, draft, monkeypatch):
 
 def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, draft, monkeypatch):
     """By a clock that ticks with the draft's forwards: all drafts but the first, which reads the text, are alike."""
-    clock = [0]
-    hook = draft.register_forward_hook(lambda *args: clock.__setitem__(0, clock[0] + 1))
-    monkeypatch.setattr(costs, "now", lambda model: clock[0])
+    ticks = [0]
+    hook = draft.register_forward_hook(lambda *args: ticks.__setitem__(0, ticks[0] + 1))
+    monkeypatch.setattr(clock, "now", lambda device: ticks[0])
     for rows in (1, 3):
         texts = torch.ones(rows, 28, dtype=torch.long)
         assert drafting_seconds(target, DraftModelProposer(draft), texts, 20, 4)[0] == 4
