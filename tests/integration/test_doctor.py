@@ -264,7 +264,9 @@ def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, draft, monkeyp
     hook.remove()
     asked = []
     heads = MedusaHeads.of_target(target, 3)
-    monkeypatch.setattr(heads, "logits", lambda i, h, e, own=heads.logits: asked.append((i, len(h))) or own(i, h, e))
+    monkeypatch.setattr(
+        heads, "logits", lambda i, h, *rest, logits=heads.logits: asked.append((i, len(h))) or logits(i, h, *rest)
+    )
     drafting_seconds(target, MedusaProposer(heads), texts, 20, 3)
     assert asked == [(0, 3), (1, 3), (2, 3)] * 6  # all but the first, which has no hidden states
 
