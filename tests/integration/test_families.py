@@ -167,7 +167,7 @@ def test_the_pairs_are_worth_testing(name):
     ("name", "kind", "shape"),
     dict.fromkeys(
         [
-            *((name, "greedy", shape) for name in {*VARIANTS, *WINDOWED} for shape in ("chain", "tree")),
+            *((name, "greedy", shape) for name in dict.fromkeys([*VARIANTS, *WINDOWED]) for shape in ("chain", "tree")),
             *in_turn(["greedy", "penalised"]),
         ]
     ),
