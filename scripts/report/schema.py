@@ -9,9 +9,63 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from draftsmith.scripts.report.types import SCHEMA, Report
+from draftsmith.decode import Counts
+from draftsmith.decode.measurement.certificate import Certificate
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts
+from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts.report.types import SCHEMA, Gate, ProposerEntry, Recommendation, Report, Speed
 
 PATH = Path(__file__).with_name("report.schema.json")
+
+Keywords = dict[str, Any]
+NULL, NUMBER, TEXT, BOOLEAN = ({"type": name} for name in ("null", "number", "string", "boolean"))
+AT_LEAST_0, AT_LEAST_1, SHARE = {"minimum": 0}, {"minimum": 1}, {"minimum": 0, "maximum": 1}
+
+
+def _properties(**properties: Keywords) -> Keywords:
+    return {"properties": properties}
+
+
+def _values(keywords: Keywords) -> Keywords:
+    return {"additionalProperties": keywords}
+
+
+RULES: dict[type, Keywords] = {
+    Estimate: {"if": _properties(value=NULL), "then": _properties(ci95=NULL)},
+    Speed: _properties(value=NUMBER | {"exclusiveMinimum": 0}),
+    ProposerEntry: {
+        "if": _properties(kind={"const": "medusa"}),
+        "then": _properties(heads=NUMBER, tree_nodes=NUMBER),
+        "else": _properties(heads=NULL, tree_nodes=NULL),
+    },
+    Certificate: {
+        **_properties(
+            prompts_identical=AT_LEAST_0, near_ties=AT_LEAST_0, departures=AT_LEAST_0, p_value=SHARE, tokens=AT_LEAST_0
+        ),
+        "if": _properties(checked={"const": False}),
+        "then": _properties(identical=NULL, p_value=NULL, passed=NULL, reason=TEXT),
+        "else": _properties(passed=BOOLEAN),
+    },
+    Gate: {
+        "if": _properties(passed={"const": True}),
+        "then": _properties(failures={"maxItems": 0}),
+        "else": _properties(failures={"minItems": 1}),
+    },
+    Recommendation: {
+        "if": _properties(go={"const": True}),
+        "then": _properties(proposer=TEXT, draft_length=NUMBER, batch_size=NUMBER, temperature=NUMBER),
+    },
+    Counts: _values({**AT_LEAST_0, "items": AT_LEAST_0}),
+    DraftCosts: _properties(start=AT_LEAST_0, step=AT_LEAST_0, prefill=AT_LEAST_0),
+    CostTable: _properties(
+        context=AT_LEAST_1,
+        temperature=AT_LEAST_0,
+        prompt=AT_LEAST_1,
+        target_seconds=_values(_values(AT_LEAST_0)),
+        prefill_seconds=_values(AT_LEAST_0),
+    ),
+}
+"""What the type of a field cannot say: rules that tie two fields, and ranges in classes that are not the report's."""
 
 
 def report_schema() -> dict[str, Any]:
@@ -22,7 +76,7 @@ def report_schema() -> dict[str, Any]:
 
 
 def generated_schema() -> dict[str, Any]:
-    """Return the JSON Schema of `Report`: objects have all of their keys and no others."""
+    """Return the JSON Schema of `Report`: objects have all of their keys and no others, and `RULES` hold."""
     from pydantic import TypeAdapter
 
     schema = TypeAdapter(Report).json_schema(mode="serialization")
@@ -31,6 +85,8 @@ def generated_schema() -> dict[str, Any]:
         for field in part["properties"].values():
             for noise in ("title", "default"):
                 field.pop(noise, None)
+    for kind, rule in RULES.items():
+        schema["$defs"][kind.__name__]["allOf"] = [rule]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": SCHEMA}
 
 

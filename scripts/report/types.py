@@ -37,10 +37,13 @@ ByNumber = Annotated[Mapping[int, Value], Says(propertyNames={"pattern": "^[1-9]
 """By batch size, draft length or tokens of a forward."""
 Name = Annotated[str, Says(minLength=1)]
 """A drafter's, short and unique."""
-Temperature = Annotated[float, Says(minimum=0)]
-Share = Annotated[float, Says(minimum=0, maximum=1)]
+Some = Annotated[Sequence[Value], Says(minItems=1)]
 Count = Annotated[int, Says(minimum=0)]
 Positive = Annotated[int, Says(minimum=1)]
+NotNegative = Annotated[float, Says(minimum=0)]
+AboveZero = Annotated[float, Says(exclusiveMinimum=0)]
+Share = Annotated[float, Says(minimum=0, maximum=1)]
+Temperature = NotNegative
 Kind = Literal["draft", "baseline_draft", "medusa", "prompt_lookup"]
 Verifier = Literal["probabilistic", "greedy"]
 """probabilistic: of drafts drawn from q; greedy: of the draft's argmax, which servers draft by default. At T=0 they are
@@ -86,7 +89,7 @@ class Prompts(Entry):
 class Speed(Estimate, Entry):
     """Tokens per second of the whole, with its interval over batches."""
 
-    median: float
+    median: AboveZero
     """Over batches."""
 
 
@@ -105,7 +108,7 @@ class Baseline(Entry):
     """Plain decoding of the same prompts in the same run."""
 
     tokens_per_second: Speed
-    by_temperature: Sequence[PlainRun]
+    by_temperature: Some[PlainRun]
 
 
 @dataclass(frozen=True)
@@ -237,8 +240,10 @@ class Comparison(Entry):
     """How many more would tell them apart; 0: told apart; null: equal, or too nearly so."""
 
 
-Seconds = ByNumber[float]
+Seconds = ByNumber[NotNegative]
 """By batch size, or by tokens."""
+Overheads = ByNumber[float]
+"""Seconds by batch size; below 0 where a loop is faster than its parts alone."""
 
 
 @dataclass(frozen=True)
@@ -251,11 +256,11 @@ class Costs(Entry):
     draft_seconds: Mapping[str, ByNumber[Seconds]]
     """By drafter, batch size, then γ: d(γ)."""
     draft_seconds_per_token: Mapping[str, Seconds]
-    overhead_seconds: Mapping[str, Seconds]
-    """The rest of a round, by drafter; below 0 where a loop is faster than its parts alone."""
-    plain_overhead_seconds: Seconds
+    overhead_seconds: Mapping[str, Overheads]
+    """The rest of a round, by drafter."""
+    plain_overhead_seconds: Overheads
     prefill_seconds: Seconds
-    tables: Sequence[CostTable]
+    tables: Some[CostTable]
     """As they were measured: one for each context and temperature."""
 
 
@@ -268,14 +273,14 @@ class Prediction(Entry):
     batch_size: Positive
     temperature: Temperature
     predicted: float
-    measured: float
+    measured: AboveZero
 
 
 @dataclass(frozen=True)
 class PlannerCheck(Entry):
     """How far predicted speed-ups are from measured ones."""
 
-    median_relative_error: float
+    median_relative_error: NotNegative
     points: Sequence[Prediction]
 
 
@@ -319,7 +324,7 @@ class RejectedToken(Entry):
 
     text: str
     seen: Positive
-    rejected: float
+    rejected: NotNegative
 
 
 @dataclass(frozen=True)
@@ -338,7 +343,7 @@ class TreePicture(Entry):
     """A picture of a Medusa tree."""
 
     proposer: Name
-    svg: str
+    svg: Annotated[str, Says(pattern=r"^<svg\b[\s\S]*</svg>\s*$")]
 
 
 @dataclass(frozen=True)
@@ -347,7 +352,7 @@ class Gate(Entry):
 
     min_speedup: float | None
     min_gain: float | None
-    confidence: float
+    confidence: Annotated[float, Says(exclusiveMinimum=0, exclusiveMaximum=1)]
     passed: bool
     failures: Sequence[str]
 
@@ -357,7 +362,7 @@ class Recommendation(Entry):
     """What to deploy, and why."""
 
     go: bool
-    reason: str
+    reason: Annotated[str, Says(minLength=1)]
     proposer: Name | None = None
     draft_length: Positive | None = None
     batch_size: Positive | None = None
@@ -380,7 +385,7 @@ class Report(Entry):
     target: Target
     prompts: Prompts
     baseline: Baseline
-    runs: Sequence[Run]
+    runs: Some[Run]
     curves: Sequence[Curve]
     comparisons: Sequence[Comparison]
     costs: Costs | None

@@ -5,7 +5,7 @@ import functools
 import inspect
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from statistics import median
 
 import pytest
@@ -30,7 +30,7 @@ from draftsmith.scripts.measure.side_by_side import Method
 from draftsmith.scripts.pair import short_names
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
-from draftsmith.scripts.report.types import Report
+from draftsmith.scripts.report.types import Recommendation, Report
 from draftsmith.train import cli
 from draftsmith.train.runs import save_model
 
@@ -161,6 +161,57 @@ def test_the_schema_is_strict(measured):
         assert not VALIDATOR.is_valid(changed), path
     for key in report:
         assert not VALIDATOR.is_valid({name: value for name, value in report.items() if name != key}), key
+
+
+NOTHING = {"value": None, "ci95": None, "n": 0}
+GATE = {"min_speedup": 1.0, "min_gain": None, "confidence": 0.9, "passed": True, "failures": []}
+UNCHECKED = dict.fromkeys(field.name for field in fields(Certificate)) | {"checked": False, "reason": "no T=0"}
+FAILED = UNCHECKED | {"checked": True, "passed": False, "p_value": 1e-9, "tokens": 100}
+NOBODY = dict.fromkeys(field.name for field in fields(Recommendation)) | {"go": False, "reason": "nothing pays"}
+RUN = ("runs", 0)
+TABLE = ("costs", "tables", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "right", "wrong"),
+    [
+        ((*RUN, "speedup"), NOTHING, {"ci95": [1.0, 2.0]}),
+        ((*RUN, "tokens_per_second"), {"value": 9.0, "ci95": None, "n": 1, "median": 9.0}, {"value": None}),
+        ((*RUN, "tokens_per_second"), {"value": 9.0, "ci95": None, "n": 1, "median": 9.0}, {"median": 0}),
+        ((*RUN, "lossless"), UNCHECKED, {"reason": None}),
+        ((*RUN, "lossless"), UNCHECKED, {"passed": True}),
+        ((*RUN, "lossless"), FAILED, {"passed": None}),
+        ((*RUN, "lossless"), FAILED, {"p_value": 1.5}),
+        ((*RUN, "lossless"), FAILED, {"tokens": -1}),
+        ((*RUN, "proposer"), {"kind": "prompt_lookup", "heads": None, "tree_nodes": None}, {"heads": 3}),
+        ((*RUN, "proposer"), {"kind": "medusa", "heads": 3, "tree_nodes": 5}, {"heads": None}),
+        ((*RUN, "proposer"), {"kind": "medusa", "heads": 3, "tree_nodes": 5}, {"tree_nodes": None}),
+        ((*RUN, "counts"), {}, {"num_emitted_tokens": -1}),
+        ((*RUN, "counts"), {}, {"num_reached_per_pos": [2, -1]}),
+        (("gate",), GATE, {"failures": ["too slow"]}),
+        (("gate",), GATE | {"passed": False, "failures": ["too slow"]}, {"failures": []}),
+        (("gate",), GATE, {"confidence": 1}),
+        (("recommendation",), NOBODY, {"go": True}),
+        (("recommendation",), NOBODY, {"reason": ""}),
+        (("costs", "prefill_seconds"), {}, {"1": -1e-3}),
+        (("costs", "plain_overhead_seconds"), {"1": -1e-3}, {"0": 1e-3}),
+        ((*TABLE, "target_seconds", "1"), {}, {"1": -1e-3}),
+        ((*TABLE, "drafters", "draft", "1"), {"overhead": -1e-3}, {"step": -1e-3}),
+        (TABLE, {}, {"context": 0}),
+        (("planner_check",), {}, {"median_relative_error": -0.1}),
+        (("planner_check", "points", 0), {}, {"measured": 0}),
+        (("rejections", "tokens", 0), {"text": "a", "seen": 1, "rejected": 0.5}, {"rejected": -0.5}),
+        (("trees", 0), {"proposer": "medusa", "svg": "<svg></svg>"}, {"svg": "<script></script>"}),
+        ((), {}, {"runs": []}),
+    ],
+)
+def test_the_schema_ties_fields_together_and_knows_ranges(measured, path, right, wrong):
+    whole = {"report": copy.deepcopy(measured[0])}
+    *above, last = "report", *path
+    part = functools.reduce(lambda value, key: value[key], above, whole)
+    for update, valid in ((right, True), (wrong, False)):
+        part[last] = (part[last] or {}) | update
+        assert VALIDATOR.is_valid(whole["report"]) is valid, update
 
 
 def test_the_schema_is_that_of_the_dataclasses():
