@@ -5,17 +5,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import (
-    Counts,
     DecodeOutput,
     DraftModelProposer,
     Proposer,
@@ -24,12 +22,10 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import at_least, require
-from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio
-from draftsmith.decode.planner import verification_costs
+from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
-from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 
@@ -118,28 +114,25 @@ def run_benchmark(
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
     console.print(f"{where['device']}, {where['threads']} threads, {where['dtype']}")
     results = shown(config, {name: value for name, value in figures.items() if name not in ("environment", "config")})
-    groups = {name: value for name, value in results.items() if isinstance(value, Mapping | list)}
+    groups = {name: value for name, value in results.items() if isinstance(value, Mapping)}
     single = {name: value for name, value in results.items() if name not in groups}
     for name, value in (groups | ({"figures": single} if single else {})).items():
         console.print(_table(name, value))
     return 0
 
 
-def _table(name: str, value: Any) -> Table:
-    """Return figures as a table, the longer side down: groups, and the figures of each, flattened."""
-    if isinstance(value, list):
-        value = dict(enumerate(value))
-    grouped = isinstance(value, Mapping) and all(isinstance(v, Mapping) for v in value.values())
-    columns = {str(group): _flat(figures) for group, figures in value.items()} if grouped else {"": _flat(value)}
-    rows = list(dict.fromkeys(row for column in columns.values() for row in column))
-    cells = {row: {column: columns[column].get(row, "") for column in columns} for row in rows}
-    if len(columns) > len(rows):
-        cells = {column: {row: columns[column].get(row, "") for row in rows} for column in columns}
+def _table(name: str, figures: Mapping[str, Any]) -> Table:
+    """Return a table of figures: a row for each group, with its figures side by side, or for each figure."""
+    if all(isinstance(value, Mapping) for value in figures.values()):
+        rows = {group: _flat(values) for group, values in figures.items()}
+    else:
+        rows = {figure: {"": text} for figure, text in _flat(figures).items()}
+    columns = dict.fromkeys(column for cells in rows.values() for column in cells)
     table = Table(name.replace("_", " "), box=None)
-    for column in next(iter(cells.values())):
+    for column in columns:
         table.add_column(column, justify="right")
-    for row, texts in cells.items():
-        table.add_row(row, *texts.values())
+    for row, cells in rows.items():
+        table.add_row(row, *(cells.get(column, "") for column in columns))
     return table
 
 
@@ -165,8 +158,8 @@ class BenchmarkPair:
     options: dict[str, Any]
 
     @classmethod
-    def load(cls, config: DecodingConfig, draft_device: str | None = None) -> "BenchmarkPair":
-        """Load a pair and its prompts; the draft on a device of its own if one is named.
+    def load(cls, config: DecodingConfig) -> "BenchmarkPair":
+        """Load a pair and its prompts.
 
         Raises:
             InputError: models that cannot be loaded, or that have different tokenizers; no prompts.
@@ -178,7 +171,7 @@ class BenchmarkPair:
         encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
         prompts = [torch.tensor([ids], device=pair.target.device) for ids in encoded]
         options = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
-        return cls(pair.target, draft.to(draft_device or draft.device), pair.dtype, prompts, options)
+        return cls(pair.target, draft, pair.dtype, prompts, options)
 
     def plain(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> DecodeOutput:
         """Decode one token per forward."""
@@ -196,12 +189,6 @@ def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Return prompts, (1, T) each, as one batch padded on the left, and its attention mask: (B, T) each."""
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
     return pad([ids[0] for ids in rows]), pad([torch.ones_like(ids[0]) for ids in rows])
-
-
-def complete_prompts(target: str, prompts: Path, completions: Path, **options: Any) -> None:
-    """Have a target complete the prompts of a file in float32; what it has written already is kept."""
-    options = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "dtype": "float32", **options}
-    prepare(PrepareConfig(target, str(prompts), str(completions), **options))
 
 
 def training_fields(
@@ -222,68 +209,8 @@ def training_fields(
     }
 
 
-def read_texts(directory: Path) -> tuple[list[Tensor], list[int]]:
-    """Return texts, (T,), and the lengths of their prompts, in the order of their ids, whatever the temperature."""
-    samples = load_completions(str(directory)).sort("id")
-    return [torch.tensor(ids) for ids in samples["input_ids"]], list(samples["prompt_length"])
-
-
 def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple[float, T]]:
     """Time each call once, the first one another each turn; return the seconds and the result of each."""
     names = list(calls)
     first = turn % len(names)
     return {name: timed(calls[name]) for name in names[first:] + names[:first]}
-
-
-class Decoded(NamedTuple):
-    """One decoded prompt."""
-
-    seconds: float
-    tokens: int
-    counts: Counts
-
-
-def decode_in_turns(
-    methods: Mapping[str, Callable[[Tensor], DecodeOutput]], prompts: list[Tensor]
-) -> dict[str, list[Decoded]]:
-    """Decode each prompt by every method before the next prompt's turn, in an order that rotates."""
-    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
-        decode(prompts[0])
-    results: dict[str, list[Decoded]] = {name: [] for name in methods}
-    for turn, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
-        calls = {name: partial(decode, ids) for name, decode in methods.items()}
-        for name, (seconds, output) in in_turns(calls, turn).items():
-            results[name].append(Decoded(seconds, output.sequences.numel() - ids.numel(), output.counts))
-    return results
-
-
-def over(results: Sequence[Decoded], others: Sequence[Decoded]) -> Estimate:
-    """Return the ratio of two methods' tokens per second, with an interval over prompts."""
-    return rate_ratio(*_tokens_and_seconds(results), *_tokens_and_seconds(others))
-
-
-def summary(results: Sequence[Decoded], plain: Sequence[Decoded]) -> dict[str, Any]:
-    """Return a method's speed, alone and against plain decoding, and its τ."""
-    return {
-        "tokens_per_second": ratio(*_tokens_and_seconds(results)),
-        "over_plain": over(results, plain),
-        "mean_acceptance_length": mean_acceptance_length(results),
-    }
-
-
-def mean_acceptance_length(results: Sequence[Decoded]) -> float | None:
-    """Return τ over all prompts; None where no rounds were counted."""
-    return sum((result.counts for result in results), Counts()).mean_acceptance_length()
-
-
-def _tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[float]]:
-    return [result.tokens for result in results], [result.seconds for result in results]
-
-
-def forward_seconds(
-    pair: BenchmarkPair, draft_length: int, context: int, compiled: bool = False
-) -> tuple[float, float, float]:
-    """Return the median seconds of target forwards of 1 and γ + 1 tokens and of a draft step, behind a context."""
-    measured = partial(verification_costs, rows=1, context=context, repeats=40, compiled=compiled)
-    seconds = measured(pair.target, tokens=(1, draft_length + 1))
-    return seconds[1], seconds[draft_length + 1], measured(pair.draft, tokens=(1,))[1]

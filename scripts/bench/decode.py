@@ -6,19 +6,21 @@ rotates. Plain decoding has the same options as what it is compared with: dtype,
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_high
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.clock import now, timed
-from draftsmith.scripts.bench import common
-from draftsmith.scripts.bench.common import DecodingConfig
+from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
+from draftsmith.decode.planner import verification_costs
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, in_turns, padded, run_benchmark
 from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
 
@@ -32,48 +34,80 @@ class BenchDecodeConfig(DecodingConfig):
     draft_length: int = 3
     """γ, drafted tokens a round."""
     batch_size: int = 8
-    """Rows decoded together, compared with one row at a time; 1 leaves the comparison out."""
+    """Rows decoded together, compared with one row at a time."""
     compiled: bool = True
     """Also time compiled forwards, after minutes of compilation."""
-    peer: bool = True
-    """Also time the library's assisted generation."""
+
+
+class Decoded(NamedTuple):
+    """One decoded prompt."""
+
+    seconds: float
+    tokens: int
+    counts: Counts
 
 
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
-    pair = common.BenchmarkPair.load(config)
+    pair = BenchmarkPair.load(config)
     plain, speculative = pair.plain, partial(pair.speculative, draft_length=config.draft_length)
-    methods: dict[str, Method] = {"plain": plain, "speculative": speculative}
-    if config.peer:
-        methods["assisted generation"] = partial(_assisted, pair, config.draft_length)
-    clocked_methods = list(methods.items())
+    eager: dict[str, Method] = {"plain": plain, "speculative": speculative}
+    eager["assisted generation"] = partial(_assisted, pair, config.draft_length)
+    compiled: dict[str, Method] = {}
     if config.compiled:
-        methods["plain, compiled"] = partial(plain, compiled=True)
-        methods["speculative, compiled"] = partial(speculative, compiled=True)
-    results = common.decode_in_turns(methods, pair.prompts)
-    speeds = {name: common.summary(result, results["plain"]) for name, result in results.items()}
-    if config.peer:
-        for name, result in results.items():
-            speeds[name]["over_assisted_generation"] = common.over(result, results["assisted generation"])
+        compiled["plain, compiled"] = partial(plain, compiled=True)
+        compiled["speculative, compiled"] = partial(speculative, compiled=True)
+    results = _decode_in_turns(eager | compiled, pair.prompts)
+    speeds: dict[str, dict[str, Any]] = {
+        name: {
+            "tokens_per_second": ratio(*_tokens_and_seconds(decoded)),
+            "over_plain": _over(decoded, results["plain"]),
+            "over_assisted_generation": _over(decoded, results["assisted generation"]),
+            "mean_acceptance_length": _mean_acceptance_length(decoded),
+        }
+        for name, decoded in results.items()
+    }
     limits = {"speculative": _limit(config, pair, results["speculative"], results["plain"])}
     if config.compiled:
-        compiled = results["speculative, compiled"], results["plain, compiled"]
-        speeds["speculative, compiled"]["over_plain_compiled"] = common.over(*compiled)
-        limits["speculative, compiled"] = _limit(config, pair, *compiled, compiled=True)
-    figures = {
+        with_compiled = results["speculative, compiled"], results["plain, compiled"]
+        speeds["speculative, compiled"]["over_plain_compiled"] = _over(*with_compiled)
+        limits["speculative, compiled"] = _limit(config, pair, *with_compiled, compiled=True)
+    return {
         "environment": environment(pair.target.device, pair.dtype),
         "config": vars(config),
         "methods": speeds,
-        "outside_forwards": {name: _share_outside_forwards(method, pair) for name, method in clocked_methods},
+        "outside_forwards": {name: _share_outside_forwards(method, pair) for name, method in eager.items()},
         "limit": limits,
+        "batch": {name: _batch(config, eager[name], pair.prompts) for name in ("plain", "speculative")},
     }
-    if config.batch_size > 1:
-        batch = {name: _batch(config, methods[name], pair.prompts) for name in ("plain", "speculative")}
-        figures["batch"] = {"batch_size": config.batch_size, **batch}
-    return figures
 
 
-def _assisted(pair: common.BenchmarkPair, draft_length: int, ids: Tensor) -> DecodeOutput:
+def _decode_in_turns(methods: Mapping[str, Method], prompts: list[Tensor]) -> dict[str, list[Decoded]]:
+    """Decode each prompt by every method before the next prompt's turn, in an order that rotates."""
+    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
+        decode(prompts[0])
+    results: dict[str, list[Decoded]] = {name: [] for name in methods}
+    for turn, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
+        calls = {name: partial(decode, ids) for name, decode in methods.items()}
+        for name, (seconds, output) in in_turns(calls, turn).items():
+            results[name].append(Decoded(seconds, output.sequences.numel() - ids.numel(), output.counts))
+    return results
+
+
+def _over(results: Sequence[Decoded], others: Sequence[Decoded]) -> Estimate:
+    """Return the ratio of two methods' tokens per second, with an interval over prompts."""
+    return rate_ratio(*_tokens_and_seconds(results), *_tokens_and_seconds(others))
+
+
+def _tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[float]]:
+    return [result.tokens for result in results], [result.seconds for result in results]
+
+
+def _mean_acceptance_length(results: Sequence[Decoded]) -> float | None:
+    return sum((result.counts for result in results), Counts()).mean_acceptance_length()
+
+
+def _assisted(pair: BenchmarkPair, draft_length: int, ids: Tensor) -> DecodeOutput:
     """Decode with the draft by the library's own loop, which counts nothing: γ is constant, and it is never unsure."""
     settings = {"num_assistant_tokens": draft_length, "num_assistant_tokens_schedule": "constant"}
     pair.draft.generation_config.update(**settings, assistant_confidence_threshold=0.0)
@@ -82,7 +116,7 @@ def _assisted(pair: common.BenchmarkPair, draft_length: int, ids: Tensor) -> Dec
     return DecodeOutput(generate(ids, **options), Counts(), ())
 
 
-def _share_outside_forwards(decode: Method, pair: common.BenchmarkPair) -> float:
+def _share_outside_forwards(decode: Method, pair: BenchmarkPair) -> float:
     """Return the share of the time that is spent outside the models' eager forwards, the median over four prompts."""
     shares = []
     for ids in pair.prompts[:4]:
@@ -102,14 +136,16 @@ def _share_outside_forwards(decode: Method, pair: common.BenchmarkPair) -> float
 
 def _limit(
     config: BenchDecodeConfig,
-    pair: common.BenchmarkPair,
-    speculative: Sequence[common.Decoded],
-    plain: Sequence[common.Decoded],
+    pair: BenchmarkPair,
+    speculative: Sequence[Decoded],
+    plain: Sequence[Decoded],
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Compare the speed-up with τ·t(1) ÷ (d(γ) + t(γ + 1)): a loop that costs nothing, forwards as measured."""
-    one, block, step = common.forward_seconds(pair, config.draft_length, config.middle, compiled)
-    tau, speedup = common.mean_acceptance_length(speculative) or 0.0, common.over(speculative, plain)
+    seconds = partial(verification_costs, rows=1, context=config.middle, repeats=40, compiled=compiled)
+    of_target, step = seconds(pair.target, tokens=(1, config.draft_length + 1)), seconds(pair.draft, tokens=(1,))[1]
+    one, block = of_target[1], of_target[config.draft_length + 1]
+    tau, speedup = _mean_acceptance_length(speculative) or 0.0, _over(speculative, plain)
     limit = tau * one / (config.draft_length * step + block)
     return {
         "target_milliseconds": {"1": 1e3 * one, str(config.draft_length + 1): 1e3 * block},
@@ -125,10 +161,10 @@ def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], promp
     count, new = config.batch_size, config.max_new_tokens
     rows = (prompts * count)[:count]
     calls: dict[str, Callable[[], Any]] = {
-        "together": partial(decode, *common.padded(rows)),
+        "together": partial(decode, *padded(rows)),
         "alone": lambda: [decode(ids) for ids in rows],
     }
-    turns = [common.in_turns(calls, turn) for turn in range(4)][1:]  # the first warms up
+    turns = [in_turns(calls, turn) for turn in range(4)][1:]  # the first warms up
     together, alone = ([turn[name][0] for turn in turns] for name in calls)
     ratios = [apart / joint for joint, apart in zip(together, alone, strict=True)]
     texts = [row[-new:] for row in turns[-1]["together"][1].sequences]
@@ -143,4 +179,4 @@ def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], promp
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(common.run_benchmark, BenchDecodeConfig, bench)))
+    sys.exit(run(partial(run_benchmark, BenchDecodeConfig, bench)))

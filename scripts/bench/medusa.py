@@ -26,12 +26,13 @@ from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.medusa.tree_search import rank_accuracies, reference_tree, search_tree
-from draftsmith.scripts.bench.common import read_texts, run_benchmark
+from draftsmith.scripts.bench.common import run_benchmark
 from draftsmith.scripts.bench.variants import (
     VariantsConfig,
     compare,
     complete,
     pooled,
+    read_texts,
     tau_difference,
     taus,
 )

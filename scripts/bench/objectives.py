@@ -21,17 +21,16 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.bench.common import ASSETS, read_texts, run_benchmark
-from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, taus
+from draftsmith.scripts.bench.common import ASSETS, run_benchmark
+from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, read_texts, taus
 from draftsmith.train.cli import run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.optimizer import MuonAdamW
 
 STOCK = "stock"
-"""The draft as it is before any training, among the variants."""
-
 VARIANTS: dict[str, dict[str, Any]] = {
+    STOCK: {},  # the draft as it is before any training
     "cross_entropy": {"divergence": "cross_entropy"},
     "forward_kl": {"divergence": "forward_kl"},
     "reverse_kl": {"divergence": "reverse_kl"},
@@ -88,7 +87,7 @@ class BenchObjectivesConfig(VariantsConfig):
 
 def bench(config: BenchObjectivesConfig) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed."""
-    return compare(config, partial(_train_and_replay, config), untrained=(STOCK,))
+    return compare(config, partial(_train_and_replay, config))
 
 
 def _train_and_replay(

@@ -7,10 +7,8 @@ one that replay counts on it. At T=1 decoder and replay see texts of their own f
 compared, paired over prompts, and the variances of their rounds, which draws of one prompt differ by. The decoder's
 texts are replayed too, which leaves the decoder's coins alone as noise; a greedy draft throws none, and there the
 rounds of each text must be equal.
-Parts that `--output` holds already are not run again.
 """
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,7 +22,7 @@ from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, DraftModelProposer
 from draftsmith.decode.clock import timed
-from draftsmith.decode.errors import InputError, at_least, require, require_some
+from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import replay_acceptance
 from draftsmith.decode.proposers.base import Proposer
@@ -34,7 +32,7 @@ from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
 from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, padded, run_benchmark
 from draftsmith.train.cli import Ints, numbers, run
-from draftsmith.train.provenance import environment, write_json
+from draftsmith.train.provenance import environment
 
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
@@ -113,49 +111,29 @@ class Decoder:
 
 
 def bench(config: BenchReplayConfig) -> dict[str, Any]:
-    """Run what is missing and return the figures."""
+    """Run the benchmark and return the figures."""
     pair = BenchmarkPair.load(config)
     decoder, target, draft = Decoder(pair, config), pair.target, pair.draft
-    draft_lengths = range(1, config.longest + 1)
-    parts = {"greedy: draft": partial(greedy_part, decoder, DraftModelProposer(draft), draft_lengths)}
+    greedy = {"draft": _greedy_part(decoder, DraftModelProposer(draft), range(1, config.longest + 1))}
     if config.medusa is not None:
         heads: Any = MedusaHeads.from_pretrained(config.medusa, dtype=target.dtype)
         heads.to(target.device)
         count = heads.config.num_heads
-        for name, tree in (("chain", Tree.chain(count)), ("tree", reference_tree(count))):
-            proposer = MedusaProposer(heads, tree)
-            parts[f"greedy: medusa {name}"] = partial(greedy_part, decoder, proposer, range(1, count + 1))
-    for name, greedy in (("probabilistic", False), ("greedy draft", True)):
-        parts[f"sampled: {name}"] = partial(sampled_part, decoder, DraftModelProposer(draft, greedy=greedy))
-    figures: dict[str, Any] = {
-        "parts": _parts_done(config),
+        for name, tree in (("medusa chain", Tree.chain(count)), ("medusa tree", reference_tree(count))):
+            greedy[name] = _greedy_part(decoder, MedusaProposer(heads, tree), range(1, count + 1))
+    return {
         "environment": environment(target.device, pair.dtype),
         "config": vars(config),
         "prompts": len(pair.prompts),
+        "greedy": greedy,
+        "sampled": {
+            name: _sampled_part(decoder, DraftModelProposer(draft, greedy=argmax))
+            for name, argmax in (("probabilistic", False), ("greedy draft", True))
+        },
     }
-    path = config.figures_path()
-    for name, part in parts.items():
-        if name not in figures["parts"]:
-            print(name, flush=True)
-            figures["parts"][name] = part()
-            if path is not None:
-                write_json(path, figures)
-    return figures
 
 
-def _parts_done(config: BenchReplayConfig) -> dict[str, Any]:
-    path = config.figures_path()
-    if path is None or not path.is_file():
-        return {}
-    figures = json.loads(path.read_text(encoding="utf-8"))
-    if any(figures["config"].get(name) != value for name, value in vars(config).items() if name != "output"):
-        raise InputError(
-            f"output: expected figures of this configuration, found another's in {path}: take another file"
-        )
-    return figures["parts"]
-
-
-def greedy_part(decoder: Decoder, proposer: Proposer, draft_lengths: Sequence[int]) -> dict[str, Any]:
+def _greedy_part(decoder: Decoder, proposer: Proposer, draft_lengths: Sequence[int]) -> dict[str, Any]:
     """Compare every integer of every text at T=0, and the seconds of replay with those of decoding."""
     texts = decoder.plain()
     lengths = decoder.prompt_lengths
@@ -202,7 +180,7 @@ def _integers(expected: Any, actual: Any) -> list[tuple[Any, Any]]:
     return [(len(expected), len(actual)), *zip(expected, actual, strict=False)]
 
 
-def sampled_part(decoder: Decoder, proposer: Proposer) -> dict[str, Any]:
+def _sampled_part(decoder: Decoder, proposer: Proposer) -> dict[str, Any]:
     """Compare τ of decoder and replay at T=1, and the variance of their rounds among draws of one prompt."""
     config, count = decoder.config, len(decoder.prompt_lengths)
     draws, tokens = config.draws, count * config.draws * config.max_new_tokens
@@ -245,12 +223,11 @@ def _z(differences: np.ndarray) -> float:
 
 def shown(config: BenchReplayConfig, figures: dict[str, Any]) -> dict[str, Any]:
     """Return the comparisons at T=0 over all draft lengths, and those at T=1 of each."""
-    parts = figures["parts"].items()
     greedy = {
-        name: {k: v for k, v in part.items() if k != "draft_lengths"} for name, part in parts if "greedy:" in name
+        name: {key: value for key, value in part.items() if key != "draft_lengths"}
+        for name, part in figures["greedy"].items()
     }
-    sampled = {name: part["draft_lengths"] for name, part in parts if "sampled:" in name}
-    return {"T=0": greedy} | sampled
+    return {"T=0": greedy} | {f"T=1, {name}": part["draft_lengths"] for name, part in figures["sampled"].items()}
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ import torch
 from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
-from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, complete_prompts, training_fields
+from draftsmith.scripts.bench.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, training_fields
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
 from draftsmith.train.provenance import environment, write_json
 
@@ -103,7 +103,6 @@ def compare(
     config: VariantsConfig,
     train_and_replay: Callable[[str, int, PreTrainedModel, Dataset], dict[str, Any]],
     prompts: Mapping[str, Sequence[dict[str, str]]] | None = None,
-    untrained: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed.
 
@@ -111,7 +110,6 @@ def compare(
         config: says what to run.
         train_and_replay: returns the figures of a variant and seed, given the target and what to learn from.
         prompts: others than those to learn from and those to replay, by their names in `WRITTEN`.
-        untrained: names for which it is called once, with seed 0, before all others.
     """
     path, train_prompts = config.figures_path(), stdlib_prompts(config.train_prompts, heldout=False)
     sampled = len(train_prompts) * 2 // 3
@@ -124,8 +122,7 @@ def compare(
     results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     target = load_model(config.target, field="target", device="cpu")
     train = training_examples([str(config.completions / side) for side in ("sampled", "greedy")])
-    remember(target, train["input_ids"])
-    for seed, variant in [*product((0,), untrained), *product(config.seeds, config.variants)]:
+    for seed, variant in product(config.seeds, config.variants):
         if str(seed) not in results.get(variant, {}):
             print(f"{variant}, seed {seed}", flush=True)
             results.setdefault(variant, {})[str(seed)] = train_and_replay(variant, seed, target, train)
@@ -135,32 +132,27 @@ def compare(
 
 
 def complete(config: VariantsConfig, sides: Iterable[str], target: str, completions: Path) -> None:
-    """Have a target complete the prompts of some of `WRITTEN`, each in its directory among the completions."""
+    """Have a target complete the prompts of some of `WRITTEN` in float32; what it has written already is kept."""
     for side in sides:
         temperature, tokens = WRITTEN[side]
-        options = {"temperature": temperature, "max_new_tokens": tokens, "batch_size": 64}
-        complete_prompts(target, config.prompts(side), completions / side, **options)
+        prepare(
+            PrepareConfig(
+                target,
+                str(config.prompts(side)),
+                str(completions / side),
+                temperature=temperature,
+                max_new_tokens=tokens,
+                max_prompt_tokens=MAX_PROMPT_TOKENS,
+                batch_size=64,
+                dtype="float32",
+            )
+        )
 
 
-def remember(target: PreTrainedModel, rows: list[list[int]]) -> None:
-    """Keep the target's hidden states of some texts, which every run asks for, from the first time on."""
-    decoder: Any = target.get_decoder()
-    original, wanted = decoder.forward, {tuple(row) for row in rows}
-    known: dict[tuple[int, ...], Tensor] = {}
-
-    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        lengths = [input_ids.shape[1]] * len(input_ids) if attention_mask is None else attention_mask.sum(1).tolist()
-        keys = [tuple(ids[:n].tolist()) for ids, n in zip(input_ids, lengths, strict=True)]
-        if all(key in known for key in keys):
-            hidden = torch.nn.utils.rnn.pad_sequence([known[key] for key in keys], batch_first=True)
-            return BaseModelOutputWithPast(last_hidden_state=hidden)
-        output = original(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
-        for key, states in zip(keys, output.last_hidden_state, strict=True):
-            if key in wanted:
-                known[key] = states[: len(key)].clone()
-        return output
-
-    decoder.forward = forward
+def read_texts(directory: Path) -> tuple[list[Tensor], list[int]]:
+    """Return texts, (T,), and the lengths of their prompts, in the order of their ids, whatever the temperature."""
+    samples = load_completions(str(directory)).sort("id")
+    return [torch.tensor(ids) for ids in samples["input_ids"]], list(samples["prompt_length"])
 
 
 def pooled(runs: Mapping[str, Any], name: str) -> dict[str, list[float]]:

@@ -43,8 +43,6 @@ def test_every_command_line_of_the_documentation_parses():
         ("decode", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
         ("replay", ["--draws", "1"], "draws: expected at least 2, found 1"),
-        ("run_ahead", ["--draft_lengths", "[0]"], "draft_lengths: expected at least 1, found 0"),
-        ("teacher_cache", ["--k", "[]"], "k: expected at least one number, found none"),
         ("objectives", ["--variants", '["tvd@x"]'], "variants: expected NAME or NAME@STEPS"),
         ("medusa", ["--baseline", "none"], "variants: expected NAME or NAME@STEPS"),
     ],
@@ -94,18 +92,15 @@ def test_divergence(tmp_path):
     assert max(figures["relative_error"].values()) < 1e-4
 
 
-def test_replay_counts_what_the_decoder_counts_and_keeps_what_is_done(pair, tmp_path, capsys):
+def test_replay_counts_what_the_decoder_counts(pair, tmp_path, capsys):
     arguments = [*pair, "--max_new_tokens", "6", "--longest", "2", "--sampled_lengths", "2", "--batch_size", "2"]
     figures = figures_of(replay.bench, replay.BenchReplayConfig, arguments, tmp_path, replay.shown)
-    greedy = figures["parts"]["greedy: draft"]
+    greedy = figures["greedy"]["draft"]
     assert greedy["integers_equal"] == greedy["integers"] > 0
     assert [length["texts_identical"] for length in greedy["draft_lengths"].values()] == [2, 2]
-    assert figures["parts"]["sampled: greedy draft"]["draft_lengths"]["2"]["own_texts_rounds_equal"] == 4
-    assert "greedy: draft\n" in capsys.readouterr().out
-    assert figures_of(replay.bench, replay.BenchReplayConfig, arguments, tmp_path, replay.shown) == figures
-    assert "greedy: draft\n" not in capsys.readouterr().out
-    with pytest.raises(InputError, match="output: expected figures of this configuration"):
-        figures_of(replay.bench, replay.BenchReplayConfig, [*arguments, "--draws", "3"], tmp_path)
+    assert figures["sampled"]["greedy draft"]["draft_lengths"]["2"]["own_texts_rounds_equal"] == 4
+    printed = capsys.readouterr().out
+    assert "T=0" in printed and "T=1, probabilistic" in printed
 
 
 @pytest.mark.parametrize("benchmark", [objectives, medusa])
