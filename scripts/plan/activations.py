@@ -5,9 +5,6 @@ and no data (`FakeTensorMode`), and every storage is counted from its allocation
 have what PyTorch keeps for the backward of each operation, two copies of a norm's input and a dropout's mask included,
 and follow the code when it changes.
 
-Of a deep model with equal layers three and four layers are traced: memory grows by the same number of bytes with each
-further layer (`at_full_depth`).
-
 For a GPT layer in half precision on s tokens of b rows with hidden size h, Korthikanti et al. 2022 (section 4.1) count
 34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). The
 count here is above that: eager kernels also keep intermediate results of activations and norms that take several
@@ -15,10 +12,8 @@ operations, and with padding an additive mask of 2·b·s² bytes a layer.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,9 +29,6 @@ from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 
-SHALLOW = (3, 4)
-"""Layers that are traced in place of more: a first, a last and one or two between them."""
-
 
 class LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that operations allocate, while they live, on fake tensors and on real ones."""
@@ -44,26 +36,17 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, given: Iterable[Tensor] = ()):
         super().__init__()
         self.now = 0
-        self.peaks = [0]
-        """The most bytes at any time between one `mark` and the next."""
+        self.peak = 0
+        """The most bytes at any time since `restart`."""
         self._sizes: dict[int, int] = {}
         self._given = list(given)
         """Not counted, and kept: a storage's number is that of another once it is released."""
         for tensor in self._given:
             self._sizes[tensor.untyped_storage()._cdata] = 0
 
-    @property
-    def peak(self) -> int:
-        """The most bytes at any time since `restart`."""
-        return max(self.peaks)
-
     def restart(self) -> None:
         """Look for the peak from here on."""
-        self.peaks = [self.now]
-
-    def mark(self) -> None:
-        """Begin another of the `peaks`."""
-        self.peaks.append(self.now)
+        self.peak = self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -73,7 +56,7 @@ class LiveBytes(TorchDispatchMode):
                 if storage._cdata not in self._sizes:
                     self._sizes[storage._cdata] = storage.nbytes()
                     self.now += storage.nbytes()
-                    self.peaks[-1] = max(self.peaks[-1], self.now)
+                    self.peak = max(self.peak, self.now)
                     weakref.finalize(storage, self._release, storage._cdata)
         return out
 
@@ -123,7 +106,7 @@ class BatchShape:
     packed: bool = False
     """Rows have positions in place of a mask."""
 
-    def affine(self, bytes_of: Callable[[int], list[float]]) -> list[Affine]:
+    def affine(self, bytes_of: Callable[[int], list[int]]) -> list[Affine]:
         """Return functions of the number of rows, from the bytes at this number and at four times as many."""
         few, many = self.rows, 4 * self.rows
         return [Affine.through(few, a, many, b) for a, b in zip(bytes_of(few), bytes_of(many), strict=True)]
@@ -164,71 +147,6 @@ def _precision(precision: Precision) -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
 
 
-def at_full_depth(model: PreTrainedModel, trace: Callable[[Sequence[nn.Module]], list[list[int]]]) -> list[float]:
-    """Return the most bytes of each phase of a trace, by tracing few layers where all layers are alike.
-
-    Each peak between two marks of `_marked` grows by the same bytes with each layer. Which of them is the
-    highest depends on the depth (a backward may be at its most in its last layer or in the embeddings), so each of them
-    is extrapolated, and then the highest is taken. Those in between the first and the last layers lie on a line.
-
-    Args:
-        model: what is traced.
-        trace: returns the `LiveBytes.peaks` of each phase, marked at the layers that it is called with; a number that
-            is no peak is a phase with one item.
-    """
-    decoder: Any = model.get_decoder()
-    depth = getattr(model.config.get_text_config(), "num_hidden_layers", 0)
-    stacks = [
-        (parent, name, stack)
-        for parent in decoder.modules()
-        for name, stack in parent.named_children()
-        if isinstance(stack, nn.ModuleList) and len(stack) == depth
-    ]
-    if len(stacks) != 1 or depth <= sum(SHALLOW) or not _alike(model, stacks[0][2]):
-        return [float(max(peaks)) for peaks in trace([])]
-    (parent, name, stack), traces = stacks[0], []
-    try:
-        for count in SHALLOW:
-            layers = list(stack)[:count]
-            setattr(parent, name, nn.ModuleList(layers))
-            traces.append(trace(layers))
-    finally:
-        setattr(parent, name, stack)
-    highest = []
-    for few, more in zip(*traces, strict=True):
-        ends = 2 * (len(more) - len(few)) or 1  # peaks in two layers; a phase with one item has no layers
-        pairs = [*zip(few[:ends], more[:ends], strict=True), *zip(few[-ends:], more[-ends:], strict=True)]
-        highest.append(float(max(a + (b - a) * (depth - SHALLOW[0]) for a, b in pairs)))
-    return highest
-
-
-def _alike(model: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
-    """Say whether all layers have the same class, parameters and kind of attention."""
-    kinds = {
-        (type(layer), *((name, p.shape, p.dtype, p.requires_grad) for name, p in layer.named_parameters()))
-        for layer in layers
-    }
-    return len(kinds) == len(set(getattr(model.config.get_text_config(), "layer_types", None) or [""])) == 1
-
-
-@contextmanager
-def _marked(layers: Sequence[nn.Module], live: LiveBytes) -> Iterator[None]:
-    """Mark where each layer's forward begins, and where its backward ends."""
-
-    def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
-        live.mark()
-        hidden = args[0] if args else kwargs["hidden_states"]
-        if hidden.requires_grad:
-            hidden.register_hook(lambda grad: live.mark())
-
-    handles = [layer.register_forward_pre_hook(begin, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
     """Return the most bytes beyond its weights that a model's forward takes at any time without gradients.
 
@@ -239,15 +157,14 @@ def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShap
         precision: "autocast", or anything else for that of the weights.
     """
 
-    def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:
+    def trace(rows: int) -> list[int]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
-            given = [*_tensors(model), *inputs.values()]
-            with LiveBytes(given) as live, _precision(precision), _marked(layers, live):
+            with LiveBytes([*_tensors(model), *inputs.values()]) as live, _precision(precision):
                 batch.chosen(last_hidden(model.eval(), **inputs))
-        return [live.peaks]
+        return [live.peak]
 
-    return batch.affine(lambda rows: at_full_depth(model, partial(trace, rows)))[0]
+    return batch.affine(trace)[0]
 
 
 class _Loss(torch.autograd.Function):
@@ -277,14 +194,14 @@ def trace_draft(
         checkpointing: recompute each layer's activations in the backward (Chen et al. 2016).
     """
 
-    def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:
+    def trace(rows: int) -> list[int]:
         with mode:
             draft.train()
             if checkpointing:
                 draft.activation_checkpointing_enable({"use_reentrant": False})
             _hold_gradients(draft)
             inputs = batch.inputs(rows)
-            with LiveBytes([*_tensors(draft), *inputs.values()]) as live, _marked(layers, live):
+            with LiveBytes([*_tensors(draft), *inputs.values()]) as live:
                 with _precision(precision):
                     whole = last_hidden(draft, **inputs)  # the loss is taken while the forward still has it
                     hidden = batch.chosen(whole)
@@ -296,15 +213,15 @@ def trace_draft(
                 total.backward()
             draft.activation_checkpointing_disable()
             draft.zero_grad()
-        return [[in_loss], [kept], live.peaks]
+        return [in_loss, kept, live.peak]
 
-    return Activations(*batch.affine(lambda rows: at_full_depth(draft, partial(trace, rows))))
+    return Activations(*batch.affine(trace))
 
 
 def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
     """Return the bytes of a draft's keys and values for texts as long as the batch."""
 
-    def trace(rows: int, layers: Sequence[nn.Module]) -> list[list[int]]:
+    def trace(rows: int) -> list[int]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
             with LiveBytes([*_tensors(draft), *inputs.values()]) as live, _precision(precision):
@@ -312,9 +229,9 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
                 cache = decoder(**inputs, use_cache=True).past_key_values
                 held = live.now
                 del cache
-        return [[held]]
+        return [held]
 
-    return batch.affine(lambda rows: at_full_depth(draft, partial(trace, rows)))[0]
+    return batch.affine(trace)[0]
 
 
 def trace_loss(

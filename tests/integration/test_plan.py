@@ -19,7 +19,7 @@ from transformers import (
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.plan import activations, command
+from draftsmith.scripts.plan import command
 from draftsmith.scripts.plan.activations import (
     Affine,
     BatchShape,
@@ -125,30 +125,6 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     # The gradient of a sum is one number, and not as many as there are hidden states.
     states = ROWS * (LENGTH - 1) * 256 * 4
     assert live.peak - 8 <= planned.backward(ROWS) <= live.peak + states + 8
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "checkpointing", "lora"),
-    [(1, 20000, True, False), (8, 100, False, True)],
-)
-def test_a_deep_model_is_traced_by_few_of_its_layers(monkeypatch, rows, vocabulary, checkpointing, lora):
-    """Where the backward is at its most depends on the shape: in the embeddings' gradient, or in the last layer."""
-    mode, batch = FakeTensorMode(), BatchShape(48, rows)
-    with mode:
-        model = tiny_llama(vocab_size=vocabulary, layers=8, hidden=32).requires_grad_(not lora)
-        for layer in model.model.layers if lora else []:
-            layer.mlp.up_proj.weight.requires_grad_(True)
-    figures = []
-    for layers in (activations.SHALLOW, (8, 9)):
-        monkeypatch.setattr(activations, "SHALLOW", layers)
-        figures.append(
-            (
-                trace_draft(mode, model, batch, "autocast", checkpointing),
-                trace_forward(mode, model, batch, "autocast"),
-            )
-        )
-    assert figures[0] == figures[1]
-    assert len(model.model.layers) == 8
 
 
 def test_a_forward_without_gradients_is_what_it_allocates(fake):
