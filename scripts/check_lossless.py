@@ -1,28 +1,26 @@
 """`python -m draftsmith.scripts.check_lossless`: does this pair decode losslessly, on these prompts, by every drafter?
 
 At T=0 each text must be plain decoding's, token for token or up to a tie that rounding broke; under sampling the texts
-must have the target's distribution (`draftsmith.decode.measurement.certificate`). Exit code 0 if all hold, 3 if one
-does not.
+must have the target's distribution (`draftsmith.decode.measurement.certificate`, as `measure` certifies its runs). Exit
+code 0 if all hold, 3 if one does not.
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, DynamicTree, InputError, Tree
-from draftsmith.decode.measurement.certificate import certify_greedy, sample_and_test
+from draftsmith.decode import DynamicTree, InputError, Proposer, Tree
+from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
 from draftsmith.scripts.configs import LosslessConfig
-from draftsmith.scripts.pair import Drafter, DrafterSpec, load_pair
+from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_tokenizer
@@ -32,8 +30,8 @@ TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (
 TREES = {"draft": None, "tree": TREE, "dynamic": DynamicTree()}
 
 
-def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any]]:
-    """Run the checks, print a line for each as it ends, and return whether all hold, and the figures."""
+def check(config: LosslessConfig, console: Console) -> bool:
+    """Run the checks, print a line for each as it ends, and return whether all hold."""
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
@@ -42,108 +40,68 @@ def check(config: LosslessConfig, console: Console) -> tuple[bool, dict[str, Any
         for name in config.proposers
     ]
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
-    target, dtype = pair.target, pair.dtype
+    target = pair.target
     encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
     prompts = [torch.tensor(ids, device=target.device) for ids in encoded]
     if not prompts:
         raise InputError(f"prompts: expected at least one in {config.prompts}, found none")
-    figures: dict[str, Any] = {"environment": environment(target.device, dtype), "config": vars(config)}
+    options = {"draft_length": config.draft_length, "max_new_tokens": config.max_new_tokens}
+    options["batch_size"] = config.batch_size
+    figures: dict[str, Any] = {"environment": environment(target.device, pair.dtype), "config": vars(config)}
     figures |= {"prompts": len(prompts), "drafters": {}}
-    table = Table(title=f"{len(prompts)} prompts, γ = {config.draft_length}, {dtype}")
-    for column in ("drafter", "T=0: identical", "τ", f"T={config.temperature:g}: tokens", "τ", "p-value"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
-    plain = []
+    plain: list[Tensor] = []
     if config.greedy:
         bar = tqdm(prompts, desc="plain decoding", disable=None)
         plain = plain_texts(target, bar, max_new_tokens=config.max_new_tokens)
-    ok = True
+    passed = True
     for drafter in pair.drafters:
-        name = drafter.name
-        entry: dict[str, Any] = {}
-        row = [name, "", "", "", "", ""]
+        certificates: dict[str, Certificate] = {}
         if config.greedy:
-            entry["greedy"] = greedy = _greedy(config, target, drafter, prompts, plain)
-            ok &= greedy["passed"]
-            row[1:3] = [f"{greedy['prompts_identical']} of {len(prompts)}", f"{greedy['mean_acceptance_length']:.2f}"]
-            console.print(f"{name}, T=0: {row[1]} identical, τ = {row[2]}, {greedy['seconds']:.0f} s", highlight=False)
-            if greedy["reason"]:
-                console.print(f"  {greedy['reason']}", highlight=False, markup=False)
+            certificates["greedy"] = found = _greedy(target, drafter.proposer, prompts, plain, options)
+            _print(console, f"{drafter.name}, T=0: {found.prompts_identical} of {len(prompts)} identical", found)
         if config.sampled_tokens:
-            entry["sampled"] = sampled = _sampled(config, target, drafter, prompts)
-            ok &= sampled["p_value"] > config.false_alarm
-            row[3:] = [
-                str(sampled["num_tokens"]),
-                f"{sampled['mean_acceptance_length']:.2f}",
-                f"{sampled['p_value']:.2g}",
-            ]
-            console.print(
-                f"{name}, sampled: {row[3]} tokens, τ = {row[4]}, p-value {row[5]}, {sampled['seconds']:.0f} s",
-                highlight=False,
-            )
-        table.add_row(*row)
-        figures["drafters"][name] = entry
+            with tqdm(total=config.sampled_tokens, desc=f"{drafter.name}, sampled", disable=None) as bar:
+                certificates["sampled"] = found = certify_sampled(
+                    target,
+                    drafter.proposer,
+                    prompts,
+                    config.sampled_tokens,
+                    config,
+                    false_alarm=config.false_alarm,
+                    observer=lambda round, bar=bar: bar.update(len(round.tokens)),
+                    **options,
+                )
+            words = f"{drafter.name}, T={config.temperature:g}: {found.tokens} tokens, p-value {found.p_value:.2g}"
+            _print(console, words, found)
+        figures["drafters"][drafter.name] = certificates
+        passed &= all(certificate.passed for certificate in certificates.values())
         if config.output:
             write_json(Path(config.output), figures)
-    console.print(table)
-    console.print("lossless" if ok else "not lossless")
-    return ok, figures
+    console.print("lossless" if passed else "not lossless")
+    return passed
 
 
 def _greedy(
-    config: LosslessConfig, target: PreTrainedModel, drafter: Drafter, prompts: list[Tensor], plain: list[Tensor]
-) -> dict[str, Any]:
+    target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], plain: list[Tensor], options: dict[str, int]
+) -> Certificate:
     """Decode at T=0, and compare with the plain texts."""
-    begun = time.perf_counter()
-    with tqdm(total=len(prompts), desc=f"{drafter.name}, T=0", disable=None) as bar:
-        comparison = compare_greedy(
-            target,
-            drafter.proposer,
-            prompts,
-            plain,
-            draft_length=config.draft_length,
-            batch_size=config.batch_size,
-            max_new_tokens=config.max_new_tokens,
-            observer=lambda round: bar.update(int(round.done)),
-        )
     expected = [text[len(prompt) :].tolist() for text, prompt in zip(plain, prompts, strict=True)]
     texts = list(expected)
-    for difference in comparison.differences:
+    for difference in compare_greedy(target, proposer, prompts, plain, **options).differences:
         texts[difference.prompt] = list(difference.found[len(prompts[difference.prompt]) :])
-    return vars(certify_greedy(target, expected, texts, prompts)) | _figures(comparison.counts, begun)
+    return certify_greedy(target, expected, texts, prompts)
 
 
-def _sampled(
-    config: LosslessConfig, target: PreTrainedModel, drafter: Drafter, prompts: list[Tensor]
-) -> dict[str, Any]:
-    """Sample texts, and test their distribution."""
-    begun = time.perf_counter()
-    with tqdm(total=config.sampled_tokens, desc=f"{drafter.name}, sampled", disable=None) as bar:
-        result, counts = sample_and_test(
-            target,
-            drafter.proposer,
-            prompts,
-            config.sampled_tokens,
-            config.generate_kwargs(),
-            batch_size=config.batch_size,
-            draft_length=config.draft_length,
-            max_new_tokens=config.max_new_tokens,
-            observer=lambda round: bar.update(len(round.tokens)),
-        )
-    return result.to_dict() | _figures(counts, begun)
-
-
-def _figures(counts: Counts, begun: float) -> dict[str, Any]:
-    return {
-        "mean_acceptance_length": counts.mean_acceptance_length(),
-        "counts": counts.to_dict(),
-        "seconds": time.perf_counter() - begun,
-    }
+def _print(console: Console, words: str, certificate: Certificate) -> None:
+    console.print(words, highlight=False)
+    if certificate.reason:
+        console.print(f"  {certificate.reason}", highlight=False, markup=False)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks."""
     config = parse_config(LosslessConfig, argv, prog="python -m draftsmith.scripts.check_lossless")
-    return 0 if check(config, Console())[0] else 3
+    return 0 if check(config, Console()) else 3
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def test_a_right_decoder_passes(pair, tmp_path, capsys):
     assert figures["prompts"] == 5 and set(figures["drafters"]) == {"draft", "prompt_lookup"}
     for entry in figures["drafters"].values():
         assert entry["greedy"]["prompts_identical"] == 5 and entry["greedy"]["passed"] is True
-        assert entry["sampled"]["num_tokens"] >= 2000 and entry["sampled"]["p_value"] > 1e-4
+        assert entry["sampled"]["tokens"] >= 2000 and entry["sampled"]["p_value"] > 1e-4
 
 
 @pytest.mark.parametrize("proposer", CHECKED)
