@@ -171,37 +171,29 @@ def line_chart(
 class Mark:
     """One drafter's estimate in one row of a dot chart."""
 
-    row: int
+    row: str
     style: Style
     estimate: Estimate
-    threshold: float | None = None
-    """What the value must exceed: an upright stroke."""
 
 
 def dot_chart(
-    name: str,
-    rows: Sequence[str],
-    marks: Sequence[Mark],
-    x: str,
-    span: tuple[float, float],
-    level: float | None = None,
+    name: str, marks: Sequence[Mark], x: str, span: tuple[float, float], level: float | None = None
 ) -> Markup:
-    """Draw a row for each name, and in it a dot with its interval for each drafter, over x within `span`."""
+    """Draw a row for each category, and in it a dot with its interval for each drafter, over x within `span`."""
     with matplotlib.rc_context(OPTIONS):
+        rows = list(dict.fromkeys(mark.row for mark in marks))
         labels = [_short(row) for row in rows]
         left = 0.3 + 0.085 * max(map(len, labels))
-        crowd = max(sum(m.row == row for m in marks) for row in range(len(rows)))
+        crowd = max(sum(m.row == row for m in marks) for row in rows)
         figure, axes = _axes((WIDTH, 0.6 + (0.22 + 0.1 * crowd) * len(rows)), x, "", left)
         axes.grid(axis="y", visible=False)
         if level is not None:
             axes.axvline(level, color=SOFT, linewidth=1, dashes=(4, 3))
-        for row in range(len(rows)):
+        for height, row in enumerate(rows):
             of_row = [m for m in marks if m.row == row]
             for i, mark in enumerate(of_row):
-                y, value = row + (i - (len(of_row) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
+                y, value = height + (i - (len(of_row) - 1) / 2) * 0.7 / crowd, value_of(mark.estimate)
                 _bars(axes, [y], [value], [mark.estimate], mark.style, upright=False)
-                if mark.threshold is not None:
-                    axes.plot([mark.threshold] * 2, [y - 0.34, y + 0.34], color=INK, linewidth=2.4)
         axes.set_yticks(range(len(rows)), labels)
         axes.tick_params(axis="y", length=0, labelcolor=INK)
         axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -1,13 +1,13 @@
 """Which of the report's figures go into which chart of its page."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report.charts import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
-from draftsmith.scripts.report.types import Curve, Report, RunCategory
+from draftsmith.scripts.report.types import Curve, Report, Run
 
 Panel = tuple[str, Markup]
 """A title and a chart."""
@@ -20,7 +20,7 @@ def styles(report: Report) -> dict[str, Style]:
     return {name: Style(i) for i, name in enumerate(report.proposers())}
 
 
-def has_value(estimate: Estimate | None) -> bool:
+def has_value(estimate: Estimate | None) -> TypeGuard[Estimate]:
     """Say whether something was measured."""
     return estimate is not None and estimate.value is not None
 
@@ -40,14 +40,10 @@ def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
             Series(style[curve.proposer.name], curve.predicted_speedup.get(batch, {}))
             for curve in _curves(report, temperature)
         ]
-        measured: dict[str, dict[float, Estimate]] = {}
-        for run in report.runs:
-            if (run.temperature, run.batch_size) == (temperature, batch):
-                measured.setdefault(run.proposer.name, {})[run.draft_length] = run.speedup
         here = (chosen.temperature, chosen.batch_size) == (temperature, batch)
-        for name, speedups in measured.items():
+        for name, runs in _runs(report, temperature, batch).items():
             ringed = chosen.draft_length if here and chosen.proposer == name else None
-            series.append(Series(style[name], speedups, "points", ringed))
+            series.append(Series(style[name], {run.draft_length: run.speedup for run in runs}, "points", ringed))
         panels.append((f"T = {temperature:g}, batch size {batch}", series))
     return _lines(panels, "speed-up over γ", "γ", "speed-up", level=1.0)
 
@@ -61,13 +57,10 @@ def length_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
             if curve.temperature == temperature:
                 form: Form = "other_curve" if curve.verifier == "greedy" else "curve"
                 series.append(Series(style[curve.proposer.name], curve.mean_acceptance_length, form))
-        runs = [run for run in report.runs if run.temperature == temperature]
-        least = min((run.batch_size for run in runs), default=None)
-        decoded: dict[str, dict[float, Estimate]] = {}
-        for run in runs:
-            if run.batch_size == least:
-                decoded.setdefault(run.proposer.name, {})[run.draft_length] = run.mean_acceptance_length
-        series += [Series(style[name], lengths, "points") for name, lengths in decoded.items()]
+        least = min((run.batch_size for run in report.runs if run.temperature == temperature), default=1)
+        for name, runs in _runs(report, temperature, least).items():
+            lengths = {run.draft_length: run.mean_acceptance_length for run in runs}
+            series.append(Series(style[name], lengths, "points"))
         panels.append((f"T = {temperature:g}", series))
     return _lines(panels, "τ over γ", "γ", "τ, tokens a target forward", level=1.0)
 
@@ -77,9 +70,10 @@ def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     panels = []
     for temperature in _temperatures(report):
         by_name = {c.proposer.name: c.conditional_acceptance for c in _curves(report, temperature)}
-        runs = [run for run in report.runs if run.temperature == temperature]
-        for run in sorted(runs, key=lambda run: -run.draft_length):
-            by_name.setdefault(run.proposer.name, [Estimate(a, None, 0) for a in run.conditional_acceptance])
+        for run in report.runs:
+            if run.temperature == temperature:
+                decoded = [Estimate(a, None, 0) for a in run.conditional_acceptance]
+                by_name.setdefault(run.proposer.name, decoded)
         series = [Series(style[name], dict(enumerate(rates, 1))) for name, rates in by_name.items()]
         panels.append((f"T = {temperature:g}", series))
     return _lines(panels, "conditional acceptance", "position", "conditional acceptance", span=(-0.03, 1.03))
@@ -87,73 +81,45 @@ def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
 
 def category_panels(report: Report, style: Mapping[str, Style], draft_length: int | None) -> list[Panel]:
     """Draw τ of each category at one γ, and the speed-up where it was measured, a panel for each temperature."""
-    panels = []
+    drawn: list[tuple[str, str, list[Mark]]] = []
     for temperature in _temperatures(report):
-        lengths: dict[str, dict[str, Estimate | None]] = {}
-        for curve in _curves(report, temperature):
-            for category, figures in curve.by_category.items():
-                length = at_length(figures.mean_acceptance_length, draft_length)
-                lengths.setdefault(category, {})[curve.proposer.name] = length
-        panels.append((f"τ, T = {temperature:g}", lengths, "τ"))
+        marks = [
+            Mark(category, style[curve.proposer.name], length)
+            for curve in _curves(report, temperature)
+            for category, figures in curve.by_category.items()
+            if has_value(length := at_length(figures.mean_acceptance_length, draft_length))
+        ]
+        drawn.append(("τ", f"T = {temperature:g}", marks))
     for temperature, batch in _settings(report):
         if report.recommendation.batch_size in (None, batch):
-            speedups: dict[str, dict[str, Estimate | None]] = {}
-            for name in style:
-                for category, run in _run_categories(report, name, temperature, batch, draft_length).items():
-                    speedups.setdefault(category, {})[name] = run.speedup
-            panels.append((f"speed-up, T = {temperature:g}, batch size {batch}", speedups, "speed-up"))
-    drawn: list[tuple[str, list[str], list[Mark], str]] = []
-    for title, by_category, x in panels:
-        marks = [
-            Mark(row, style[name], estimate)
-            for row, by_name in enumerate(by_category.values())
-            for name, estimate in by_name.items()
-            if estimate is not None and has_value(estimate)
-        ]
-        if marks:
-            drawn.append((title, list(by_category), marks, x))
-    spans = {
-        x: limits([mark.estimate for *_, marks, of in drawn if of == x for mark in marks], 1.0)
-        for x in dict.fromkeys(of for *_, of in drawn)
-    }
-    return [
-        (title, dot_chart(f"by category: {title}", rows, marks, x, spans[x], level=1.0))
-        for title, rows, marks, x in drawn
-    ]
-
-
-def break_even_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
-    """Draw the measured α and the least α from which some γ pays, a panel for each batch size and temperature."""
+            marks = []
+            for name, runs in _runs(report, temperature, batch).items():
+                by_category = at_length({run.draft_length: run.by_category for run in runs}, draft_length) or {}
+                marks += [
+                    Mark(category, style[name], figures.speedup)
+                    for category, figures in by_category.items()
+                    if has_value(figures.speedup)
+                ]
+            drawn.append(("speed-up", f"T = {temperature:g}, batch size {batch}", marks))
     panels = []
-    for temperature, batch in _settings(report):
-        rows: list[str] = []
-        marks = []
-        for curve in _curves(report, temperature):
-            by_length = curve.break_even_alpha.get(batch)
-            if by_length and has_value(curve.alpha):
-                least = min((a for a in by_length.values() if a is not None), default=None)
-                name = curve.proposer.name
-                marks.append(Mark(len(rows), style[name], curve.alpha, least))
-                rows.append(name)
-        if rows:
-            panels.append((f"T = {temperature:g}, batch size {batch}", rows, marks))
-    every = [mark for _, _, marks in panels for mark in marks]
-    span = limits([m.estimate for m in every], *(m.threshold for m in every if m.threshold is not None), 0.0, 1.0)
-    return [(title, dot_chart(f"α and break-even α, {title}", rows, marks, "α", span)) for title, rows, marks in panels]
+    for x, title, marks in drawn:
+        if marks:
+            span = limits([mark.estimate for other, _, of in drawn if other == x for mark in of], 1.0)
+            panels.append((f"{x}, {title}", dot_chart(f"{x} by category, {title}", marks, x, span, level=1.0)))
+    return panels
 
 
 def cost_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     """Draw the target's t(k) and each drafter's d(γ) in milliseconds, a panel for each batch size."""
-    if report.costs is None:
-        return []
     panels: list[Panel] = []
-    for batch, seconds in report.costs.target_seconds.items():
+    for batch, seconds in (report.costs.target_seconds if report.costs else {}).items():
         series = [Series(TARGET, _milliseconds(seconds))]
-        for name, by_batch in report.costs.draft_seconds.items():
+        for name, by_batch in (report.costs.draft_seconds if report.costs else {}).items():
             series.append(Series(style[name], _milliseconds(by_batch.get(batch, {}))))
-        title = f"batch size {batch}"
         highest = limits(_estimates(series))[1]
-        panels += _lines([(title, series)], "costs", "tokens: k of t(k), γ of d(γ)", "ms", span=(0.0, highest))
+        panels += _lines(
+            [(f"batch size {batch}", series)], "costs", "tokens: k of t(k), γ of d(γ)", "ms", span=(0.0, highest)
+        )
     return panels
 
 
@@ -179,15 +145,13 @@ def _lines(
     return [(title, line_chart(f"{name}, {title}", series, x, y, span, level)) for title, series in known if series]
 
 
-def _run_categories(
-    report: Report, name: str, temperature: float, batch: int, draft_length: int | None
-) -> Mapping[str, RunCategory]:
-    by_length = {
-        run.draft_length: run.by_category
-        for run in report.runs
-        if (run.proposer.name, run.temperature, run.batch_size) == (name, temperature, batch)
-    }
-    return at_length(by_length, draft_length) or {}
+def _runs(report: Report, temperature: float, batch: int) -> dict[str, list[Run]]:
+    """Return what was decoded in a setting, by drafter."""
+    runs: dict[str, list[Run]] = {}
+    for run in report.runs:
+        if (run.temperature, run.batch_size) == (temperature, batch):
+            runs.setdefault(run.proposer.name, []).append(run)
+    return runs
 
 
 def _curves(report: Report, temperature: float) -> list[Curve]:

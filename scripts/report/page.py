@@ -6,6 +6,7 @@ section of which nothing was measured is left out.
 
 import base64
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from markupsafe import Markup
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report import figures
-from draftsmith.scripts.report.figures import at_length, has_value
+from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.train.files import write_aside
 
 NONE = "–"
-TEXTS, TOKENS_OF_A_TEXT, PROMPT_CHARACTERS, REJECTED_TOKENS = 8, 400, 280, 30
+TOKENS_OF_A_TEXT, PROMPT_CHARACTERS = 400, 280
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
 KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "medusa": "Medusa heads", "prompt_lookup": "n-grams"}
@@ -36,31 +37,29 @@ def render_page(report: Report) -> str:
     """Return the page of a report as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
+    environment.tests |= {"measured": has_value}
     source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     style = figures.styles(report)
-    setting = _setting(report)
-    rejections = report.rejections
+    opening = _opening(report)
     return environment.from_string(source).render(
         report=report,
         environment=asdict(report.environment),
         style=style,
         verdict=_verdict(report),
-        setting=setting,
+        opening=opening,
+        settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
+        plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.baseline.by_temperature},
+        lossless=partial(lossless, report=report),
         kinds=KINDS,
         speedups=figures.speedup_panels(report, style),
         lengths=figures.length_panels(report, style),
         positions=figures.position_panels(report, style),
-        categories=figures.category_panels(report, style, setting.draft_length),
-        break_even=figures.break_even_panels(report, style),
-        break_even_rows=_break_even_rows(report),
+        categories=figures.category_panels(report, style, opening.run.draft_length if opening.run else None),
         costs=figures.cost_panels(report, style),
-        cost_rows=_cost_rows(report, setting.draft_length),
         check=figures.check_panel(report, style),
-        groups=_groups(report),
         comparisons=_comparisons(report),
         certificate=_certificate(report),
         texts=_texts(report),
-        rejected=[] if rejections is None else rejections.tokens[:REJECTED_TOKENS],
         trees=[(tree.proposer, _picture(tree.svg)) for tree in report.trees],
     )
 
@@ -137,78 +136,28 @@ def _verdict(report: Report) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Opening:
     """The setting that the page opens with."""
 
     title: str
-    proposer: str | None = None
-    draft_length: int | None = None
-    batch_size: int | None = None
-    temperature: float | None = None
+    run: Run | None
+    predicted: Estimate | None = None
     measured: Estimate | None = None
     """Its speed-up."""
-    predicted: Estimate | None = None
-    length: Estimate | None = None
-    """Its τ."""
-    lossless: tuple[str, str] = ("unknown", "not checked")
-    plain: float | None = None
-    """Plain decoding's tokens per second."""
-    speed: float | None = None
 
 
-def _setting(report: Report) -> Setting:
-    """Return the recommended setting and its figures; where none is, the fastest that was measured, and so named."""
+def _opening(report: Report) -> Opening:
+    """Return the recommended setting; where none is, the fastest that was measured, and so named."""
     chosen = report.recommendation
-    title, predicted, measured = "Best setting", chosen.predicted_speedup, chosen.measured_speedup
-    run: Run | None
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.setting == chosen.setting), None)
-        if chosen.go:
-            title = "Recommended setting"
-    else:
-        timed = [run for run in report.runs if has_value(run.speedup)]
-        run = max(timed, key=lambda run: run.speedup.value or 0.0, default=None)
-        if run is not None:
-            title, predicted = "Fastest setting measured", run.predicted_speedup
-    if run is None:
-        return Setting(title, *chosen.setting, measured=measured, predicted=predicted)
-    length = run.mean_acceptance_length
-    return Setting(
-        title,
-        *run.setting,
-        measured=measured if has_value(measured) else run.speedup,
-        predicted=predicted,
-        length=length if has_value(length) else _replayed_length(report, run),
-        lossless=lossless(run.lossless, report),
-        plain=_plain_speed(report, run.temperature, run.batch_size),
-        speed=run.tokens_per_second.value,
-    )
-
-
-def _replayed_length(report: Report, run: Run) -> Estimate | None:
-    for curve in report.curves:
-        drafter = curve.proposer.name, curve.temperature
-        if drafter == (run.proposer.name, run.temperature) and curve.verifier != "greedy":
-            return at_length(curve.mean_acceptance_length, run.draft_length)
-    return None
-
-
-def _plain_speed(report: Report, temperature: float, batch_size: int) -> float | None:
-    for plain in report.baseline.by_temperature:
-        if (plain.temperature, plain.batch_size) == (temperature, batch_size):
-            return plain.tokens_per_second.value
-    return None
-
-
-def _groups(report: Report) -> list[dict[str, Any]]:
-    """Return the runs by temperature and batch size, with plain decoding's speed."""
-    groups = []
-    for temperature, batch in dict.fromkeys((run.temperature, run.batch_size) for run in report.runs):
-        runs = [run for run in report.runs if (run.temperature, run.batch_size) == (temperature, batch)]
-        rows = [{"run": run, "lossless": lossless(run.lossless, report)} for run in runs]
-        plain = _plain_speed(report, temperature, batch)
-        groups.append({"temperature": temperature, "batch_size": batch, "plain": plain, "rows": rows})
-    return groups
+        title = "Recommended setting" if chosen.go else "Best setting"
+        return Opening(title, run, chosen.predicted_speedup, chosen.measured_speedup)
+    timed = [run for run in report.runs if has_value(run.speedup)]
+    if not timed:
+        return Opening("", None)
+    run = max(timed, key=lambda run: run.speedup.value or 0.0)
+    return Opening("Fastest setting measured", run, run.predicted_speedup, run.speedup)
 
 
 def _certificate(report: Report) -> list[dict[str, Any]]:
@@ -228,7 +177,6 @@ def _certificate(report: Report) -> list[dict[str, Any]]:
 def _comparisons(report: Report) -> list[dict[str, Any]]:
     """Return the comparisons by temperature and verifier: those of a γ that was decoded, then the others."""
     decoded = {run.draft_length for run in report.runs}
-    pairs = list(dict.fromkeys((one.proposer, one.other) for one in report.comparisons))
     groups = []
     for key in dict.fromkeys((one.temperature, one.verifier) for one in report.comparisons):
         known = [
@@ -236,7 +184,6 @@ def _comparisons(report: Report) -> list[dict[str, Any]]:
             for one in report.comparisons
             if (one.temperature, one.verifier) == key and has_value(one.mean_acceptance_length)
         ]
-        known.sort(key=lambda one: (pairs.index((one.proposer, one.other)), one.draft_length))
         first = [one for one in known if one.draft_length in decoded] or known
         others = [one for one in known if one not in first]
         if known:
@@ -260,53 +207,11 @@ def _sentence(one: Comparison) -> dict[str, Any]:
         "ahead": names[0],
         "behind": names[1],
         "length": length,
-        "alpha": alpha if has_value(alpha) else None,
+        "alpha": alpha,
         "draft_length": one.draft_length,
         "told": more == 0,
         "ending": ending,
     }
-
-
-def _break_even_rows(report: Report) -> list[dict[str, Any]]:
-    """Return α and, by γ, break-even α of each drafter, temperature and batch size."""
-    return [
-        {
-            "name": curve.proposer.name,
-            "temperature": curve.temperature,
-            "batch_size": batch,
-            "alpha": curve.alpha,
-            "thresholds": sorted(by_length.items()),
-        }
-        for curve in report.curves
-        if curve.verifier != "greedy" and has_value(curve.alpha)
-        for batch, by_length in curve.break_even_alpha.items()
-        if by_length
-    ]
-
-
-def _cost_rows(report: Report, draft_length: int | None) -> list[dict[str, Any]]:
-    """Return what drafting and verifying cost in units of t(1), by batch size and drafter."""
-    if report.costs is None:
-        return []
-    rows = []
-    for batch, target in report.costs.target_seconds.items():
-        one = target[1]
-        verified = None if draft_length is None else target.get(draft_length + 1)
-        for name, by_batch in report.costs.draft_seconds_per_token.items():
-            if batch in by_batch:
-                step = by_batch[batch]
-                rows.append(
-                    {
-                        "batch_size": batch,
-                        "name": name,
-                        "one": one,
-                        "verify": None if verified is None else verified / one,
-                        "step": step,
-                        "ratio": step / one,
-                        "overhead": report.costs.overhead_seconds[name][batch],
-                    }
-                )
-    return rows
 
 
 def _texts(report: Report) -> list[dict[str, Any]]:
@@ -321,7 +226,7 @@ def _texts(report: Report) -> list[dict[str, Any]]:
             ],
             "left_out": max(len(text.tokens) - TOKENS_OF_A_TEXT, 0),
         }
-        for text in (report.rejections.texts[:TEXTS] if report.rejections is not None else [])
+        for text in (report.rejections.texts if report.rejections is not None else [])
     ]
 
 

@@ -436,8 +436,8 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
         "Memory",
         "How it was measured",
     ]
-    # 4 + 2 + 2 + (2 + 2) + 4 + 2 + 1 charts, each of them for itself
-    assert full_page.count("<svg ") == 19 and len(set(page.ids)) == len(page.ids)
+    # 4 + 2 + 2 + (2 + 2) + 2 + 1 charts, each of them for itself
+    assert full_page.count("<svg ") == 15 and len(set(page.ids)) == len(page.ids)
     assert len(full_page) < 1_500_000
     for words in (
         "draft is ahead of stock by 0.28 [0.23, 0.33] τ, 0.11 [0.09, 0.13] α, at γ = 4; told apart.",
