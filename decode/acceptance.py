@@ -5,6 +5,8 @@ token of the text, and row i + 1 to node i of the draft's tree: the distribution
 K drafted tokens, V vocabulary.
 """
 
+import math
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -47,6 +49,9 @@ def accept_exact(
     child (Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2; siblings: Miao et al. 2023, SpecInfer,
     algorithm 2; without replacement: Chen et al. 2024, Sequoia, algorithm 2).
 
+    Where q is not a number nothing was drawn, as where it is zero: the token is rejected, p stays as it is, and a
+    warning says so. p must be finite.
+
     Args:
         p: (K + 1, V).
         q: the distribution that each node's token was drawn from, (K, V): for a later sibling q without the earlier
@@ -63,6 +68,8 @@ def accept_exact(
     # In one transfer: what the first child of every node is tested with.
     p_x = p[parents, drafted].tolist()
     q_x = [1.0] * len(tree) if q is None else q.gather(1, drafted[:, None])[:, 0].tolist()
+    if any(map(math.isnan, q_x)):
+        warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
     r = torch.rand(len(tree), generator=generator, device=p.device, dtype=p.dtype).tolist()
     path: list[int] = []
     node = ROOT
@@ -76,8 +83,9 @@ def accept_exact(
             if q_x[child] > 0 and r[child] * q_x[child] < weight:
                 accepted = child
                 break
-            rest = residual(rest, None if q is None else q[child], token)
-            rest = rest / rest.sum()
+            if not math.isnan(q_x[child]):
+                rest = residual(rest, None if q is None else q[child], token)
+                rest = rest / rest.sum()
         if accepted == ROOT:
             return path, draw(rest, generator)
         path.append(accepted)

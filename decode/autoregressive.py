@@ -8,13 +8,18 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.generation import DecodeOutput, Row, collect_output, generate_arguments, prepare_rows
-from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.generation import (
+    DecodeOutput,
+    Row,
+    collect_output,
+    decoded,
+    generate_arguments,
+    prepare_rows,
+)
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 
 
-@torch.inference_mode()
 def autoregressive_generate(
     target: PreTrainedModel,
     input_ids: Tensor,
@@ -23,9 +28,8 @@ def autoregressive_generate(
     **generate_kwargs: Any,
 ) -> DecodeOutput:
     """Decode one token per forward; arguments and result are those of `speculative_generate`."""
-    generate: Any = target.generate
-    arguments = generate_arguments(input_ids, attention_mask, **generate_kwargs)
-    return generate(custom_generate=autoregressive_decode, seed=seed, **arguments)
+    arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
+    return decoded(target, autoregressive_decode, arguments | {"seed": seed})
 
 
 def autoregressive_decode(
@@ -40,16 +44,15 @@ def autoregressive_decode(
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_model(model, "target")
-    mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    groups = prepare_rows(logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
-    for sampler, rows in groups:
-        _write(model, rows, sampler, compiled)
-    return collect_output(groups, input_ids, generation_config)
+    rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
+    _write(model, list(rows), compiled)
+    return collect_output(rows, input_ids, generation_config)
 
 
-def _write(model: PreTrainedModel, rows: list[Row], sampler: Sampler, compiled: bool) -> None:
+def _write(model: PreTrainedModel, rows: list[Row], compiled: bool) -> None:
     """Write texts to their ends, a token of each at a time."""
     target = CachedModel(model, len(rows), max(len(row.text) for row in rows), compiled=compiled)
+    sampler = rows[0].sampler
     logits: Tensor | None = None  # after the last tokens, (B, 1, V)
     if len(rows) == 1:
         logits = target.prefill(rows[0].context[None, :])
@@ -60,9 +63,12 @@ def _write(model: PreTrainedModel, rows: list[Row], sampler: Sampler, compiled: 
             last = torch.stack([row.context[-1:] for row in rows])
             logits = target.feed(last, [row.length - 1 for row in rows])
         if sampler.do_sample or not sampler.context_free:
-            tokens = [int(sampler.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
+            tokens = [int(row.sampler.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
         else:
             tokens = sampler.choose(logits[:, 0], []).tolist()
+        for row, broken in zip(rows, logits[:, 0, :].isnan().any(-1).tolist(), strict=True):
+            if broken:
+                raise row.not_finite()
         for row, token in zip(rows, tokens, strict=True):
             row.emit([token])
             row.rounds.append(TOKEN)

@@ -1,23 +1,24 @@
 """A model with its key-value cache: blocks of tokens go in at any length, and what was rejected costs nothing to drop.
 
-Keys and values lie in buffers that are allocated once, sized from the length limits: slot i of a row holds its token i.
-A forward says where each row's block starts, and attends to the slots before it. So a rollback is no operation at all,
+Keys and values lie in buffers that grow by doubling, up to the length limits: slot i of a row holds its token i. A
+forward says where each row's block starts, and attends to the slots before it. So a rollback is no operation at all,
 rows of a batch advance by different lengths without holes or padding between their tokens, and shapes can stay fixed
-for `torch.compile`.
+for `torch.compile`, where buffers have their full size from the start.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
 """
 
 import inspect
+import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from draftsmith.decode.errors import InputError
 
@@ -25,6 +26,10 @@ from draftsmith.decode.errors import InputError
 ATTENTION = ("eager", "sdpa")
 # Compiled forwards are specialised to the buffers' size: few sizes, few compilations.
 COMPILED_SLOTS = 256
+# Slots that a buffer begins with at least, and is a multiple of while it grows.
+SLOTS = 64
+# Models whose config says one thing and whose layers do another, which no field of it shows.
+UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
 
 
 class _Block:
@@ -32,10 +37,26 @@ class _Block:
 
     start: int | None = 0
     """The first slot, where it is the same for every row."""
-    slots: Tensor
-    """The slots, (B, K), or (1, K) for all rows."""
     width: int
     """Slots that are attended to."""
+
+    def __init__(self) -> None:
+        self._slots: dict[torch.device, Tensor] = {}
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots, (B, K), or (1, K) for all rows."""
+        return next(iter(self._slots.values()))
+
+    @slots.setter
+    def slots(self, slots: Tensor) -> None:
+        self._slots = {slots.device: slots}
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        """Return them on the device of a layer: a model may be spread over several."""
+        if device not in self._slots:
+            self._slots[device] = self.slots.to(device)
+        return self._slots[device]
 
 
 class _Layer(CacheLayerMixin):
@@ -49,29 +70,40 @@ class _Layer(CacheLayerMixin):
         self.block, self.rows, self.slots, self.compiled = block, rows, slots, compiled
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        slots = self.slots if self.compiled else 0
         self.keys, self.values = (
-            torch.zeros(self.rows, s.shape[1], self.slots, s.shape[3], dtype=s.dtype, device=s.device)
+            torch.zeros(self.rows, s.shape[1], slots, s.shape[3], dtype=s.dtype, device=s.device)
             for s in (key_states, value_states)
         )
         self.is_initialized = True
 
+    def _grow(self, width: int) -> None:
+        """Make room for `width` slots: twice as many as there are, so that copying costs as much as writing."""
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        slots = min(self.slots, -(-max(width, 2 * keys.shape[2]) // SLOTS) * SLOTS)
+        self.keys, self.values = (torch.nn.functional.pad(s, (0, 0, 0, slots - s.shape[2])) for s in (keys, values))
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        block = self.block
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        keys, values, block = cast(Tensor, self.keys), cast(Tensor, self.values), self.block
+        if block.width > cast(Tensor, self.keys).shape[2]:
+            self._grow(block.width)
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
         if self.compiled and block.start is None:
+            slots = block.slots_on(keys.device)
             if self.rows == 1:
-                keys.index_copy_(2, block.slots[0], key_states)
-                values.index_copy_(2, block.slots[0], value_states)
+                keys.index_copy_(2, slots[0], key_states)
+                values.index_copy_(2, slots[0], value_states)
             else:
                 rows = torch.arange(self.rows, device=keys.device)[:, None]
-                keys[rows, :, block.slots] = key_states.transpose(1, 2)
-                values[rows, :, block.slots] = value_states.transpose(1, 2)
+                keys[rows, :, slots] = key_states.transpose(1, 2)
+                values[rows, :, slots] = value_states.transpose(1, 2)
             return keys, values
         if block.start is None:
-            rows = torch.arange(len(keys), device=keys.device)[:, None]
-            keys[rows, :, block.slots] = key_states.transpose(1, 2)
-            values[rows, :, block.slots] = value_states.transpose(1, 2)
+            slots, rows = block.slots_on(keys.device), torch.arange(len(keys), device=keys.device)[:, None]
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
         else:
             keys.narrow(2, block.start, key_states.shape[2]).copy_(key_states)
             values.narrow(2, block.start, key_states.shape[2]).copy_(value_states)
@@ -221,9 +253,9 @@ class CachedModel:
         row = row if self._active is None else self._active[row]
         source = start + torch.tensor(path, device=self._device)
         to = slice(start + 1, start + 1 + len(path))
-        for layer in self._layers:
+        for layer in self._written:
             for buffer in (cast(Tensor, layer.keys), cast(Tensor, layer.values)):
-                buffer[row, :, to] = buffer[row][:, source]
+                buffer[row, :, to] = buffer[row][:, source.to(buffer.device)]
         if self._positions is not None:
             self._positions[row, to] = torch.arange(start + 1, start + 1 + len(path), device=self._device)
 
@@ -233,10 +265,15 @@ class CachedModel:
             active = list(range(self._rows)) if self._active is None else self._active
             self._active = [active[row] for row in rows]
             return
-        for layer in self._layers:
+        for layer in self._written:
             layer.keys, layer.values = cast(Tensor, layer.keys)[rows], cast(Tensor, layer.values)[rows]
         if self._positions is not None:
             self._positions = self._positions[rows]
+
+    @property
+    def _written(self) -> list[_Layer]:
+        """The layers with keys of their own: some models' last layers read an earlier one's (Gemma 3n, Gemma 4)."""
+        return [layer for layer in self._layers if layer.is_initialized]
 
     def _check_rotary(self, length: int) -> None:
         """Look at the length of the first forward: later ones must not turn what is cached by other angles."""
@@ -316,7 +353,7 @@ class CachedModel:
             self.hidden = cast(Tensor, self.hidden)[:, -keep:]
         else:
             output = self.model(**inputs)
-        return output.logits[:, -keep:]
+        return output.logits[:, -keep:].to(self._device)
 
     def _see(self, head: Any, args: tuple[Tensor, ...]) -> None:
         self.hidden = args[0]
@@ -344,8 +381,8 @@ def check_model(model: PreTrainedModel, role: str) -> None:
     """Refuse, by name, models that speculative decoding cannot roll back or does not apply to.
 
     Raises:
-        InputError: the model carries a recurrent state, is an encoder-decoder, has layers of unknown attention or no
-            explicit positions, or runs an attention kernel that takes no mask.
+        InputError: the model carries a recurrent state, is an encoder or has one, has no cache, layers of unknown
+            attention or no explicit positions, or runs an attention kernel that takes no mask.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder:
@@ -362,6 +399,12 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
     if getattr(config, "alibi", False):
         raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
+    if config.model_type in UNFIT_TYPES:
+        raise InputError(f"{role}: expected another model, found {name}, {UNFIT_TYPES[config.model_type]}")
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise InputError(f"{role}: expected causal attention, found {name} with is_decoder = False, an encoder")
+    if "past_key_values" not in _parameters(model):
+        raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
     if "position_ids" not in _parameters(model):
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
     attention = config._attn_implementation
@@ -381,16 +424,19 @@ def _parameters(model: PreTrainedModel) -> frozenset[str]:
     return _signature(cls)
 
 
-_compilations: "WeakKeyDictionary[PreTrainedModel, Any]" = WeakKeyDictionary()
-
-
 def _compiled(model: PreTrainedModel) -> Any:
-    """Return the model's compiled forward, one for all callers: compiling takes longer than decoding."""
-    if model not in _compilations:
+    """Return the model's compiled forward, one for all callers: compiling takes longer than decoding.
+
+    It is kept on the model, which it holds, so that both go together. A copy of the model has the attribute too, but
+    wants a forward of its own.
+    """
+    of, forward = vars(model).get("_draftsmith_forward", (None, None))
+    if of is None or of() is not model:
         # Each shape of a block is a specialisation of its own, and there are more of them than torch's limit of 8.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
-        _compilations[model] = torch.compile(model.forward, dynamic=False)
-    return _compilations[model]
+        forward = torch.compile(model.forward, dynamic=False)
+        vars(model)["_draftsmith_forward"] = weakref.ref(model), forward
+    return forward
 
 
 @torch.inference_mode()

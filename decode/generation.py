@@ -1,13 +1,16 @@
 """What both decoders share: the arguments for `generate`, the rows of a batch, where a text ends, and the output."""
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
     ExponentialDecayLengthPenalty,
     ForcedEOSTokenLogitsProcessor,
     GenerationConfig,
@@ -15,6 +18,8 @@ from transformers import (
     LogitsProcessorList,
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SuppressTokensAtBeginLogitsProcessor,
@@ -78,6 +83,8 @@ class Row:
     text: Tensor
     """Room for the whole text, (max_length,), of which the first `length` tokens are written."""
     length: int
+    sampler: Sampler
+    """How its logits become the distribution that tokens are drawn from."""
     eos: frozenset[int]
     """Tokens that end the text."""
     criteria: StoppingCriteriaList
@@ -96,6 +103,12 @@ class Row:
     def room(self) -> int:
         """Tokens that may still be written."""
         return len(self.text) - self.length
+
+    def not_finite(self, accepted: int = 0) -> InputError:
+        """Return the error that the target's logits after so many drafted tokens more are not numbers."""
+        return InputError(
+            f"target: expected finite logits, found NaN after {self.length + accepted} tokens of row {self.index}"
+        )
 
     def emit(self, tokens: Sequence[int]) -> list[int]:
         """Write tokens up to the end of the text, and return those that were written.
@@ -124,8 +137,90 @@ PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
 }
 
 
-def without_padding(processors: LogitsProcessorList, padding: int) -> LogitsProcessorList:
-    """Return the processors that `generate` would prepare for rows whose `padding` first tokens were taken away."""
+# What one forward over K + 1 positions cannot serve: these keep a state between calls, or call a model themselves.
+STATEFUL = (
+    "ClassifierFreeGuidanceLogitsProcessor",
+    "DiaClassifierFreeGuidanceLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+)
+STATEFUL_PACKAGES = ("outlines", "xgrammar")
+# What `generate` hands over beside the tokens. Anything else would change what the model sees, and is not fed.
+KNOWN_INPUTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+# Options of `generate` that this decoder does not serve, with the values that ask for nothing.
+UNSERVED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "prompt_lookup_num_tokens": (None,),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+}
+
+
+def check_request(config: GenerationConfig, processors: LogitsProcessorList, rows: int) -> None:
+    """Refuse what `generate` was asked for and a decoder of ours would leave out without a word.
+
+    Raises:
+        InputError: an option that is not served, a logits processor with a state, or in a batch one that holds the
+            whole batch's prompts.
+    """
+    for name, unused in UNSERVED.items():
+        if (value := getattr(config, name, None)) not in unused:
+            raise InputError(f"{name}: expected it to be left out, for it is not supported here, found {value}")
+    for processor in processors:
+        name, package = type(processor).__name__, type(processor).__module__.split(".")[0]
+        if name in STATEFUL or package in STATEFUL_PACKAGES:
+            raise InputError(
+                f"logits_processor: expected processors that are functions of the tokens and logits, found {name}, "
+                "which keeps a state from call to call"
+            )
+        if rows > 1 and isinstance(
+            processor, EncoderNoRepeatNGramLogitsProcessor | EncoderRepetitionPenaltyLogitsProcessor
+        ):
+            raise InputError(f"logits_processor: expected one prompt with {name}, found {rows}")
+
+
+def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]:
+    """Return how many padding tokens stand before each row, (B, T) in all, and check what else `generate` hands over.
+
+    Raises:
+        InputError: an input of the model's beside tokens and mask, positions that do not count the tokens, a cache that
+            holds tokens already, or a mask that is not zeros and then ones.
+    """
+    others = sorted(n for n, v in model_inputs.items() if n not in KNOWN_INPUTS and v is not None and v is not False)
+    if others:
+        raise InputError(f"inputs: expected input_ids and attention_mask alone, found {', '.join(others)}")
+    cache = model_inputs.get("past_key_values")
+    if cache is not None and cache.get_seq_length() > 0:
+        raise InputError(f"past_key_values: expected an empty cache, found {cache.get_seq_length()} tokens in it")
+    mask, positions = model_inputs.get("attention_mask"), model_inputs.get("position_ids")
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    if mask.shape != input_ids.shape:
+        raise InputError(
+            f"attention_mask: expected the shape {tuple(input_ids.shape)} of input_ids, found {tuple(mask.shape)}"
+        )
+    ones = (mask != 0).long()
+    # One transfer: the padding of each row, whether ones follow zeros alone, and whether positions count them.
+    falls = (ones.diff(dim=1) < 0).any(1)
+    counted = torch.zeros_like(falls)
+    if positions is not None and positions.shape == input_ids.shape:
+        counted = ((positions != ones.cumsum(1) - 1) & (ones > 0)).any(1)
+    facts = torch.stack([(ones == 0).sum(1), falls.long(), counted.to(falls).long()]).tolist()
+    for row, (padding, fall, other) in enumerate(zip(*facts, strict=True)):
+        if fall or padding == input_ids.shape[1]:
+            what = "a row of zeros" if padding == input_ids.shape[1] else "a zero behind a one"
+            raise InputError(f"attention_mask: expected left padding, zeros and then ones, found {what} in row {row}")
+        if other:
+            raise InputError(f"position_ids: expected each token's place in the text, found others in row {row}")
+    return facts[0]
+
+
+def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> LogitsProcessorList:
+    """Return the processors that `generate` would prepare for a row alone, without its `padding` first tokens."""
     prepared = LogitsProcessorList()
     counts_new = any(isinstance(processor, MinNewTokensLengthLogitsProcessor) for processor in processors)
     for processor in processors:
@@ -140,48 +235,59 @@ def without_padding(processors: LogitsProcessorList, padding: int) -> LogitsProc
         ):
             processor = copy.copy(processor)
             processor.prompt_ignore_length = None  # each row's padding, of which there is none left
+        elif isinstance(processor, PrefixConstrainedLogitsProcessor):
+            allowed = processor._prefix_allowed_tokens_fn
+            processor = PrefixConstrainedLogitsProcessor(partial(_allowed_in_row, allowed, row), num_beams=1)
         prepared.append(processor)
     return prepared
 
 
+def _allowed_in_row(allowed: Any, row: int, _: int, tokens: Tensor) -> list[int]:
+    """Ask the user's function about the row's place in the batch: processors are called with one row at a time."""
+    return allowed(row, tokens)
+
+
 def prepare_rows(
+    model: PreTrainedModel,
     processors: LogitsProcessorList,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
+    model_inputs: Mapping[str, Any],
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     seed: int | None,
-) -> list[tuple[Sampler, list[Row]]]:
-    """Return the rows of a left-padded batch (B, T), in groups that are decoded together, each with its sampler.
+) -> list[Row]:
+    """Return the rows of a left-padded batch (B, T), on the model's device.
 
-    Padding is taken away: a row's text is what it would be alone. There is one group, but where a processor counts from
-    the prompt's end there is one for each amount of padding.
+    Padding is taken away: a row's text is what it would be alone. Where no processor counts from a prompt's end or asks
+    for the row, all rows share one sampler.
+
+    Raises:
+        InputError: see `check_request` and `paddings_of`.
     """
-    paddings = [0] * len(input_ids) if attention_mask is None else (attention_mask == 0).sum(1).tolist()
+    check_request(config, processors, len(input_ids))
+    paddings = paddings_of(input_ids, model_inputs)
+    input_ids = input_ids.to(model.device)
     eos = frozenset(t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.tolist())
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
-    counts_from_prompt = any(type(processor) in PADDED_LENGTHS for processor in processors)
-    groups: dict[int, list[Row]] = {}
+    by_row = any(type(p) in PADDED_LENGTHS or isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
+    rows: list[Row] = []
     for i, padding in enumerate(paddings):
         text = input_ids.new_zeros(config.max_length - padding)
         length = input_ids.shape[1] - padding
         text[:length] = input_ids[i, padding:]
-        generator = None if seed is None else torch.Generator(input_ids.device).manual_seed(seed + i)
-        row = Row(i, padding, text, length, eos, others, generator)
-        groups.setdefault(padding if counts_from_prompt else 0, []).append(row)
-    return [
-        (Sampler(without_padding(processors, rows[0].padding), bool(config.do_sample)), rows)
-        for _, rows in sorted(groups.items())
-    ]
+        generator = None if seed is None else torch.Generator(model.device).manual_seed(seed + i)
+        if by_row or not rows:
+            sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample))
+        rows.append(Row(i, padding, text, length, sampler, eos, others, generator))
+    return rows
 
 
 def collect_output(
-    groups: Sequence[tuple[Sampler, list[Row]]], input_ids: Tensor, config: GenerationConfig, lossy: bool = False
+    rows: Sequence[Row], input_ids: Tensor, config: GenerationConfig, lossy: bool = False
 ) -> DecodeOutput | Tensor:
     """Return what `generate` returns for rows that were written: the sequences, with counts if it asks for a dict."""
-    rows = sorted((row for _, rows in groups for row in rows), key=lambda row: row.index)
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
-    texts = [torch.cat([input_ids[row.index, : row.padding], row.context]) for row in rows]
+    texts = [torch.cat([input_ids[row.index, : row.padding], row.context.to(input_ids.device)]) for row in rows]
     sequences = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True, padding_value=fill)
     if not config.return_dict_in_generate:
         return sequences
@@ -191,16 +297,27 @@ def collect_output(
 
 
 def generate_arguments(
+    target: PreTrainedModel,
     input_ids: Tensor,
     attention_mask: Tensor | None,
-    stop_strings: str | list[str] | None = None,
     tokenizer: Any = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Return the arguments with which `target.generate` calls a decoder of ours as `custom_generate`.
 
     `generate` would drop the tokenizer, and with it the stop strings, where `custom_generate` is a callable.
+
+    Raises:
+        InputError: stop strings, given or in the generation config, without a tokenizer; an assistant model.
     """
+    if kwargs.get("assistant_model") is not None:
+        raise InputError("assistant_model: expected it to be left out, for the proposer drafts, found one")
+    config: GenerationConfig = kwargs.get("generation_config") or target.generation_config  # type: ignore[assignment]
+    stop_strings = kwargs.pop("stop_strings", None)
+    if stop_strings is None and config.stop_strings is not None:
+        stop_strings, config = config.stop_strings, copy.deepcopy(config)
+        config.stop_strings = None
+        kwargs["generation_config"] = config
     if stop_strings is not None:
         if tokenizer is None:
             raise InputError("tokenizer: expected the target's tokenizer with stop_strings, found none")
@@ -208,4 +325,12 @@ def generate_arguments(
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stopping_criteria"] = criteria
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return {"inputs": input_ids, "attention_mask": mask, "return_dict_in_generate": True} | kwargs
+    return kwargs | {"inputs": input_ids, "attention_mask": mask, "return_dict_in_generate": True}
+
+
+def decoded(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:
+    """Let `target.generate` run a decoder of ours; what comes back is an ordinary tensor, not one of inference mode."""
+    generate: Any = target.generate
+    with torch.inference_mode():
+        output = generate(custom_generate=decoder, **arguments)
+    return replace(output, sequences=output.sequences.clone())

@@ -5,7 +5,7 @@ tokens, d(γ) the drafting and o the rest; plain decoding emits one for t(1). Th
 (theorem 3.8) is the case t(k) = t(1), which no machine grants.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -98,9 +98,15 @@ def acceptance_length(conditional: Sequence[float]) -> float:
     return length
 
 
-def best_draft_length(costs: Costs, acceptance: float, longest: int) -> int:
-    """Return the γ ≤ `longest` of the greatest speed-up where every position is accepted alike; 0: do not draft."""
-    speedups = [costs.speedup(acceptance_length([acceptance] * k), k) for k in range(longest + 1)]
+def best_draft_length(costs: Costs, acceptance: float, longest: int, nodes: Callable[[int], int] | None = None) -> int:
+    """Return the γ ≤ `longest` of the greatest speed-up where every position is accepted alike; 0: do not draft.
+
+    `nodes` says how many tokens a draft of some depth has that are verified; as many as it is deep if None.
+    """
+    speedups = [
+        costs.speedup(acceptance_length([acceptance] * k), k, None if nodes is None else nodes(k))
+        for k in range(longest + 1)
+    ]
     return max(range(longest + 1), key=lambda k: speedups[k])
 
 
@@ -138,11 +144,14 @@ class Plan:
     _idle: int = field(default=0, init=False)
     _drafting: list[float] = field(default_factory=list, init=False)
     _target: dict[int, float] | None = field(default=None, init=False)
+    _nodes: Callable[[int], int] | None = field(default=None, init=False)
 
-    def start(self, target: PreTrainedModel, rows: int, context: int, compiled: bool) -> None:
-        """Begin with new rows: measure the target where no costs were given and it was not measured yet."""
-        if self.costs is None and self._target is None:
-            sizes = sorted({1, 2, (self.longest + 3) // 2, self.longest + 1})
+    def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
+        """Begin with new rows: measure the target where no costs were given and it was not measured for such drafts."""
+        self._nodes = proposer.nodes
+        largest = 1 + proposer.nodes(self.longest)
+        if self.costs is None and (self._target is None or max(self._target) < largest):
+            sizes = sorted({1, 2, (largest + 2) // 2, largest})
             self._target = verification_costs(target, rows, context, sizes, compiled=compiled)
 
     def draft_length(self) -> int:
@@ -153,7 +162,7 @@ class Plan:
                 return min(4, self.longest)
             recent = sorted(self._drafting[-15:])
             costs = Costs(self._target or {}, recent[len(recent) // 2])
-        best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), self.longest)
+        best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), self.longest, self._nodes)
         self._idle = 0 if best else self._idle + 1
         return 1 if self._idle and self._idle % 16 == 0 else best
 
@@ -182,7 +191,7 @@ class FixedLength:
 
     longest: int
 
-    def start(self, target: PreTrainedModel, rows: int, context: int, compiled: bool) -> None:
+    def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
         """Measure nothing."""
 
     def propose(

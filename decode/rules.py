@@ -17,6 +17,10 @@ Generator = torch.Generator | None
 """A source of randomness; the global one if None."""
 
 
+NO_TOKEN = -1
+"""In place of a token: the target's logits are not numbers, and no token follows from them."""
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What a rule says about one draft."""
@@ -24,7 +28,8 @@ class Verdict:
     path: list[int]
     """The accepted nodes, from the root's child down."""
     token: int
-    """The token to emit after them: a correction, or the bonus token after a leaf."""
+    """The token to emit after them: a correction, or the bonus token after a leaf. `NO_TOKEN` where a distribution of
+    the target's on the way is not one."""
     departures: list[tuple[float, bool]] | None = None
     """Lossy rules: for each token, accepted ones and the last, TV(its distribution, p), and at T=0 whether it is not
     the argmax."""
@@ -60,12 +65,18 @@ class Exact:
         self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept by rejection sampling, or at T=0 while the draft names the argmax."""
+        scores = sampler.scores(logits, contexts)
         if not sampler.do_sample:
-            chosen = sampler.choose(logits, contexts).tolist()
-            return Verdict(*accept_greedy(chosen, proposal.tokens.tolist(), proposal.tree))
-        p = sampler.probabilities(logits, contexts)
-        path, token = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
-        return Verdict(path, int(token))
+            best, chosen = scores.max(-1)
+            tokens, broken = torch.stack([chosen, best.isnan().to(chosen.dtype)]).tolist()
+            path, token = accept_greedy(tokens, proposal.tokens.tolist(), proposal.tree)
+            return Verdict(path, NO_TOKEN if any(broken[node + 1] for node in (ROOT, *path)) else token)
+        p = scores.softmax(-1)
+        path, last = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
+        # A node's distribution is numbers altogether or not at all, and a token that is not one is never accepted.
+        after = p[path[-1] + 1 if path else 0, :1].isnan().to(last.dtype)
+        token, broken_last = torch.cat([last, after]).tolist()
+        return Verdict(path, NO_TOKEN if broken_last else token)
 
 
 @dataclass(frozen=True)
@@ -208,6 +219,8 @@ def _verdict(
     last = path[-1] if path else ROOT
     # Of the scores: softmax rounds near-ties to ties.
     token = int(draw(p[last + 1], generator) if sampler.do_sample else scores[last + 1].argmax())
+    if bool(p[[node + 1 for node in (ROOT, *path)], 0].isnan().any()):
+        return Verdict(path, NO_TOKEN, [])
     departures = []
     for node, child in zip([ROOT, *path], [*path, None], strict=True):
         p_here = p[node + 1]

@@ -3,6 +3,7 @@
 Shape suffixes: K positions, V vocabulary, T context tokens.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,18 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 # These look at the scores alone, so that all positions of a block can be warped in one call. Every other processor
 # (penalties, bans, minimum length) may look at the tokens before its position, drafted ones included.
-CONTEXT_FREE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+CONTEXT_FREE = (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    MinPLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +81,15 @@ class Sampler:
         if temperature > 0 and min_p:
             processors.append(MinPLogitsWarper(min_p))
         return cls(processors, do_sample=temperature > 0)
+
+    def on(self, device: torch.device) -> "Sampler":
+        """Return a copy whose processors hold their tensors on a device, for a draft model that lives on another."""
+        copies = LogitsProcessorList()
+        for processor in self.processors:
+            moved = copy.copy(processor)
+            vars(moved).update({name: v.to(device) for name, v in vars(moved).items() if isinstance(v, Tensor)})
+            copies.append(moved)
+        return Sampler(copies, self.do_sample)
 
     def scores(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
         """Return processed logits in at least float32.
@@ -111,6 +136,24 @@ class Sampler:
         return self.choose(logits_1V, [context_T])
 
 
+def scores_of_rows(samplers: Sequence[Sampler], logits_BV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
+    """Return each row's logits, processed by the row's sampler: in one call where all rows share one.
+
+    Args:
+        samplers: B of them.
+        logits_BV: (B, V).
+        contexts: B of (T_b,); see `Sampler.scores`.
+
+    Returns:
+        (B, V) in at least float32.
+    """
+    first = samplers[0]
+    if all(sampler is first for sampler in samplers):
+        return first.scores(logits_BV, contexts)
+    each = zip(samplers, logits_BV.split(1), contexts, strict=True)
+    return torch.cat([sampler.scores(logits_1V, [context]) for sampler, logits_1V, context in each])
+
+
 def prefixes(tokens_T: Tensor, count: int) -> list[Tensor]:
     """Return the contexts of the last `count` positions of a text, each one token longer, the last (T,)."""
     return [tokens_T[: len(tokens_T) - count + 1 + j] for j in range(count)]
@@ -123,7 +166,9 @@ def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
     `torch.multinomial` takes, which were a third of a sampling round's time outside the forwards.
     """
     cumulative = p_V.cumsum(0, dtype=torch.float64)
-    u = torch.rand(1, generator=generator, device=p_V.device, dtype=torch.float64) * cumulative[-1]
+    # On the generator's device: a draft model may live on another one than the text.
+    device = p_V.device if generator is None else generator.device
+    u = torch.rand(1, generator=generator, device=device, dtype=torch.float64).to(p_V.device) * cumulative[-1]
     # The first entry beyond u: a token of probability zero adds nothing and is never it.
     return torch.searchsorted(cumulative, u, right=True).clamp_(max=len(p_V) - 1)
 

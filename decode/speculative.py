@@ -20,13 +20,13 @@ from draftsmith.decode.generation import (
     Departure,
     Row,
     collect_output,
+    decoded,
     generate_arguments,
     prepare_rows,
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
-from draftsmith.decode.rules import Rule, as_rule
-from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.rules import NO_TOKEN, Rule, as_rule
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,6 @@ class Round:
 Observer = Callable[[Round], None]
 
 
-@torch.inference_mode()
 def speculative_generate(
     target: PreTrainedModel,
     proposer: Proposer,
@@ -103,16 +102,9 @@ def speculative_generate(
         if len(input_ids) > 1:
             raise InputError(f"streamer: expected one prompt, found {len(input_ids)}")
         generate_kwargs["observer"] = _streaming(streamer, generate_kwargs.get("observer"))
-    generate: Any = target.generate
-    arguments = generate_arguments(input_ids, attention_mask, **generate_kwargs)
-    return generate(
-        custom_generate=speculative_decode,
-        proposer=proposer,
-        draft_length=draft_length,
-        rule=as_rule(rule),
-        seed=seed,
-        **arguments,
-    )
+    arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
+    arguments |= {"proposer": proposer, "draft_length": draft_length, "rule": as_rule(rule), "seed": seed}
+    return decoded(target, speculative_decode, arguments)
 
 
 def speculative_decode(
@@ -132,15 +124,18 @@ def speculative_decode(
     """The callable for the library: `target.generate(…, custom_generate=speculative_decode, proposer=…)`.
 
     `generate` prepares everything but `proposer`, `draft_length`, `rule`, `compiled`, `observer` and `seed` (None draws
-    from the global generator).
+    from the global generator). It hands callables neither a streamer, to which it gives the prompt alone, nor an
+    assistant model: use `observer`, or `speculative_generate`, which serves the one and refuses the other. Logits
+    processors must be functions of tokens and logits: they see contexts that are never written.
+
+    Raises:
+        InputError: as `speculative_generate`, or an input or option of `generate` that is not served.
     """
     check_model(model, "target")
     rule, plan = as_rule(rule), as_plan(draft_length)
-    mask = model_kwargs.get("attention_mask")  # named in the signature, `generate` would pass it twice
-    groups = prepare_rows(logits_processor, input_ids, mask, stopping_criteria, generation_config, seed)
-    for sampler, rows in groups:
-        _write(model, proposer, rows, plan, sampler, rule, compiled, observer)
-    return collect_output(groups, input_ids, generation_config, rule.lossy)
+    rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
+    _write(model, proposer, list(rows), plan, rule, compiled, observer)
+    return collect_output(rows, input_ids, generation_config, rule.lossy)
 
 
 def _write(
@@ -148,7 +143,6 @@ def _write(
     proposer: Proposer,
     rows: list[Row],
     plan: Plan | FixedLength,
-    sampler: Sampler,
     rule: Rule,
     compiled: bool,
     observer: Observer | None,
@@ -158,11 +152,15 @@ def _write(
     p is the target's distribution and q the proposer's, both warped by the sampler.
     """
     max_length, vocab_size = max(len(row.text) for row in rows), model.config.get_text_config().vocab_size
-    generators = [row.generator for row in rows]
-    task = Task(sampler, vocab_size, generators, max_length, plan.longest, not rule.lossy, compiled, target=model)
+    sampler, generators = rows[0].sampler, [row.generator for row in rows]
+    samplers = [row.sampler for row in rows]
+    task = Task(
+        sampler, vocab_size, generators, max_length, plan.longest, not rule.lossy, compiled, target=model,
+        row_samplers=() if all(other is sampler for other in samplers) else samplers,
+    )  # fmt: skip
     largest = proposer.start(task)
     target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, proposer.wants_hidden)
-    plan.start(model, len(rows), max(row.length for row in rows), compiled)
+    plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
     while True:
         # Draft γ tokens from q, but leave room for the target's own.
         drafts = plan.propose(model, proposer, [row.context for row in rows], [row.room - 1 for row in rows])
@@ -173,7 +171,9 @@ def _write(
             # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
             p_logits = logits[i, : 1 + len(draft.tokens)]
             contexts = [] if sampler.context_free else _contexts(row, draft)
-            verdict = rule.verify(sampler, p_logits, contexts, draft, row.generator)
+            verdict = rule.verify(row.sampler, p_logits, contexts, draft, row.generator)
+            if verdict.token == NO_TOKEN:
+                raise row.not_finite(len(verdict.path))
             hidden = None if target.hidden is None else target.hidden[i, : len(p_logits)]
             outcomes.append(Outcome(verdict.path, p_logits, hidden))
             target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])

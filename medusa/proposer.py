@@ -47,7 +47,7 @@ class MedusaProposer(Proposer):
             raise InputError("medusa: expected the target that the heads were trained on, found none")
         self.heads.check_fits(task.target)
         self._embed: Any = task.target.get_input_embeddings()
-        self._task, self._generators = task, list(task.generators)
+        self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         tree, _ = self.tree.pruned(task.draft_length)
         widest = max(map(len, tree.children))
         if widest > self.heads.config.truncated_vocab_size:
@@ -57,6 +57,10 @@ class MedusaProposer(Proposer):
             )
         self._hidden: list[Tensor | None] = [None] * len(self._generators)
         return len(tree)
+
+    def nodes(self, draft_length: int) -> int:
+        """Return the nodes of the tree that are no deeper."""
+        return len(self.tree.pruned(draft_length)[0])
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
@@ -86,7 +90,7 @@ class MedusaProposer(Proposer):
 
         proposals = draft_static_tree(
             tree,
-            task.sampler,
+            [self._samplers[row] for row in rows],
             texts,
             lengths,
             [self._generators[row] for row in rows],
@@ -109,6 +113,7 @@ class MedusaProposer(Proposer):
         """Go on with some rows alone."""
         self._hidden = [self._hidden[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
+        self._samplers = [self._samplers[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Refuse trees under sampling, whose siblings' draws are not known."""

@@ -199,7 +199,7 @@ def prepared_sampler(target: PreTrainedModel, **generate_kwargs: Any) -> Sampler
 
     prompt = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     generate: Any = target.generate
-    arguments = generate_arguments(prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
+    arguments = generate_arguments(target, prompt, None, **({"max_new_tokens": 1} | generate_kwargs))
     return generate(custom_generate=prepared, **arguments)
 
 

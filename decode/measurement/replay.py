@@ -82,6 +82,8 @@ class Replay:
     """In the order of the sequences."""
     biased: bool = False
     """Whether the texts were not checked to be the target's: then the figures may be off by anything."""
+    num_ties: int = 0
+    """Tokens that top-k or top-p cut off here and not where they were written, by rounding: see `readmit`."""
 
     @cached_property
     def draft_lengths(self) -> list[int]:
@@ -203,7 +205,8 @@ def replay_drafters(
             raise InputError(share.refusal)
     sum((share.surprise for share in shares[1:]), shares[0].surprise).judge()
     replays = {place: replay for share in shares for place, replay in share.replays.items()}
-    return {key: Replay([replays[place][key] for place in sorted(replays)], allow_biased) for key in proposers}
+    ties = sum(share.ties for share in shares)
+    return {key: Replay([replays[place][key] for place in sorted(replays)], allow_biased, ties) for key in proposers}
 
 
 @dataclass
@@ -213,6 +216,8 @@ class _Share(Generic[Key]):
     replays: dict[int, dict[Key, TextReplay]] = field(default_factory=dict)
     """By a text's place, then by drafter."""
     surprise: "_Surprise" = field(default_factory=lambda: _Surprise())
+    ties: int = 0
+    """Tokens that were cut off by rounding."""
     refusal: str | None = None
     """The error message for bad input, so that every process raises it and none waits for the others."""
 
@@ -245,8 +250,10 @@ def _share(
             distributions: list[Tensor] | None = [] if sampler.do_sample else None
             logits = teacher_forced(target, members)
             for text, logits_NV in zip(members, logits, strict=True):
-                scores_NV = sampler.scores(logits_NV, prefixes(text.sequence[:-1], len(text)))
+                contexts = prefixes(text.sequence[:-1], len(text))
+                scores_NV = sampler.scores(logits_NV, contexts)
                 if distributions is not None:
+                    share.ties += readmit(sampler, logits_NV, scores_NV, text.tokens, contexts)
                     distributions.append(scores_NV.softmax(-1))
                 if not allow_biased:
                     share.surprise.check(
@@ -260,6 +267,39 @@ def _share(
     except InputError as error:
         share.refusal = str(error)
     return share
+
+
+def readmit(
+    sampler: Sampler, logits_NV: Tensor, scores_NV: Tensor, tokens_N: Tensor, contexts: Sequence[Tensor]
+) -> int:
+    """Let those tokens of a text back in that a filter cut off, although they lie within a tie of what it kept.
+
+    A forward of a block rounds otherwise than one of the whole text, in half precision by several units, so that a
+    token at the edge of top-k or top-p may fall out. It is let in where it passes the filters once all logits are moved
+    by the size of a tie in its favour, and gets the score of the least likely token that was kept.
+
+    Args:
+        sampler: the warping.
+        logits_NV: the target's logits, (N, V).
+        scores_NV: the same, processed; changed in place.
+        tokens_N: the text's tokens, (N,).
+        contexts: as in `Sampler.scores`.
+
+    Returns:
+        How many were let back in.
+    """
+    x_N = tokens_N.to(scores_NV.device)
+    cut = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()
+    let_in = 0
+    for i in cut.nonzero()[:, 0].tolist():
+        logits_V, x = logits_NV[i].float(), x_N[i]
+        tie = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_V.abs().max()
+        moved_V = torch.where(logits_V <= logits_V[x], logits_V + tie, logits_V - tie)
+        if not bool(sampler.scores(moved_V[None], contexts[i : i + 1])[0, x].isneginf()):
+            kept_V = scores_NV[i][scores_NV[i].isfinite()]
+            scores_NV[i, x] = kept_V.min()
+            let_in += 1
+    return let_in
 
 
 def _of_text(replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], place: int) -> TextReplay:

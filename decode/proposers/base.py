@@ -30,6 +30,16 @@ class Proposal:
     confidence: Tensor | None = None
     """max q of the context that each token was drawn in, (K,); None where the proposer knows none."""
 
+    def to(self, device: torch.device) -> "Proposal":
+        """Return the draft on a device."""
+        q, confidence = self.probabilities, self.confidence
+        return Proposal(
+            self.tokens.to(device),
+            None if q is None else q.to(device),
+            self.tree,
+            None if confidence is None else confidence.to(device),
+        )
+
     def pruned(self, depth: int) -> "Proposal":
         """Return the draft without what lies deeper than `depth`."""
         tree, kept = self.tree.pruned(depth)
@@ -46,7 +56,7 @@ class Task:
     """What is to be drafted for: the rows of one call of the decoder."""
 
     sampler: Sampler
-    """The warping of the target's logits, to be applied to the drafter's own."""
+    """The warping of the target's logits, to be applied to the drafter's own; where rows differ, the first row's."""
     vocab_size: int
     """V, the width of the target's logits."""
     generators: Sequence[torch.Generator | None]
@@ -61,6 +71,13 @@ class Task:
     """Whether to run models compiled, with static shapes."""
     target: PreTrainedModel | None = None
     """The target, for drafters that use weights of its."""
+    row_samplers: Sequence[Sampler] = ()
+    """Each row's warping, where they differ: where a processor counts from the prompt's end or looks at the row."""
+
+    @property
+    def samplers(self) -> Sequence[Sampler]:
+        """Each row's warping."""
+        return self.row_samplers or [self.sampler] * len(self.generators)
 
 
 @dataclass(frozen=True)
@@ -100,6 +117,10 @@ class Proposer(ABC):
             contexts: the texts, B of (T_b,) int64.
             draft_lengths: how deep each row's draft may be, possibly 0.
         """
+
+    def nodes(self, draft_length: int) -> int:
+        """Return how many tokens a draft of this depth has at most: what a `Plan` prices a round by."""
+        return draft_length
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
         """Take note, for each row, of what was accepted."""

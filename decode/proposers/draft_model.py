@@ -14,7 +14,7 @@ from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
-from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, prefixes
+from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, prefixes, scores_of_rows
 from draftsmith.decode.tree import ROOT, Tree
 
 Stop = Callable[[Tensor], bool]
@@ -60,22 +60,31 @@ class DraftModelProposer(Proposer):
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""
-        self._task, self._generators = task, list(task.generators)
-        rows, widest = len(self._generators), 0
+        self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
+        if (device := self.draft_model.device) != (task.target or self.draft_model).device:
+            moved = [sampler.on(device) for sampler in task.row_samplers]
+            self._samplers = moved or [task.sampler.on(device)] * len(self._generators)
+        rows, widest, block = len(self._generators), 0, self.nodes(task.draft_length)
         if isinstance(self.tree, Tree):
-            tree, _ = self.tree.pruned(task.draft_length)
-            block, widest = len(tree), max(map(len, tree.children))
+            widest = max(map(len, self.tree.pruned(task.draft_length)[0].children))
         elif isinstance(self.tree, DynamicTree):
             widest = self.tree.width
-            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2
-        else:
-            block = task.draft_length
+            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2  # all that are looked at
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
         self._cached = [0] * rows  # how many of each row's tokens stand in the cache
         self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1
-        return min(block, self.tree.nodes) if isinstance(self.tree, DynamicTree) else block
+        return self.nodes(task.draft_length)
+
+    def nodes(self, draft_length: int) -> int:
+        """Return the nodes of the tree that are no deeper, or the length of a chain."""
+        if isinstance(self.tree, Tree):
+            return len(self.tree.pruned(draft_length)[0])
+        if isinstance(self.tree, DynamicTree):
+            width = self.tree.width
+            return min(self.tree.nodes, width + (draft_length - 1) * width**2) if draft_length else 0
+        return draft_length
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
@@ -85,12 +94,16 @@ class DraftModelProposer(Proposer):
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
             self._fed = [[] for _ in contexts]
             return [empty for _ in contexts]
-        logits = self._feed_texts(contexts)
+        home, device = contexts[0].device, self.draft_model.device
+        texts = [context.to(device) for context in contexts]
+        logits = self._feed_texts(texts)
         if self.tree is None:
-            return self._chains(contexts, draft_lengths, logits)
-        if isinstance(self.tree, Tree):
-            return self._static_trees(self.tree.pruned(depth)[0], contexts, draft_lengths, logits)
-        return self._dynamic_trees(self.tree, contexts, draft_lengths, logits)
+            drafts = self._chains(texts, draft_lengths, logits)
+        elif isinstance(self.tree, Tree):
+            drafts = self._static_trees(self.tree.pruned(depth)[0], texts, draft_lengths, logits)
+        else:
+            drafts = self._dynamic_trees(self.tree, texts, draft_lengths, logits)
+        return drafts if home == device else [draft.to(home) for draft in drafts]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep what was accepted and fed; the last token of a path never was."""
@@ -105,6 +118,7 @@ class DraftModelProposer(Proposer):
         self._model.select(rows)
         self._cached = [self._cached[row] for row in rows]
         self._generators = [self._generators[row] for row in rows]
+        self._samplers = [self._samplers[row] for row in rows]
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Refuse drafts that grow or stop, and under sampling trees."""
@@ -157,8 +171,8 @@ class DraftModelProposer(Proposer):
             if first:
                 self._model.prefill_texts(contexts)
                 lacking = 1
-            if self._model.compiled and min(lengths) > 1:
-                lacking = 2
+            if self._model.compiled:  # rounds without a draft leave more: few sizes, few compilations
+                lacking = min(max(2, 1 << (lacking - 1).bit_length()), *lengths)
             block = torch.stack([context[-lacking:] for context in contexts])
             logits = self._model.feed(block, [length - lacking for length in lengths], keep=1)
         self._cached = list(lengths)
@@ -184,7 +198,7 @@ class DraftModelProposer(Proposer):
         going = [k > 0 for k in draft_lengths]
         for step in range(max(draft_lengths)):
             # One call for all rows wherever the sampler looks at the scores alone.
-            scores = sampler.scores(logits, texts)
+            scores = scores_of_rows(self._samplers, logits, texts)
             q = scores.softmax(-1) if drawn or self.stop or self._wants_confidence else None
             chosen = None if drawn else scores.argmax(-1)
             tokens = []
@@ -237,9 +251,9 @@ class DraftModelProposer(Proposer):
             visible = torch.stack([tree.visible[node + 1] for node in nodes])[:, [node + 1 for node in fed]]
             return self._feed_nodes(tokens[:, nodes], behind, visible, tree.depths[nodes[0]])
 
-        task, drawn = self._task, self._draws and self._task.draw_siblings
+        drawn = self._draws and self._task.draw_siblings
         drafts = draft_static_tree(
-            tree, task.sampler, contexts, draft_lengths, self._generators, drawn, self._wants_confidence, logits_after
+            tree, self._samplers, contexts, draft_lengths, self._generators, drawn, self._wants_confidence, logits_after
         )
         slots = {node: slot for slot, node in enumerate(fed)}
         self._fed = [[slots.get(node, -1) for node in tree.pruned(k)[1]] for k in draft_lengths]
@@ -252,8 +266,8 @@ class DraftModelProposer(Proposer):
         trees = [GrowingTree(context, shape) for context in contexts]
         logits_BFV, last = logits[:, None], max(draft_lengths)
         for depth in range(1, last + 1):
-            for tree, logits_FV in zip(trees, logits_BFV, strict=True):
-                tree.grow(self._task.sampler, logits_FV)
+            for tree, sampler, logits_FV in zip(trees, self._samplers, logits_BFV, strict=True):
+                tree.grow(sampler, logits_FV)
             if depth < last:
                 tokens = torch.tensor([tree.choose_frontier() for tree in trees], device=logits.device)
                 visible = torch.stack([tree.visible() for tree in trees])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal
-from draftsmith.decode.sampling import Sampler, draw_without_replacement
+from draftsmith.decode.sampling import Sampler, draw_without_replacement, scores_of_rows
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -39,7 +39,7 @@ LogitsAfter = Callable[[list[int], Tensor], Tensor]
 
 def draft_static_tree(
     tree: Tree,
-    sampler: Sampler,
+    samplers: Sequence[Sampler],
     contexts: Sequence[Tensor],
     draft_lengths: Sequence[int],
     generators: Sequence[torch.Generator | None],
@@ -51,7 +51,7 @@ def draft_static_tree(
 
     Args:
         tree: the shape, as deep as the greatest draft length.
-        sampler: the warping.
+        samplers: the rows' warpings.
         contexts: the texts, B of (T_b,).
         draft_lengths: nothing is drawn deeper, so that a row spends the random numbers that it would spend alone.
         generators: the rows' sources of randomness.
@@ -59,19 +59,19 @@ def draft_static_tree(
         wants_confidence: tell max q of each node's context.
         logits_after: the drafter.
     """
-    tokens = contexts[0].new_zeros(len(contexts), len(tree))
+    tokens, context_free = contexts[0].new_zeros(len(contexts), len(tree)), samplers[0].context_free
     confidence: Tensor | None = None
     distributions: Tensor | None = None
     for depth in range(tree.depth):
         parents = [n for n, d in enumerate((0, *tree.depths), ROOT) if d == depth and tree.children[n + 1]]
         widest = max(len(tree.children[parent + 1]) for parent in parents)
         logits_BFV = logits_after(parents, tokens)
-        alike = sampler.context_free and logits_BFV.shape[1] == 1  # one distribution for all nodes of this depth
+        alike = context_free and logits_BFV.shape[1] == 1  # one distribution for all nodes of this depth
         for f, parent in enumerate(parents):
             if f == 0 or not alike:
-                path = [] if sampler.context_free else tree.path(parent)
+                path = [] if context_free else tree.path(parent)
                 texts = [torch.cat([c, t[path]]) for c, t in zip(contexts, tokens, strict=True)] if path else contexts
-                scores = sampler.scores(logits_BFV[:, f if logits_BFV.shape[1] > 1 else 0], texts)
+                scores = scores_of_rows(samplers, logits_BFV[:, f if logits_BFV.shape[1] > 1 else 0], texts)
                 q = scores.softmax(-1) if drawn or wants_confidence else None
                 top = None if drawn else scores.topk(widest).indices
             children = list(tree.children[parent + 1])

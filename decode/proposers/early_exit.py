@@ -23,9 +23,14 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
 
     Raises:
         InputError: no layer, one that the target lacks, indices that do not ascend, or a target without a list of
-            `num_hidden_layers` layers.
+            `num_hidden_layers` layers or whose layers share keys.
     """
     config = target.config.get_text_config()
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise InputError(
+            f"target: expected layers with keys of their own, found {type(target).__name__}, whose last "
+            f"{config.num_kv_shared_layers} read an earlier layer's"
+        )
     depth: int = config.num_hidden_layers
     if isinstance(layers, int):
         if not 1 <= layers <= depth:

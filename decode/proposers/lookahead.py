@@ -79,7 +79,12 @@ class LookaheadProposer(Proposer):
         self._n = min(self.ngram, task.draft_length + 1)
         self._window = task.draft_length - (self._n - 2)
         self._rows = [_Row(NgramPool(self.guesses, self.pool_tokens)) for _ in task.generators]
-        return (self._window + self.guesses) * (self._n - 1)
+        return self.nodes(task.draft_length)
+
+    def nodes(self, draft_length: int) -> int:
+        """Return the nodes of window and guesses, were none shared."""
+        n = min(self.ngram, draft_length + 1)
+        return (draft_length - (n - 2) + self.guesses) * (n - 1)
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a tree for each row: first the guesses, then the window."""

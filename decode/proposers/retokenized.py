@@ -65,6 +65,10 @@ class RetokenizedProposer(Proposer):
         """Begin with an empty cache."""
         return self._drafter.start(task)
 
+    def nodes(self, draft_length: int) -> int:
+        """Return how many tokens a draft of this depth has."""
+        return self._drafter.nodes(draft_length)
+
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
         return self._drafter.propose(contexts, draft_lengths)

@@ -1,18 +1,16 @@
 """The draft runs ahead: it goes on drafting in a second thread while the target verifies what it drafted last."""
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
-from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
 
@@ -72,8 +70,9 @@ class RunAheadProposer(DraftModelProposer):
         device = self.draft_model.device
         self._row_generator = task.generators[0]
         self._stands = 0  # tokens of the text that the cache may hold
-        sampler = Sampler(_on_device(task.sampler.processors, device), task.sampler.do_sample)
-        largest = super().start(replace(task, sampler=sampler, generators=[torch.Generator(device)]))
+        # Copies of the processors, for the target's thread uses them at the same time.
+        sampler = task.sampler.on(device)
+        largest = super().start(replace(task, sampler=sampler, row_samplers=(), generators=[torch.Generator(device)]))
         self._reseed()
         return largest
 
@@ -94,7 +93,7 @@ class RunAheadProposer(DraftModelProposer):
             self._ahead = _Ahead(self._draft_token, drafted, 1 + count, self.threads)
             self._ahead.start()
             self.num_ahead += 1
-        return [_moved(draft, context.device)]
+        return [draft.to(context.device)]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Note what was accepted; the cache belongs to the thread that runs ahead."""
@@ -210,23 +209,3 @@ def _joined(parts: Sequence[Proposal], text: Tensor) -> Proposal:
         Tree.chain(len(parts)),
         torch.cat(confidences) if confidences else None,
     )
-
-
-def _moved(draft: Proposal, device: torch.device) -> Proposal:
-    q, confidence = draft.probabilities, draft.confidence
-    return Proposal(
-        draft.tokens.to(device),
-        None if q is None else q.to(device),
-        draft.tree,
-        None if confidence is None else confidence.to(device),
-    )
-
-
-def _on_device(processors: LogitsProcessorList, device: torch.device) -> LogitsProcessorList:
-    """Copy processors, the tensors that they hold moved."""
-    copies = LogitsProcessorList()
-    for processor in processors:
-        moved = copy.copy(processor)
-        vars(moved).update({name: v.to(device) for name, v in vars(moved).items() if isinstance(v, Tensor)})
-        copies.append(moved)
-    return copies

@@ -44,7 +44,7 @@ AT_T0 = {"greedy": GREEDY, "penalised": PENALISED}
 SAMPLED = {"max_new_tokens": NEW, "do_sample": True, "top_k": 0}
 
 # What the others have not: layers of both kinds beside a dict of masks, attention sinks and experts, shared keys.
-VARIANTS = ("qwen2-window", "gpt-oss", "falcon")
+VARIANTS = ("qwen2-window", "gpt-oss", "falcon", "gemma3n")
 every_family = pytest.mark.parametrize("name", FAMILIES)
 MAIN = [name for name in FAMILIES if name not in VARIANTS]
 every_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -78,7 +78,7 @@ def build(name: str, **options: Any) -> PreTrainedModel:
     if head.weight is embeddings.weight:
         # Or the residual stream would carry each token to the head that knows it best, and say it again.
         embeddings.weight.mul_(0.05)
-    outer = [m for n, m in model.named_modules() if not any(map(str.isdigit, n)) and n]
+    outer = [m for n, m in model.named_modules() if n and not any(map(str.isdigit, n)) and "per_layer" not in n]
     (final_norm,) = (m for m in outer if getattr(m, "weight", None) is not None and m.weight.ndim == 1)
     # Logits of standard deviation 3; added, for Gemma's gain is 1 + weight.
     final_norm.weight.add_(3 / float(head.weight.std() * HIDDEN**0.5) - 1)

@@ -26,9 +26,9 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.proposers import run_ahead
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.proposers.run_ahead import RunAheadProposer
+from draftsmith.decode.sampling import Sampler
 
 FALSE_ALARM = 1e-4
 VOCAB = 4
@@ -394,7 +394,7 @@ def test_bad_arguments_are_refused_in_one_line(target, draft):
 def test_processors_follow_the_draft_to_its_device():
     here = NoBadWordsLogitsProcessor([[5]])
     here.length_1_bias, here.token = torch.zeros(3), 7
-    (there,) = run_ahead._on_device(LogitsProcessorList([here]), torch.device("meta"))
+    (there,) = Sampler(LogitsProcessorList([here]), do_sample=True).on(torch.device("meta")).processors
     assert (there.length_1_bias.device.type, here.length_1_bias.device.type, there.token) == ("meta", "cpu", 7)
 
 

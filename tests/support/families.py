@@ -8,6 +8,7 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     Gemma2Config,
+    Gemma3nTextConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoConfig,
@@ -59,6 +60,12 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mistral": (MistralConfig, {**GROUPED, "sliding_window": WINDOW}),
     "gemma2": (Gemma2Config, {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0}),
     "gemma3": (Gemma3TextConfig, {**GEMMA, "layer_types": ["sliding_attention", FULL]}),
+    "gemma3n": (
+        Gemma3nTextConfig,
+        {name: value for name, value in GEMMA.items() if name != "query_pre_attn_scalar"}
+        | {"num_hidden_layers": 3, "num_kv_shared_layers": 1, "layer_types": ["sliding_attention", FULL, FULL]}
+        | {"vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8},
+    ),
     "gpt2": (GPT2Config, {}),
     "gpt-neox": (GPTNeoXConfig, {"intermediate_size": 2 * HIDDEN}),
     "gpt-oss": (GptOssConfig, {**GEMMA, **EXPERTS}),

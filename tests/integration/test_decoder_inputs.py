@@ -1,0 +1,354 @@
+"""What `generate` may be asked for beside tokens: served as the library serves it, or refused by name."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from families import tiny_model
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    GenerationConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MoshiConfig,
+    MoshiForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
+    TextStreamer,
+)
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from draftsmith.decode import (
+    DraftModelProposer,
+    InputError,
+    Plan,
+    Tree,
+    autoregressive_generate,
+    cache,
+    early_exit,
+    speculative_decode,
+    speculative_generate,
+)
+from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.planner import Costs
+from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return perturbed(target, 0.05)
+
+
+def prompt(rows: int = 1, length: int = 6, seed: int = 0) -> torch.Tensor:
+    return torch.randint(1, 97, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def decode(target, draft, ids, **options):
+    return speculative_generate(target, DraftModelProposer(draft), ids, **(GREEDY | options))
+
+
+def refusal(target, draft, ids, **options) -> str:
+    with pytest.raises(InputError) as speculative:
+        decode(target, draft, ids, **options)
+    with pytest.raises(InputError) as plain:
+        autoregressive_generate(target, ids, **(GREEDY | options))
+    assert str(speculative.value) == str(plain.value)
+    return str(plain.value)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("bad", [3, 50])
+def test_a_draft_that_is_not_a_number_leaves_the_law_untouched(target, do_sample, bad):
+    """A draft whose logits are NaN after one token: rejected there, and p is drawn from instead."""
+    draft = perturbed(target, 0.02)
+    draft.model.embed_tokens.weight[bad] = float("nan")
+    draft.generation_config.pad_token_id = 0
+    ids = prompt(48)
+    options = {"do_sample": do_sample, "max_new_tokens": 24} | ({"top_k": 8} if do_sample else {})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        out = decode(target, draft, ids, draft_length=2, **options)
+    plain = autoregressive_generate(target, ids, **(GREEDY | options)).sequences
+    if not do_sample:
+        assert torch.equal(out.sequences, plain)
+        return
+    assert any("q is not a number" in str(warning.message) for warning in caught)
+    # V − 1 is what a draw from a residual of NaN gives: 1,152 tokens a side, a share that differs by 5 sd at most.
+    shares = [(texts[:, 6:] == 96).float().mean() for texts in (out.sequences, plain)]
+    assert abs(float(shares[0] - shares[1])) < 5 * (2 * max(float(shares[1]), 0.002) / plain[:, 6:].numel()) ** 0.5
+
+
+@pytest.mark.parametrize("rule", ["exact", "typical", "cascade"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_target_that_is_not_a_number_is_refused_where_it_happens(draft, do_sample, rule):
+    broken = tiny_llama(0)
+    ids = prompt(1)
+    plain = autoregressive_generate(broken, ids, do_sample=False, max_new_tokens=8).sequences
+    broken.model.embed_tokens.weight[int(plain[0, 8])] = float("nan")
+    place = plain[0].tolist().index(int(plain[0, 8])) + 1
+    if do_sample:
+        broken.model.embed_tokens.weight[:] = float("nan")
+        place = 6
+    where = place if rule == "exact" or do_sample else r"\d+"  # lossy texts are others
+    with pytest.raises(InputError, match=rf"target: expected finite logits, found NaN after {where} tokens of row 0"):
+        decode(broken, draft, ids, do_sample=do_sample, rule=rule)
+    with pytest.raises(InputError, match=rf"target: expected finite logits, found NaN after {place} tokens of row 0"):
+        autoregressive_generate(broken, ids, do_sample=do_sample, max_new_tokens=8)
+
+
+def test_inputs_that_would_not_be_fed_are_refused(target, draft):
+    ids = prompt()
+    config = LlavaConfig(
+        text_config=target.config.to_dict() | {"model_type": "llama"},
+        vision_config={"model_type": "clip_vision_model", "hidden_size": 8, "num_hidden_layers": 1,
+                       "num_attention_heads": 1, "intermediate_size": 8, "image_size": 4, "patch_size": 2},
+        image_token_index=96,
+    )  # fmt: skip
+    llava = LlavaForConditionalGeneration(config).eval()
+    llava.generation_config.pad_token_id = 0
+    # What the library has made of the image.
+    assert refusal(llava, draft, ids, pixel_values=torch.zeros(1, 3, 4, 4)) == (
+        "inputs: expected input_ids and attention_mask alone, found mm_encoder_outputs"
+    )
+    assert refusal(target, draft, ids, position_ids=torch.arange(3, 9)[None]) == (
+        "position_ids: expected each token's place in the text, found others in row 0"
+    )
+    full = target(ids, use_cache=True).past_key_values
+    assert "past_key_values: expected an empty cache, found 6 tokens" in refusal(
+        target, draft, torch.cat([ids, ids], 1), past_key_values=full
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_beams", 3), ("prompt_lookup_num_tokens", 3), ("output_scores", True), ("output_logits", True)],
+)
+def test_options_that_are_not_served_are_refused(target, draft, name, value):
+    expected = f"{name}: expected it to be left out, for it is not supported here, found {value}"
+    assert refusal(target, draft, prompt(), **{name: value}) == expected
+
+
+def test_an_assistant_model_is_refused(target, draft):
+    assert "assistant_model: expected it to be left out" in refusal(target, draft, prompt(), assistant_model=draft)
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        ([1, 1, 1, 1, 0, 0], "a zero behind a one"),
+        ([0, 1, 1, 0, 1, 1], "a zero behind a one"),
+        ([0] * 6, "a row of zeros"),
+    ],
+)
+def test_a_mask_that_is_not_left_padding_is_refused(target, draft, mask, found):
+    message = refusal(target, draft, prompt(2), attention_mask=torch.tensor([[1] * 6, mask]))
+    assert message == f"attention_mask: expected left padding, zeros and then ones, found {found} in row 1"
+
+
+def test_processors_with_a_state_are_refused(target, draft):
+    assert "UnbatchedClassifierFreeGuidanceLogitsProcessor, which keeps a state" in refusal(
+        target, draft, prompt(), guidance_scale=1.5, negative_prompt_ids=prompt(seed=1)
+    )
+
+    class Grammar(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            return scores
+
+    Grammar.__module__ = "xgrammar.contrib.hf"
+    message = refusal(target, draft, prompt(), logits_processor=LogitsProcessorList([Grammar()]))
+    assert message.startswith("logits_processor: expected processors that are functions of the tokens and logits")
+    assert (
+        UnbatchedClassifierFreeGuidanceLogitsProcessor.__name__
+        in __import__("draftsmith.decode.generation", fromlist=["STATEFUL"]).STATEFUL
+    )
+
+
+@pytest.mark.parametrize("tree", [None, Tree.from_choices([(0,), (1,), (0, 0), (0, 1)])])
+def test_a_constraint_is_asked_about_the_row_it_is_for(target, draft, tree):
+    ids = prompt(3)
+    allowed = lambda row, tokens: [10 * (row + 1), 10 * (row + 1) + 1]  # noqa: E731
+    library = target.generate(ids, attention_mask=torch.ones_like(ids), prefix_allowed_tokens_fn=allowed, **GREEDY)
+    proposer = DraftModelProposer(draft, tree)
+    out = speculative_generate(target, proposer, ids, prefix_allowed_tokens_fn=allowed, **GREEDY)
+    assert torch.equal(out.sequences, library)
+    assert out.counts.num_accepted_tokens > 0
+    assert torch.equal(
+        autoregressive_generate(target, ids, prefix_allowed_tokens_fn=allowed, **GREEDY).sequences, library
+    )
+
+
+def test_penalties_that_hold_the_batchs_prompts_are_refused_in_batches(target, draft):
+    for options in ({"encoder_repetition_penalty": 1.3}, {"encoder_no_repeat_ngram_size": 2}):
+        assert "expected one prompt with Encoder" in refusal(target, draft, prompt(2), **options)
+        ids = prompt()
+        library = target.generate(ids, attention_mask=torch.ones_like(ids), **options, **GREEDY)
+        assert torch.equal(decode(target, draft, ids, **options).sequences, library)
+
+
+def test_a_ragged_batch_with_a_least_length_is_decoded_together(target, draft, monkeypatch):
+    """One forward for all rows: in every round as many as one group has, not as many as there are prompt lengths."""
+    lengths = (2, 3, 4, 5, 6)
+    ids, mask = torch.zeros(5, 6, dtype=torch.long), torch.zeros(5, 6, dtype=torch.long)
+    for row, n in enumerate(lengths):
+        ids[row, 6 - n :], mask[row, 6 - n :] = prompt(1, n, row)[0], 1
+    eos = int(autoregressive_generate(target, prompt(1, 2, 0), **GREEDY).sequences[0, 4])
+    forwards = []
+    feed = CachedModel.feed
+    monkeypatch.setattr(CachedModel, "feed", lambda self, *a, **k: forwards.append(self.model) or feed(self, *a, **k))
+    options = GREEDY | {"min_new_tokens": 5, "eos_token_id": eos}
+    out = decode(target, draft, ids, attention_mask=mask, draft_length=3, **options)
+    assert forwards.count(target) == max(counts.num_drafts for counts in out.row_counts)
+    for row, n in enumerate(lengths):
+        alone = autoregressive_generate(target, prompt(1, n, row), **options).sequences[0]
+        assert torch.equal(out.sequences[row, 6 - n : 6 + len(alone) - n], alone)
+
+
+def test_the_result_is_an_ordinary_tensor(target, draft):
+    for out in (decode(target, draft, prompt()), autoregressive_generate(target, prompt(), **GREEDY)):
+        assert not out.sequences.is_inference()
+        loss = tiny_llama(1).requires_grad_(True)(out.sequences, labels=out.sequences).loss
+        loss.backward()
+        out.sequences[0, 0] = 1
+
+
+def test_a_streamer_is_served_and_a_dict_may_be_asked_for(target, draft, tokenizer, capsys):
+    decode(target, draft, prompt(), streamer=TextStreamer(tokenizer), return_dict_in_generate=True)
+    text = autoregressive_generate(target, prompt(), **GREEDY).sequences[0]
+    assert capsys.readouterr().out.strip() == tokenizer.decode(text).strip()
+
+
+def test_stop_strings_of_a_generation_config_are_obeyed(target, draft, tokenizer):
+    ids = prompt()
+    text = autoregressive_generate(target, ids, **GREEDY).sequences[0]
+    stop = tokenizer.decode(text[8:9])
+    config = GenerationConfig(max_new_tokens=8, do_sample=False, stop_strings=[stop], pad_token_id=0)
+    library = target.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config, tokenizer=tokenizer)
+    for options in ({"generation_config": config}, {"stop_strings": [stop], **GREEDY}):
+        out = speculative_generate(target, DraftModelProposer(draft), ids, tokenizer=tokenizer, **options)
+        assert torch.equal(out.sequences, library)
+    assert config.stop_strings == [stop]
+    with pytest.raises(InputError, match="tokenizer: expected the target's tokenizer with stop_strings, found none"):
+        speculative_generate(target, DraftModelProposer(draft), ids, generation_config=config)
+
+
+def test_layers_that_share_keys_are_served(monkeypatch):
+    """Gemma 3n's last layers read the keys of an earlier one: their own are never written."""
+    model = tiny_model("gemma3n")
+    ids = torch.randint(1, 64, (3, 9), generator=torch.Generator().manual_seed(0))
+    library = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
+    tree = Tree.from_choices([(0,), (1,), (0, 0), (1, 0)])
+    eos = int(library[0, 11])
+    for proposer in (DraftModelProposer(model), DraftModelProposer(model, tree), PromptLookupProposer()):
+        out = speculative_generate(model, proposer, ids, **GREEDY)
+        assert torch.equal(out.sequences, library)
+        speculative_generate(model, proposer, ids, eos_token_id=eos, **GREEDY)  # a row ends before the others
+    with pytest.raises(
+        InputError, match=r"target: expected layers with keys of their own, found Gemma3n\w+, whose last"
+    ):
+        early_exit(model, 1)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: OpenAIGPTLMHeadModel(OpenAIGPTConfig(vocab_size=20, n_embd=8, n_layer=1, n_head=1)),
+            "expected a model with a key-value cache, found OpenAIGPTLMHeadModel, which has none",
+        ),
+        (
+            lambda: BertLMHeadModel(
+                BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+            ),
+            "expected causal attention, found BertLMHeadModel with is_decoder = False, an encoder",
+        ),
+        (
+            lambda: MoshiForCausalLM(
+                MoshiConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, ffn_dim=8)
+            ),
+            "expected another model, found MoshiForCausalLM, whose config names a window that its layers do not have",
+        ),
+    ],
+)
+def test_models_whose_cache_is_another_are_refused(build, message):
+    with pytest.raises(InputError) as error:
+        check_model(build(), "target")
+    assert str(error.value) == f"target: {message}"
+
+
+def test_buffers_grow_with_the_text(target):
+    """32,000 tokens allowed and 70 written: room for at most twice as many."""
+    model = CachedModel(target, rows=1, max_length=32_000)
+    ids = prompt(1, 40)
+    model.prefill(ids)
+    expected = target(torch.cat([ids, ids[:, :30]], 1)).logits[:, 40:]
+    logits = torch.cat([model.feed(ids[:, i : i + 1], [40 + i]) for i in range(30)], 1)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert {layer.keys.shape[2] for layer in model.cache.layers} == {128}
+
+
+def test_a_compiled_forward_goes_with_its_model(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
+    model = tiny_llama(0)
+    forward = cache._compiled(model)
+    assert cache._compiled(model) is forward
+    copied = early_exit(model, 1)
+    assert cache._compiled(copied).__self__ is copied
+    gone = weakref.ref(model)
+    del model, forward, copied
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_plan_that_pauses_loses_no_acceptance_in_fixed_shapes(target, monkeypatch):
+    """After rounds without a draft the cache lacks several tokens; all of them are fed."""
+    monkeypatch.setattr(cache, "_compiled", lambda model: model.forward)
+
+    class Pausing(Plan):
+        turn = 0
+
+        def draft_length(self):
+            self.turn += 1
+            return 0 if self.turn % 6 in (2, 3, 4) else 3
+
+    for rows in (1, 2):
+        plan = Pausing(Costs({1: 1.0, 9: 1.0}, 0.01))
+        out = speculative_generate(
+            target, DraftModelProposer(target), prompt(rows), draft_length=plan, compiled=True, max_new_tokens=60,
+            do_sample=False,
+        )  # fmt: skip
+        assert out.counts.num_accepted_tokens == out.counts.num_draft_tokens > 20
+
+
+def test_a_plan_prices_the_nodes_that_a_tree_verifies(target, draft):
+    """Sixteen nodes at a price a node: a plan that priced the depth would draft on."""
+    tree = Tree.from_choices([(i,) for i in range(8)] + [(i, 0) for i in range(8)])
+    costs = Costs({1: 1.0, 17: 9.0}, draft_step=0.01)
+    out = speculative_generate(
+        target, DraftModelProposer(draft, tree), prompt(), draft_length=Plan(costs, longest=2), max_new_tokens=40,
+        do_sample=False,
+    )  # fmt: skip
+    chain = speculative_generate(
+        target, DraftModelProposer(draft), prompt(), draft_length=Plan(costs, longest=2), max_new_tokens=40,
+        do_sample=False,
+    )  # fmt: skip
+    assert out.counts.num_draft_tokens_per_pos[0] < chain.counts.num_draft_tokens_per_pos[0]  # rounds with a draft
+    assert DraftModelProposer(draft, tree).nodes(1) == 8
+    measured = Plan(longest=2)
+    speculative_generate(target, DraftModelProposer(draft, tree), prompt(), draft_length=measured, **GREEDY)
+    assert max(measured._target) == 17
+
+
+def test_custom_generate_refuses_what_speculative_generate_refuses(target, draft):
+    ids = prompt()
+    with pytest.raises(InputError, match="num_beams: expected it to be left out"):
+        target.generate(
+            ids, custom_generate=speculative_decode, proposer=DraftModelProposer(draft), num_beams=2, **GREEDY
+        )
