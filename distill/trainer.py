@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.on_policy import coin, continued, prompts_of
+from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.generate import end_of_sequence_ids
+from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
@@ -63,7 +65,7 @@ class DistillTrainer(RecipeTrainer):
         """Have the draft write the completions of a share of the batches anew."""
         # The same coin on every process: sampling from a sharded draft takes all of them.
         seeds = [(int(self.args.seed), self.state.global_step, part) for part in range(len(batches))]
-        chosen = [part for part, seed in enumerate(seeds) if coin(*seed) < self.config.on_policy]
+        chosen = [part for part, seed in enumerate(seeds) if mixed_seed(*seed) < self.config.on_policy * 2**63]
         start = time.perf_counter()
         for part in chosen:
             batches[part] = self._on_policy(self._prepare_inputs(batches[part]), seeds[part])
@@ -84,20 +86,20 @@ class DistillTrainer(RecipeTrainer):
             temperature=config.temperature,
             top_k=config.top_k,
             top_p=config.top_p,
-            eos_token_id=_ends(self.target, draft),
+            eos_token_id=end_of_sequence_ids(self.target.generation_config, self.tokenizer) or None,
             pad_token_id=self.tokenizer.pad_token_id,
             suppress_tokens=list(range(self.vocab_size, draft.config.get_text_config().vocab_size)) or None,
         )
         with self.compute_loss_context_manager():
-            made = continued(
+            samples = continued(
                 draft,
                 prompts_of(batch),
                 generation,
                 config.max_length,
-                (*seeds, self.accelerator.process_index),
+                mixed_seed(*seeds, self.accelerator.process_index),
                 synced=self.is_fsdp_enabled or self.is_deepspeed_enabled,
             )
-        return {**made, "index": batch["index"]}
+        return {**self._prepare_inputs(self.data_collator(samples)), "index": batch["index"]}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what sampling from the draft has cost since the last time."""
@@ -171,15 +173,6 @@ class DistillTrainer(RecipeTrainer):
             return cached_distributions(inputs["teacher"])
         hidden_NH = self.target_hidden(inputs, chosen_BT.device)[:, :-1][chosen_BT]
         return LiveDistributions(hidden_NH, self.target_head(chosen_BT.device))
-
-
-def _ends(target: PreTrainedModel, draft: PreTrainedModel) -> list[int] | None:
-    """Return the end-of-sequence ids, the target's before the draft's."""
-    for model in (target, draft):
-        ends: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
-        if ends is not None:
-            return [ends] if isinstance(ends, int) else list(ends)
-    return None
 
 
 def _follows(chosen_BT: Tensor) -> Tensor:

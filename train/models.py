@@ -37,6 +37,19 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bool = False) -> PretrainedConfig:
+    """Read a causal LM's config; its weights need not be there.
+
+    Raises:
+        InputError: none there, or one that is damaged; names the field.
+    """
+    _require_config(path, field)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise InputError(f"{field}: expected a causal LM in {path}, found: {first_line(error)}") from error
+
+
 def resolve_dtype(
     dtype: str,
     path: str | Path,
@@ -61,11 +74,7 @@ def resolve_dtype(
     """
     if dtype != "auto":
         return dtype
-    _require_config(path, field)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise InputError(f"{field}: expected a causal LM in {path}, found: {first_line(error)}") from error
+    config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     kind, stored = (device or default_device()).type, stored_dtype(config)
     chosen = stored if _has_fast(stored, kind) else "float32"
     if os.environ.get("LOCAL_RANK", "0") == "0":

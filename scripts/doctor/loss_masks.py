@@ -16,7 +16,7 @@ from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.generate import load_completions
-from draftsmith.train.data.prompts import encode_prompt, read_samples
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read(
         for row in rows.select(range(min(len(rows), limit or len(rows)))):
             samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
     elif prompts is not None:
-        for prompt in read_samples(prompts, split=split, limit=limit):
+        for prompt in read_prompts(prompts, split=split, limit=limit, answers="kept"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
                     masked = mask_conversation(prompt.messages, tokenizer, prompt.id)

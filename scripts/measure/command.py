@@ -28,8 +28,9 @@ from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, TreePicture, Verifier
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.generate import complete, make_batches
+from draftsmith.train.data.generate import complete
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.samples import Sample, make_batches, mixed_seed
 from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import write_json
 
@@ -171,10 +172,12 @@ def _completed(
     ends = [base.eos_token_id] if isinstance(base.eos_token_id, int) else base.eos_token_id
     generation = GenerationConfig(eos_token_id=ends, pad_token_id=base.pad_token_id, **config.options(temperature))
     written: dict[str, list[int]] = {}
-    batches = make_batches(list(prompts), list(encoded), COMPLETED_TOGETHER)
+    samples = [Sample(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
+    batches = make_batches(samples, COMPLETED_TOGETHER)
     for batch in tqdm(batches, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not batches):
-        completions = complete(target, generation, batch, config.seed)
-        written |= {prompt.id: list(text) for prompt, (text, _) in zip(batch.prompts, completions, strict=True)}
+        seed = mixed_seed(config.seed, batch.index)
+        completions = complete(target, generation, [sample.ids for sample in batch.samples], seed)
+        written |= {name: each.ids for name, each in zip(batch.names, completions, strict=True)}
     return [written[prompt.id] for prompt in prompts]
 
 

@@ -9,8 +9,9 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train.data import generate as completions
-from draftsmith.train.data.chat_masks import encode_conversation
-from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare, split_empty
+from draftsmith.train.data.chat_masks import LATER, mask_conversation
+from draftsmith.train.data.collator import training_examples
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer
 
 # Turns that an end-of-sequence token ends, and turns that nothing ends. An added token stands before them, because a
@@ -92,8 +93,8 @@ def test_given_answers_become_samples_with_the_mask_of_their_turns(config, monke
         "pair": f"return a + b{end}",
         "silent": end,
     }
-    ids, mask = encode_conversation(RECORDS[1]["messages"], tokenizer, "two")
-    assert (rows["two"]["input_ids"], rows["two"]["loss_mask"]) == (ids, mask)
+    masked = mask_conversation(RECORDS[1]["messages"], tokenizer, "two")
+    assert (rows["two"]["input_ids"], rows["two"]["loss_mask"]) == (masked.ids, masked.mask)
     assert rows["two"]["category"] == "code"
     assert (
         tokenizer.decode(rows["one"]["input_ids"][: rows["one"]["prompt_length"]])
@@ -131,7 +132,7 @@ def test_samples_without_a_token_to_learn_from_are_named(config, capsys):
     row = next(row for row in load_completions(cfg.output) if row["id"] == "silent")
     assert row["prompt_length"] == len(row["input_ids"])
     assert not any(row["loss_mask"])
-    assert split_empty(load_completions(cfg.output))[1] == ["silent"]
+    assert "silent" not in training_examples([cfg.output])["id"]
     flags = [
         part
         for name in ("target", "prompts", "output", "batch_size")
@@ -139,6 +140,15 @@ def test_samples_without_a_token_to_learn_from_are_named(config, capsys):
     ]
     main([*flags, "--answers", "given"])
     assert "1 samples: silent" in capsys.readouterr().out
+
+
+def test_turns_left_out_are_warned_of_once_a_reason(config, caplog):
+    cfg = config(
+        template=ENDED.replace("m.content", "(m.content if loop.last or m.role == 'user' else m.content | upper)")
+    )
+    prepare(cfg)
+    (record,) = [record for record in caplog.records if "assistant turns" in record.message]
+    assert record.message.startswith(f"some assistant turns are not learned from: {LATER} (")
 
 
 def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(config):

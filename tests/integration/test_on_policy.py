@@ -5,14 +5,16 @@ import torch
 from conftest import tiny_llama
 from pipelines import configured, history
 from scipy.stats import chisquare, kstest
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
-from draftsmith.distill.on_policy import coin, continued, prompts_of
+from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
 from draftsmith.train.data.packing import pack
+from draftsmith.train.data.samples import mixed_seed
 
 
 def sampling(**options) -> GenerationConfig:
@@ -22,7 +24,16 @@ def sampling(**options) -> GenerationConfig:
 
 def write(draft, prompts: list[list[int]], seed: int = 0, max_length: int | None = None, **options):
     tensors = [torch.tensor(prompt) for prompt in prompts]
-    return continued(draft, tensors, sampling(**options), max_length, (seed,), synced=False)
+    samples = continued(draft, tensors, sampling(**options), max_length, seed, synced=False)
+
+    def padded(name: str, value: int) -> torch.Tensor:
+        return pad_sequence([torch.tensor(sample[name]) for sample in samples], True, value)
+
+    return {"input_ids": padded("input_ids", 1), "labels": padded("labels", IGNORED)}
+
+
+def coin(*parts: int) -> float:
+    return mixed_seed(*parts) / 2**63
 
 
 def test_coins_are_uniform_and_depend_on_their_seeds_alone():
@@ -50,13 +61,10 @@ def test_a_continuation_is_the_drafts_own_text_and_carries_its_labels():
     prompts = [[5, 6, 7, 8], [9], [10, 11]]
     batch = write(draft, prompts)
     assert batch["input_ids"].shape == (3, 9)
-    for prompt, ids, mask, labels in zip(
-        prompts, batch["input_ids"], batch["attention_mask"], batch["labels"], strict=True
-    ):
+    for prompt, ids, labels in zip(prompts, batch["input_ids"], batch["labels"], strict=True):
         n = len(prompt)
         assert ids[:n].tolist() == prompt and labels[:n].tolist() == [IGNORED] * n
         assert labels[n : n + 5].tolist() == ids[n : n + 5].tolist()
-        assert mask.tolist() == [1] * (n + 5) + [0] * (4 - n)
         assert set(labels[n + 5 :].tolist()) <= {IGNORED}
     greedy = write(draft, prompts, temperature=1e-4)
     for prompt, ids in zip(prompts, greedy["input_ids"], strict=True):

@@ -23,7 +23,7 @@ from draftsmith.train import files
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data import shards
-from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare, split_empty
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 
 COUNT = 11  # in batches of 2: five full ones and a last one of a single row
 
@@ -193,7 +193,7 @@ def test_resume_after_sigkill(config, whole):
     def slowed() -> None:
         """So that the signal comes between the second and the last batch."""
         real = completions.complete
-        completions.complete = lambda *args: time.sleep(0.3) or real(*args)
+        completions.complete = lambda *args, **kwargs: time.sleep(0.3) or real(*args, **kwargs)
         main(flags(cfg))
 
     process = multiprocessing.get_context("fork").Process(target=slowed)
@@ -227,9 +227,9 @@ def test_a_manifest_without_newer_settings_is_resumed(config, whole):
 
 def test_progress_is_told_inside_a_batch(config, monkeypatch):
     told = []
-    monkeypatch.setattr(completions, "_teller", lambda bar, text: told.append)
+    monkeypatch.setattr(completions.tqdm, "set_postfix_str", lambda bar, text, refresh: told.append(text))
     prepare(config(limit=2, max_new_tokens=5))
-    assert told == list(range(1, len(told) + 1)) and len(told) > 1
+    assert told == [f"2 texts, token {n} of 5" for n in range(1, len(told) + 1)] and len(told) > 1
 
 
 def test_a_flipped_bit_never_changes_what_is_read(tmp_path, whole):
@@ -367,24 +367,6 @@ def test_loading_names_what_is_wrong(config, whole, tmp_path, caplog):
     manifest.unlink()
     with pytest.raises(InputError, match=r"^output: expected manifest.json beside the shards in .*, found none$"):
         prepare(config())
-
-
-def test_samples_with_an_empty_mask_are_counted_and_named(config):
-    prepare(config())
-    dataset = load_completions(config().output)
-    assert split_empty(dataset)[1] == []
-    emptied = dataset.map(
-        lambda row: row | {"loss_mask": [0] * len(row["loss_mask"])} if row["id"] in ("p3", "p8") else row
-    )
-    kept, names = split_empty(emptied)
-    assert sorted(names) == ["p3", "p8"]
-    assert sorted([*kept["id"], *names]) == sorted(dataset["id"])
-    with pytest.raises(InputError) as error:
-        split_empty(dataset.map(lambda row: {"loss_mask": [0] * len(row["loss_mask"])}))
-    assert str(error.value) == (
-        f"completions: expected tokens to train on, found an empty loss mask in all {COUNT} samples, the first: "
-        + ", ".join(dataset["id"][:5])
-    )
 
 
 @pytest.mark.parametrize(

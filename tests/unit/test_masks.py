@@ -10,8 +10,8 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import chat_masks as masks
-from draftsmith.train.data.chat_masks import encode_conversation, has_generation_markers, mask_conversation
-from draftsmith.train.data.prompts import Prompt, read_conversations, read_samples
+from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.prompts import Prompt, read_prompts
 from draftsmith.train.data.tokenizer import END_OF_TEXT, train_bpe
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]
@@ -101,6 +101,11 @@ def using(template: str | None, kind: str = "byte level") -> PreTrainedTokenizer
     tokenizer = TOKENIZERS[kind]
     tokenizer.chat_template = template
     return tokenizer
+
+
+def encode_conversation(talk, tokenizer, name: str) -> tuple[list[int], list[int]]:
+    masked = mask_conversation(talk, tokenizer, name)
+    return masked.ids, masked.mask
 
 
 def learned(ids: list[int], mask: list[int], tokenizer) -> list[str]:
@@ -222,14 +227,6 @@ def test_markers_around_an_answer_that_lost_its_thinking_are_not_believed():
     assert learned(masked.ids, masked.mask, tokenizer) == ["<think>\noh\n</think>\n\na<|im_end|>"]
 
 
-def test_turns_left_out_are_warned_of_once(caplog):
-    masks._warn_once.cache_clear()
-    for name in "xy":
-        encode_conversation(THOUGHT, using(QWEN3), name)
-    (record,) = caplog.records
-    assert record.message.startswith(f"some assistant turns are not learned from: {masks.LATER} (")
-
-
 OPENED = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 LOSSY = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 
@@ -321,11 +318,11 @@ def jsonl(directory, *records: object) -> str:
 )
 def test_conversations_are_read_whole(record, messages, tmp_path):
     source = jsonl(tmp_path, record | {"category": "c"}, {"prompt": "a", "completion": "b", "id": "x"})
-    first, second = read_conversations(source)
+    first, second = read_prompts(source, answers="required")
     assert first == Prompt("0", None, messages, "c")
     assert second == Prompt("x", None, [user("a"), assistant("b")], None)
-    assert read_samples(source) == [first, second]
-    assert read_conversations(source, limit=1) == [first]
+    assert read_prompts(source, answers="kept") == [first, second]
+    assert read_prompts(source, limit=1, answers="required") == [first]
 
 
 @pytest.mark.parametrize(
@@ -348,13 +345,18 @@ def test_conversations_are_read_whole(record, messages, tmp_path):
 def test_what_is_no_whole_conversation_is_refused_by_file_and_line(record, message, tmp_path):
     source = jsonl(tmp_path, {"messages": TALK}, record)
     with pytest.raises(InputError) as error:
-        read_conversations(source)
+        read_prompts(source, answers="required")
     assert str(error.value) == f"{source}:2: {message}"
 
 
 def test_samples_are_conversations_or_prompts(tmp_path):
     asked, unanswered = [user("a")], [user("a"), assistant("b"), user("c")]
     source = jsonl(tmp_path, {"prompt": "a"}, {"messages": unanswered}, {"turns": ["a", "b"]}, {"messages": TALK})
-    assert [prompt.text or prompt.messages for prompt in read_samples(source)] == ["a", unanswered, asked, TALK]
+    assert [prompt.text or prompt.messages for prompt in read_prompts(source, answers="kept")] == [
+        "a",
+        unanswered,
+        asked,
+        TALK,
+    ]
     with pytest.raises(InputError, match=r":1: messages: expected a user turn, found none$"):
-        read_samples(jsonl(tmp_path, {"messages": [assistant("a")]}))
+        read_prompts(jsonl(tmp_path, {"messages": [assistant("a")]}), answers="kept")

@@ -23,11 +23,9 @@ with a space then empties the mask of the whole sample, and one that ends with a
 follows. Around markers inside a macro its spans lie elsewhere. Both were seen in transformers 5.23.
 """
 
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -35,8 +33,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
-
-logger = logging.getLogger(__name__)
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
@@ -60,12 +56,11 @@ class MaskedConversation:
     """The assistant's messages that are not learned from, by their index, and why."""
 
 
-def encode_conversation(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str
-) -> tuple[list[int], list[int]]:
-    """Encode a whole conversation, and mask what the assistant wrote: `mask_conversation`, with a warning.
+def mask_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str) -> MaskedConversation:
+    """Encode a whole conversation, and mask what the assistant wrote.
 
-    Turns that are left out are warned of once a reason.
+    Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer right
+    behind them, and the end-of-sequence token.
 
     Args:
         messages: the conversation, `{"role": …, "content": …}` each, the last of them the assistant's.
@@ -73,27 +68,12 @@ def encode_conversation(
         name: the sample's name in error messages.
 
     Returns:
-        T token ids, and T times 1, on the assistant's own tokens (labels are the ids there), or 0. The mask may be 0
-        everywhere: of an empty answer by a template that ends turns without a token.
+        Its ids and their mask, which may be 0 everywhere: of an empty answer by a template that ends turns without a
+        token.
 
     Raises:
         InputError: names the sample whose last message is not the assistant's, that the chat template refuses, or
             whose last turn the template rewrites, and where the ids depart.
-    """
-    masked = mask_conversation(messages, tokenizer, name)
-    for reason in sorted(set(masked.left_out.values())):
-        _warn_once(reason)
-    return masked.ids, masked.mask
-
-
-def mask_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str) -> MaskedConversation:
-    """Encode a whole conversation and mask what the assistant wrote; what `encode_conversation` says, and what not.
-
-    Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer right
-    behind them, and the end-of-sequence token.
-
-    Raises:
-        InputError: as in `encode_conversation`.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
@@ -269,8 +249,3 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _common(a: Sequence[object], b: Sequence[object]) -> int:
     """Return how many ids, or characters, two sequences begin with in common."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-@lru_cache(maxsize=64)
-def _warn_once(reason: str) -> None:
-    logger.warning("some assistant turns are not learned from: %s (`draftsmith doctor --prompts` counts them)", reason)

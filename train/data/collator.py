@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.utils import logging
 
-from draftsmith.train.data.generate import load_completions, split_empty
+from draftsmith.decode.errors import InputError
+from draftsmith.train.data.generate import load_completions
 
 IGNORED = -100
 logger = logging.get_logger(__name__)
@@ -21,8 +22,8 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
     """Read completions that `draftsmith prepare` wrote, as `id`, `input_ids` and `labels`.
 
     Labels are the tokens themselves where the loss mask is 1, and −100 on the prompt. Samples without a single loss
-    token are left out, counted and named. `index` numbers the rows of what is returned, and with
-    several directories `source` is a row's own.
+    token are left out, counted and named. `index` numbers the rows of what is returned, and with several directories
+    `source` says which of them a row is from.
 
     Args:
         paths: completion directories.
@@ -32,25 +33,26 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
         InputError: a directory is missing or malformed, or no sample has a loss token.
     """
 
-    def cut(sample: dict[str, Any]) -> dict[str, Any]:
-        return {"input_ids": sample["input_ids"][:max_length], "loss_mask": sample["loss_mask"][:max_length]}
-
-    def label(sample: dict[str, Any]) -> dict[str, Any]:
-        ids, mask = sample["input_ids"], sample["loss_mask"]
-        return {"labels": [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]}
+    def labelled(sample: dict[str, Any]) -> dict[str, Any]:
+        ids, mask = sample["input_ids"][:max_length], sample["loss_mask"][:max_length]
+        return {"input_ids": ids, "labels": [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]}
 
     parts = []
     for path in paths:
-        dataset = load_completions(path)
-        if max_length is not None:  # before empty samples are sought: a long prompt may leave no completion
-            dataset = dataset.map(cut)
-        dataset, empty = split_empty(dataset)
-        if empty:
-            logger.warning(
-                f"{path}: {len(empty)} of {len(empty) + len(dataset)} samples have no token to learn from and are "
-                f"left out: {', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}"
+        samples = load_completions(path)
+        trains = np.array([any(mask[:max_length]) for mask in samples["loss_mask"]])
+        empty = np.array(samples["id"])[~trains]
+        listed = f"{', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}"
+        if not trains.any():
+            raise InputError(
+                f"completions: expected tokens to train on, found an empty loss mask in all {len(empty)} samples of "
+                f"{path}: {listed}"
             )
-        part = dataset.map(label).select_columns(["id", "input_ids", "labels"])
+        if len(empty):
+            logger.warning(
+                f"{path}: {len(empty)} of {len(samples)} samples have no token to learn from and are left out: {listed}"
+            )
+        part = samples.select(np.flatnonzero(trains)).map(labelled).select_columns(["id", "input_ids", "labels"])
         # An id is of one sample in its directory alone: most are numbers of lines.
         parts.append(part.add_column("source", [path] * len(part)) if len(paths) > 1 else part)
     return numbered(concatenate_datasets(parts))

@@ -14,14 +14,11 @@ Both servers list the end-of-sequence token among the ids; where one does not, i
 """
 
 import asyncio
-import hashlib
 import logging
 import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx2
@@ -29,27 +26,12 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
-from draftsmith.train.data.samples import Batch
+from draftsmith.train.data.samples import Batch, Completion, Sample, mixed_seed
 
 FORMS = ("token_ids", "logprobs", "text")
 FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What the target wrote after a prompt."""
-
-    ids: list[int]
-    """Up to and with the first end-of-sequence token."""
-    finish_reason: str
-    """`stop`: it ended with an end-of-sequence token; `length`: it was cut."""
-    uncertain: bool = False
-    """It was tokenized from text, or ends with a guess at which end-of-sequence token; the target may have written
-    others."""
-    padded: bool = False
-    """It was cut before an id that pads the vocabulary: a server cannot be kept from sampling those."""
 
 
 @dataclass(frozen=True)
@@ -89,20 +71,14 @@ class Server:
         self.config = config
         self.url = (config.endpoint or "").rstrip("/")
         self.key = _key(config.endpoint_key_env)
+        self.client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
+            timeout=config.endpoint_timeout,
+            limits=httpx2.Limits(max_connections=config.endpoint_concurrency),
+        )
         # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
         self.native = self.url.endswith("/generate")
         self.base = self.url.removesuffix("/generate") + "/v1" if self.native else self.url.removesuffix("/completions")
-
-    async def __aenter__(self) -> "Server":
-        self._client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
-            timeout=self.config.endpoint_timeout,
-            limits=httpx2.Limits(max_connections=self.config.endpoint_concurrency),
-        )
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
 
     async def call(self, path: str, what: str, body: dict[str, Any] | None = None) -> Any:
         """Return the JSON that a path answers with: to a POST of `body`, or to a GET where there is none.
@@ -115,7 +91,7 @@ class Server:
         for attempt in range(tries):
             wait = min(FIRST_WAIT * 2**attempt, LONGEST_BACKOFF) * random.uniform(0.5, 1)
             try:
-                response = await self._client.request("GET" if body is None else "POST", url, json=body)
+                response = await self.client.request("GET" if body is None else "POST", url, json=body)
             except httpx2.RequestError as error:
                 found = f"{type(error).__name__} {error}"
             else:
@@ -128,7 +104,8 @@ class Server:
                     found = f"{response.status_code} {_message(response)}"
                     if response.status_code != 429 and response.status_code < 500:
                         raise InputError(self._error(what, url, found))
-                    wait = min(max(wait, _retry_after(response)), LONGEST_WAIT)
+                    asked = response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
+                    wait = min(max(wait, float(asked) if asked.isdecimal() else 0), LONGEST_WAIT)
             if attempt + 1 < tries:
                 logger.warning("%s; next try in %.0f s", self._error(what, url, found), wait)
                 await asyncio.sleep(wait)
@@ -153,7 +130,8 @@ def served_model(config: PrepareConfig) -> str:
         return config.endpoint_model
 
     async def ask() -> Any:
-        async with Server(config) as server:
+        server = Server(config)
+        async with server.client:
             return await server.call("/models", "a list of models")
 
     listed = asyncio.run(ask())
@@ -191,20 +169,20 @@ def complete_remotely(
     """
 
     async def run() -> None:
-        jobs = ((batch, row) for batch in batches for row in range(len(batch.prompts)))
+        jobs = ((batch, row) for batch in batches for row in range(len(batch.samples)))
         begun: dict[int, dict[int, Completion]] = {}
 
-        async def work(source: Source) -> None:
+        async def work() -> None:
             for batch, row in jobs:  # shared: each worker takes the next one, so that few batches are begun at once
                 done = begun.setdefault(batch.index, {})
-                done[row] = await source.complete(batch.prompts[row].id, batch.prompt_ids[row])
-                if len(done) == len(batch.prompts):
+                done[row] = await source.complete(batch.samples[row])
+                if len(done) == len(batch.samples):
                     finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
 
-        async with Server(config) as server, asyncio.TaskGroup() as group:
-            source = Source(server, config, model, vocabulary)
+        source = Source(Server(config), model, vocabulary)
+        async with source.server.client, asyncio.TaskGroup() as group:
             for _ in range(config.endpoint_concurrency):
-                group.create_task(work(source))
+                group.create_task(work())
 
     try:
         asyncio.run(run())
@@ -212,21 +190,20 @@ def complete_remotely(
         raise group.exceptions[0] from None
 
 
+@dataclass
 class Source:
     """The target on a server: knows in which form its ids come."""
 
-    def __init__(self, server: Server, config: PrepareConfig, model: str, vocabulary: Vocabulary):
-        self.server = server
-        self.config = config
-        self.model = model
-        self.vocabulary = vocabulary
-        self.form = 0
+    server: Server
+    model: str
+    vocabulary: Vocabulary
+    form: int = 0
 
-    async def complete(self, name: str, prompt_ids: list[int]) -> Completion:
+    async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
+        name, prompt_ids, what = sample.prompt.id, sample.ids, f"a completion of prompt {sample.prompt.id!r}"
         while True:
             form = self.form
-            what = f"a completion of prompt {name!r}"
             body = await self.server.call("/completions", what, self.request(name, prompt_ids, FORMS[form]))
             answer = read_native(body) if self.server.native else read_openai(body)
             if answer is None or answer.finish_reason not in {"stop", "length"}:
@@ -249,8 +226,8 @@ class Source:
         Everything that shapes the distribution is written out: both servers fill what is left open from the model's
         generation_config.json, as `generate` does.
         """
-        config = self.config
-        mixed = int.from_bytes(hashlib.sha256(f"{config.seed}/{name}".encode()).digest()[:4], "big") >> 1
+        config = self.server.config
+        mixed = mixed_seed(config.seed, name) >> 32  # servers take 31 bits
         seed = {"sampling_seed" if self.server.native else "seed": mixed} if config.temperature > 0 else {}
         sampling: dict[str, Any] = {
             "temperature": config.temperature,
@@ -380,16 +357,3 @@ def _message(response: httpx2.Response) -> str:
         error = body.get("error", body)
         body = (error.get("message") or error.get("detail") or body) if isinstance(error, dict) else error
     return str(body)
-
-
-def _retry_after(response: httpx2.Response) -> float:
-    """Return the seconds that the server asks to wait (RFC 9110, section 10.2.3), 0 where it does not say."""
-    value = response.headers.get("Retry-After", "")
-    try:
-        return float(value)
-    except ValueError:
-        pass
-    try:
-        return max((parsedate_to_datetime(value) - datetime.now(UTC)).total_seconds(), 0.0)
-    except (ValueError, TypeError):  # no date, or one without a time zone
-        return 0.0

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +23,6 @@ from datasets import Dataset
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import (
-    AutoConfig,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -33,15 +32,13 @@ from transformers import (
 )
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.chat_masks import encode_conversation
-from draftsmith.train.data.endpoint import Completion, Vocabulary, complete_remotely, served_model
+from draftsmith.train.data.chat_masks import mask_conversation
+from draftsmith.train.data.endpoint import Vocabulary, complete_remotely, served_model
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
 from draftsmith.train.data.prepare_config import decisive_settings
-from draftsmith.train.data.prompts import Prompt, encode_prompt, read_conversations, read_prompts
-from draftsmith.train.data.samples import Batch as Batch
+from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.samples import Batch, Completion, Sample, make_batches, mixed_seed
 from draftsmith.train.data.samples import CompletionsSummary as CompletionsSummary
-from draftsmith.train.data.samples import completed_shard, given_shard
-from draftsmith.train.data.samples import make_batches as make_batches
 from draftsmith.train.data.shards import (
     SCHEMA,
     completion_files,
@@ -51,11 +48,9 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
-from draftsmith.train.models import identity, load_model, load_tokenizer, resolve_dtype, tokenizer_size
+from draftsmith.train.models import identity, load_config, load_model, load_tokenizer, resolve_dtype, tokenizer_size
 
 logger = logging.getLogger(__name__)
-
-Write = Callable[[Batch, pa.Table], None]
 
 
 def prepare(config: PrepareConfig) -> CompletionsSummary:
@@ -72,88 +67,89 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     if config.endpoint is None and config.answers == "target":  # before the manifest is compared, which says it
         dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
-    output = Path(config.output)
+    output, limit = Path(config.output), _positions(config)
     summary = CompletionsSummary(output, 0)
-    masks: dict[str, list[int]] | None = None
-    if config.answers == "given":
-        prompts, encoded, masks = _given(config, tokenizer, summary)
-    else:
-        read = read_prompts(config.prompts, split=config.split, limit=config.limit)
-        prompts = read + [replace(p, id=f"{p.id}#{n}") for n in range(2, config.samples + 1) for p in read]
-        encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
-    summary.prompts = len(prompts)
-    batches = make_batches(prompts, encoded, config.batch_size)
     source: dict[str, Any] = {"answers": config.answers}
-    if masks is None:
-        _check_context(config, batches[0])
+    if config.answers == "given":
+        samples = _given(config, tokenizer, limit, summary)
+    else:
+        samples = _prompts(config, tokenizer, limit)
+    summary.prompts = len(samples)
+    batches = make_batches(samples, config.batch_size)
     if config.endpoint is not None:
         source |= {"endpoint": config.endpoint, "model": served_model(config)}
-    with output_directory(output, lambda: f"{summary.kept + summary.written} of {len(prompts)} completions"):
-        settle_manifest(output, _manifest(config, source, prompts, encoded, masks, len(batches)))
+    with output_directory(output, lambda: f"{summary.kept + summary.written} of {summary.prompts} completions"):
+        settle_manifest(output, _manifest(config, source, samples, len(batches)))
         missing = []
         for batch in batches:
             shard = read_shard(output / batch.shard)
-            if shard is not None and shard["id"].to_pylist() == [prompt.id for prompt in batch.prompts]:
+            if shard is not None and shard["id"].to_pylist() == batch.names:
                 summary.add(shard)
-                summary.kept += len(batch.prompts)
+                summary.kept += len(batch.samples)
             else:
                 missing.append(batch)
         if missing:
-            _complete(config, tokenizer, source.get("model"), masks, missing, summary)
+            _complete(config, tokenizer, source.get("model"), missing, summary)
     return summary
 
 
 def complete(
     model: PreTrainedModel,
     generation: GenerationConfig,
-    batch: Batch,
+    prompt_ids: Sequence[list[int]],
     seed: int,
-    progress: Callable[[int], None] | None = None,
-) -> list[tuple[list[int], str]]:
-    """Complete a batch; the tokens are a function of the arguments only, whatever was sampled before.
+    *,
+    device: torch.device | None = None,
+    synced: bool = False,
+    bar: Any = None,
+) -> list[Completion]:
+    """Complete prompts together; the tokens are a function of the arguments only, whatever was sampled before.
 
     Args:
-        model: the target, in eval mode.
+        model: a causal LM, in eval mode.
         generation: says how to sample; its `eos_token_id` is a list, or None.
-        batch: B prompts.
-        seed: the run's seed; the batch's index is mixed in.
-        progress: called after each token with the number of tokens that the longest completion has so far.
+        prompt_ids: B prompts, each at least one token long.
+        seed: of the sampling.
+        device: where the model computes; its own if None.
+        synced: go on with empty forwards until every process is done, for a model that is sharded over them.
+        bar: a tqdm bar that shows how far the batch is, which can take minutes.
 
     Returns:
-        For each prompt its completion's ids, up to and with the first end-of-sequence token, without padding; and the
-        reason that it ended, "stop" or "length".
+        B completions, without padding.
     """
-    width = max(map(len, batch.prompt_ids))
-    padding = [width - len(ids) for ids in batch.prompt_ids]
+    device, width = device or model.device, max(map(len, prompt_ids))
+    padding = [width - len(ids) for ids in prompt_ids]
     pad = generation.pad_token_id
-    input_ids = torch.tensor([[pad] * n + ids for n, ids in zip(padding, batch.prompt_ids, strict=True)])  # (B, width)
+    input_ids = torch.tensor([[pad] * n + ids for n, ids in zip(padding, prompt_ids, strict=True)])  # (B, width)
     attention_mask = (torch.arange(width) >= torch.tensor(padding)[:, None]).long()
-    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
-        mixed = hashlib.sha256(f"{seed}/{batch.index}".encode()).digest()
-        torch.manual_seed(int.from_bytes(mixed[:8], "big") >> 1)
-        sequences = model.generate(  # type: ignore[operator]
-            input_ids.to(model.device),
-            attention_mask=attention_mask.to(model.device),
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        sequences: Any = model.generate(  # type: ignore[operator]
+            input_ids.to(device),
+            attention_mask=attention_mask.to(device),
             generation_config=generation,
-            stopping_criteria=StoppingCriteriaList([] if progress is None else [_Watch(width, progress)]),
+            stopping_criteria=StoppingCriteriaList([] if bar is None else [_Watch(bar, width, generation)]),
+            synced_gpus=synced,
         )
     ends = set(generation.eos_token_id or [])
     completions = []
     for row in sequences[:, width:].tolist():
         stop = next((i for i, token in enumerate(row) if token in ends), None)
-        completions.append((row, "length") if stop is None else (row[: stop + 1], "stop"))
+        completions.append(Completion(row, "length") if stop is None else Completion(row[: stop + 1], "stop"))
     return completions
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """Tells how long completions are, and stops none."""
+    """Shows in a bar how long the completions of a batch are, and stops none."""
 
-    def __init__(self, prompt_length: int, progress: Callable[[int], None]):
-        self.prompt_length, self.progress = prompt_length, progress
+    def __init__(self, bar: Any, width: int, generation: GenerationConfig):
+        self.bar, self.width, self.most = bar, width, generation.max_new_tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:  # type: ignore[override]
-        self.progress(input_ids.shape[1] - self.prompt_length)
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        rows, length = input_ids.shape
+        self.bar.set_postfix_str(f"{rows} texts, token {length - self.width} of {self.most}", refresh=False)
+        self.bar.update(0)  # which draws it anew where the last time is long enough ago
+        return torch.zeros(rows, dtype=torch.bool, device=input_ids.device)
 
 
 def set_generation_config(
@@ -198,137 +194,96 @@ def load_completions(path: str) -> Dataset:
     return Dataset(pa.concat_tables([read_completions(file) for file in completion_files(path)]))
 
 
-def split_empty(dataset: Dataset) -> tuple[Dataset, list[str]]:
-    """Take out the samples whose loss mask is 0 everywhere: they train nothing, and must be told to the user.
-
-    Returns:
-        The samples that train, and the ids of those that do not.
-
-    Raises:
-        InputError: none of the samples trains; names the first ids.
-    """
-    trains = [any(mask) for mask in dataset["loss_mask"]]
-    ids = [name for name, kept in zip(dataset["id"], trains, strict=True) if not kept]
-    if len(ids) == len(trains):
-        raise InputError(
-            f"completions: expected tokens to train on, found an empty loss mask in all {len(ids)} samples, the first: "
-            f"{', '.join(ids[:5]) or 'none'}"
-        )
-    return dataset.select([i for i, kept in enumerate(trains) if kept]), ids
-
-
-def _given(
-    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, summary: CompletionsSummary
-) -> tuple[list[Prompt], list[list[int]], dict[str, list[int]]]:
-    """Encode the conversations that fit the target's positions: themselves, their ids, and a loss mask an id."""
-    limit = _positions(config)
-    conversations, encoded, masks = [], [], {}
-    for conversation in read_conversations(config.prompts, split=config.split, limit=config.limit):
-        ids, mask = encode_conversation(conversation.messages or [], tokenizer, conversation.id)
-        if limit is not None and len(ids) > limit:  # cut, it would teach an answer that ends in the middle
-            summary.left_out.append(conversation.id)
-        else:
-            conversations.append(conversation)
-            encoded.append(ids)
-            masks[conversation.id] = mask
-    if not conversations:
-        raise InputError(
-            f"prompts: expected conversations within the target's {limit} positions, found all "
-            f"{len(summary.left_out)} of {config.prompts} longer"
-        )
-    return conversations, encoded, masks
-
-
-def _complete(
-    config: PrepareConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    served: str | None,
-    masks: dict[str, list[int]] | None,
-    missing: list[Batch],
-    summary: CompletionsSummary,
-) -> None:
-    """Write the shards that are missing, from given masks, by a server or by the target here, and count them."""
-    start = time.perf_counter()
-    with tqdm(total=summary.prompts, initial=summary.kept, unit="completion", desc="prepare") as bar:
-
-        def write(batch: Batch, shard: pa.Table) -> None:
-            before = summary.tokens
-            write_shard(summary.output / batch.shard, shard)
-            summary.add(shard)
-            summary.written += len(batch.prompts)
-            summary.tokens_written += summary.tokens - before
-            summary.seconds = time.perf_counter() - start
-            bar.update(len(batch.prompts))
-
-        if masks is not None:
-            for batch in missing:
-                write(batch, given_shard(batch, masks))
-        elif served is not None:
-            _complete_remotely(config, tokenizer, served, missing, summary, write)
-        else:
-            model = load_model(
-                config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code
-            )
-            generation = set_generation_config(config, model, tokenizer)
-            for batch in missing:
-                tell = _teller(bar, f"{len(batch.prompts)} texts, token {{}} of {config.max_new_tokens}")
-                write(batch, completed_shard(batch, complete(model, generation, batch, config.seed, tell)))
-
-
-def _teller(bar: Any, text: str, every: float = 0.5) -> Callable[[int], None]:
-    """Return what writes a number into a bar's text behind it, at most so often: a batch can take minutes."""
-    last = time.perf_counter()
-
-    def tell(number: int) -> None:
-        nonlocal last
-        if time.perf_counter() - last >= every:
-            bar.set_postfix_str(text.format(number))
-            last = time.perf_counter()
-
-    return tell
-
-
-def _complete_remotely(
-    config: PrepareConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    served: str,
-    missing: list[Batch],
-    summary: CompletionsSummary,
-    write: Write,
-) -> None:
-    def finished(batch: Batch, completions: list[Completion]) -> None:
-        summary.uncertain += sum(completion.uncertain for completion in completions)
-        summary.padded += sum(completion.padded for completion in completions)
-        write(batch, completed_shard(batch, [(c.ids, c.finish_reason) for c in completions]))
-
-    tokens = tokenizer_size(tokenizer)
-    size = max(tokens, _model_config(config).get_text_config().vocab_size)
-    ends = end_of_sequence_ids(_generation_config(config), tokenizer)
-    vocabulary = Vocabulary(tokenizer, tokens, size, ends)
-    complete_remotely(config, served, vocabulary, missing, finished)
-
-
-def _check_context(config: PrepareConfig, longest: Batch) -> None:
-    limit = _positions(config)
-    length = len(longest.prompt_ids[0])
-    if limit is not None and length + config.max_new_tokens > limit:
-        raise InputError(
-            f"max_prompt_tokens: expected prompt and completion within the target's {limit} positions, found "
-            f"{length} + {config.max_new_tokens} tokens for prompt {longest.prompts[0].id!r}; "
-            f"give --max_prompt_tokens {max(limit - config.max_new_tokens, 1)}, or a smaller --max_new_tokens"
-        )
-
-
 def _positions(config: PrepareConfig) -> int | None:
     # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
     return getattr(_model_config(config).get_text_config(), "max_position_embeddings", None)
 
 
 def _model_config(config: PrepareConfig) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(config.target, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise InputError(f"target: expected a model's config.json in {config.target}, found: {error}") from error
+    return load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+
+
+def _prompts(config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Sample]:
+    """Encode the prompts, which must leave room for their completions within the target's positions."""
+    read = read_prompts(config.prompts, split=config.split, limit=config.limit)
+    prompts = read + [replace(p, id=f"{p.id}#{n}") for n in range(2, config.samples + 1) for p in read]
+    samples = [Sample(p, encode_prompt(p, tokenizer, max_tokens=config.max_prompt_tokens)) for p in prompts]
+    longest = max(samples, key=lambda sample: len(sample.ids))
+    if limit is not None and len(longest.ids) + config.max_new_tokens > limit:
+        raise InputError(
+            f"max_prompt_tokens: expected prompt and completion within the target's {limit} positions, found "
+            f"{len(longest.ids)} + {config.max_new_tokens} tokens for prompt {longest.prompt.id!r}; "
+            f"give --max_prompt_tokens {max(limit - config.max_new_tokens, 1)}, or a smaller --max_new_tokens"
+        )
+    return samples
+
+
+def _given(
+    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, summary: CompletionsSummary
+) -> list[Sample]:
+    """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
+    samples, reasons = list[Sample](), set[str]()
+    for conversation in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required"):
+        masked = mask_conversation(conversation.messages or [], tokenizer, conversation.id)
+        reasons.update(masked.left_out.values())
+        if limit is not None and len(masked.ids) > limit:  # cut, it would teach an answer that ends in the middle
+            summary.left_out.append(conversation.id)
+        else:
+            samples.append(Sample(conversation, masked.ids, masked.mask))
+    for reason in sorted(reasons):
+        logger.warning(
+            "some assistant turns are not learned from: %s (`draftsmith doctor --prompts` counts them)", reason
+        )
+    if not samples:
+        raise InputError(
+            f"prompts: expected conversations within the target's {limit} positions, found all "
+            f"{len(summary.left_out)} of {config.prompts} longer"
+        )
+    return samples
+
+
+def _complete(
+    config: PrepareConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    served: str | None,
+    missing: list[Batch],
+    summary: CompletionsSummary,
+) -> None:
+    """Write the shards that are missing: of given conversations, or completed by a server or by the target here."""
+    start = time.perf_counter()
+    drawn = {"mininterval": 0.5, "miniters": 0}  # by time alone: a batch shows each of its tokens
+    with tqdm(total=summary.prompts, initial=summary.kept, unit="completion", desc="prepare", **drawn) as bar:
+
+        def write(batch: Batch, shard: pa.Table) -> None:
+            before = summary.tokens
+            write_shard(summary.output / batch.shard, shard)
+            summary.add(shard)
+            summary.written += len(batch.samples)
+            summary.tokens_written += summary.tokens - before
+            summary.seconds = time.perf_counter() - start
+            bar.update(len(batch.samples))
+
+        def finished(batch: Batch, completions: list[Completion]) -> None:
+            summary.uncertain += sum(completion.uncertain for completion in completions)
+            summary.padded += sum(completion.padded for completion in completions)
+            write(batch, batch.completed(completions))
+
+        if config.answers == "given":
+            for batch in missing:
+                write(batch, batch.given())
+        elif served is not None:
+            tokens = tokenizer_size(tokenizer)
+            size = max(tokens, _model_config(config).get_text_config().vocab_size)
+            ends = end_of_sequence_ids(_generation_config(config), tokenizer)
+            complete_remotely(config, served, Vocabulary(tokenizer, tokens, size, ends), missing, finished)
+        else:
+            model = load_model(
+                config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code
+            )
+            generation = set_generation_config(config, model, tokenizer)
+            for batch in missing:
+                seed = mixed_seed(config.seed, batch.index)
+                finished(batch, complete(model, generation, [s.ids for s in batch.samples], seed, bar=bar))
 
 
 def _generation_config(config: PrepareConfig) -> GenerationConfig:
@@ -338,25 +293,18 @@ def _generation_config(config: PrepareConfig) -> GenerationConfig:
         return GenerationConfig.from_model_config(_model_config(config))
 
 
-def _manifest(
-    config: PrepareConfig,
-    source: dict[str, Any],
-    prompts: list[Prompt],
-    encoded: list[list[int]],
-    masks: dict[str, list[int]] | None,
-    shards: int,
-) -> dict[str, Any]:
+def _manifest(config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int) -> dict[str, Any]:
     """Say what determines every token of the completions; where the inputs lay and the versions are for the reader."""
     digest = hashlib.sha256()
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        mask = [] if masks is None else [masks[prompt.id]]
-        digest.update(json.dumps([prompt.id, prompt.category, ids, *mask]).encode())
+    for sample in samples:
+        mask = [] if sample.mask is None else [sample.mask]
+        digest.update(json.dumps([sample.prompt.id, sample.prompt.category, sample.ids, *mask]).encode())
     decides = config.endpoint is None and config.answers == "target"  # else the weights need not be there
     return {
         "schema": SCHEMA,
         "source": source,
         "settings": {name: getattr(config, name) for name in decisive_settings(config)},
-        "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(prompts)},
+        "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(samples)},
         "target": {"path": config.target} | identity(config.target, decides, config.trust_remote_code),
         "shards": shards,
         "versions": {name: version(name) for name in ("draftsmith", "torch", "transformers")},

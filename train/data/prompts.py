@@ -8,11 +8,8 @@ A record is recognised by its field; where it has several, the first of these co
 * `turns`: Spec-Bench and MT-Bench, the user's turns. Only the first is used: the later ones need an answer to the
   one before, which nobody has given yet.
 
-A conversation is kept up to its last user turn, because the answer is the target's to write. `id` (or `question_id`)
-and `category` are optional.
-
-Where the answers are there to be learned from, `read_conversations` keeps a conversation whole, and `read_samples`
-takes both kinds.
+A conversation is kept up to its last user turn, because the answer is the target's to write; or it is kept whole, where
+its answers are to be learned from. `id` (or `question_id`) and `category` are optional.
 """
 
 import json
@@ -20,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import datasets
 import pyarrow.parquet as pq
@@ -31,16 +28,9 @@ from draftsmith.decode.errors import InputError, at_least, first_line
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-}
-SHAREGPT_KEYS = {"role": "from", "content": "value"}
-MESSAGE_KEYS = {"role": "role", "content": "content"}
+ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
+AnswersMode = Literal["dropped", "kept", "required"]
 Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the record
 
 
@@ -48,7 +38,7 @@ Located = tuple[str, Any]  # where a record stands ("prompts.jsonl:7"), and the 
 class Prompt:
     """What the target is asked: exactly one of a plain text and a conversation that ends with a user turn.
 
-    Of `read_conversations` it is a whole conversation, which ends with the assistant's answer.
+    Where answers are kept, a conversation may be whole, and end with the assistant's answer.
     """
 
     id: str
@@ -57,8 +47,10 @@ class Prompt:
     category: str | None
 
 
-def read_prompts(source: str, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
-    """Read prompts from a file, a directory or a data set on the hub.
+def read_prompts(
+    source: str, *, split: str = "train", limit: int | None = None, answers: AnswersMode = "dropped"
+) -> list[Prompt]:
+    """Read prompts, or whole conversations, from a file, a directory or a data set on the hub.
 
     Args:
         source: a `.jsonl` file (a record a line), `.json` (an array of records), `.parquet`, `.txt` or `.md` (a prompt
@@ -66,6 +58,9 @@ def read_prompts(source: str, *, split: str = "train", limit: int | None = None)
             `datasets.load_dataset` reads.
         split: the split of a directory or hub id.
         limit: read the first so many prompts only.
+        answers: "dropped": conversations end with their last user turn. "required": they hold a user turn and end with
+            an assistant turn, in `messages`; a `prompt` has its `completion` or `response` beside it, and both are two
+            strings, or two lists of messages. "kept": as "required" where there is an answer, as "dropped" elsewhere.
 
     Returns:
         The prompts in their order, with unique ids: those given, and the position (from 0) for those without one.
@@ -73,36 +68,6 @@ def read_prompts(source: str, *, split: str = "train", limit: int | None = None)
     Raises:
         InputError: names the file and the line (or row) of the first record that cannot be used.
     """
-    return _read(source, split, limit, _parse)
-
-
-def read_conversations(source: str, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
-    """Read whole conversations, answers included, from the sources of `read_prompts`.
-
-    A record has `messages`, `conversations`, or a `prompt` with its `completion` or `response`: two strings are a turn
-    of the user's and one of the assistant's, two lists of messages are joined.
-
-    Returns:
-        Conversations that hold a user turn and end with an assistant turn, in `messages`; ids as in `read_prompts`.
-
-    Raises:
-        InputError: names the file and the line (or row) of the first record that is no such conversation.
-    """
-    return _read(source, split, limit, _parse_conversation)
-
-
-def read_samples(source: str, *, split: str = "train", limit: int | None = None) -> list[Prompt]:
-    """Read what ends with an answer as `read_conversations` does, and the rest as `read_prompts` does.
-
-    Raises:
-        InputError: names the file and the line (or row) of the first record that is neither.
-    """
-    return _read(source, split, limit, _parse_sample)
-
-
-def _read(
-    source: str, split: str, limit: int | None, parse: Callable[[dict[str, Any], str, str], Prompt]
-) -> list[Prompt]:
     if limit is not None:
         at_least(1).check("limit", limit)
     located = list(islice(_records(source, split), limit))
@@ -122,7 +87,7 @@ def _read(
             while name in taken:  # some records were given an id, and one of them is this number
                 name += "_"
             taken[name] = where
-        prompts.append(parse(record, where, name))
+        prompts.append(_parse(record, where, name, answers))
     return prompts
 
 
@@ -264,95 +229,64 @@ def _given_id(record: Any, where: str) -> str | None:
     return None
 
 
-def _parse(record: dict[str, Any], where: str, name: str) -> Prompt:
-    category, field = _category(record, where), _field(record, where)
-    value = record[field]
+def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) -> Prompt:
+    category = record.get("category")
+    if category is not None and not isinstance(category, str):
+        raise InputError(f"{where}: category: expected a string, found {_kind(category)}")
+    field = next((field for field in FIELDS if record.get(field) is not None), None)
+    if field is None:
+        found = ", ".join(map(repr, record)) or "an empty object"
+        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
+    value, answer = record[field], None
+    if field == "prompt" and answers != "dropped":
+        answer = next((field for field in ANSWERS if record.get(field) is not None), None)
     if field == "prompt" and isinstance(value, str):
-        return Prompt(name, _text(value, where, field), None, category)
-    if not isinstance(value, list):
+        text = _text(value, where, field)
+        if answer is not None:
+            reply = {"role": "assistant", "content": _text(record[answer], where, answer)}
+            return Prompt(name, None, [{"role": "user", "content": text}, reply], category)
+        if answers == "required":
+            raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
+        return Prompt(name, text, None, category)
+    if not isinstance(value, list) or (field == "turns" and answers == "required"):
         expected = "a string or a list of messages" if field == "prompt" else "a list"
-        raise InputError(f"{where}: {field}: expected {expected}, found {_kind(value)}")
+        expected = "messages with an assistant turn at their end" if answers == "required" else expected
+        found = "the user's turns alone" if isinstance(value, list) else _kind(value)
+        raise InputError(f"{where}: {field}: expected {expected}, found {found}")
     if field == "turns":
         if not value:
             raise InputError(f"{where}: turns: expected at least one turn, found none")
         return Prompt(name, None, [{"role": "user", "content": _text(value[0], where, "turns[0]")}], category)
     messages = _messages(value, where, field)
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if not messages:
-        raise InputError(f"{where}: {field}: expected a user turn, found none")
-    return Prompt(name, None, messages, category)
-
-
-def _parse_conversation(record: dict[str, Any], where: str, name: str) -> Prompt:
-    category, field = _category(record, where), _field(record, where)
-    value, answers = record[field], _answers(record) if field == "prompt" else None
-    if isinstance(value, str) and field == "prompt":
-        if answers is None:
-            raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
-        answer = _text(record[answers], where, answers)
-        messages = [{"role": "user", "content": _text(value, where, field)}, {"role": "assistant", "content": answer}]
-        return Prompt(name, None, messages, category)
-    if not isinstance(value, list) or field == "turns":
-        expected = "messages with an assistant turn at their end"
-        found = "the user's turns alone" if field == "turns" else _kind(value)
-        raise InputError(f"{where}: {field}: expected {expected}, found {found}")
-    messages = _messages(value, where, field)
-    if answers is not None:
-        if not isinstance(record[answers], list):
-            raise InputError(f"{where}: {answers}: expected a list of messages, found {_kind(record[answers])}")
-        messages += _messages(record[answers], where, answers)
-    if not messages or messages[-1]["role"] != "assistant":
-        found = f"a {messages[-1]['role']} turn" if messages else "none"
+    if answer is not None:
+        if not isinstance(record[answer], list):
+            raise InputError(f"{where}: {answer}: expected a list of messages, found {_kind(record[answer])}")
+        messages += _messages(record[answer], where, answer)
+    last = messages[-1]["role"] if messages else None
+    if answers == "required" and last != "assistant":
+        found = f"a {last} turn" if last else "none"
         raise InputError(f"{where}: {field}: expected an assistant turn at the end, found {found}")
+    if answers == "dropped" or last != "assistant":
+        while messages and messages[-1]["role"] != "user":
+            messages.pop()
     if all(message["role"] != "user" for message in messages):
         raise InputError(f"{where}: {field}: expected a user turn, found none")
     return Prompt(name, None, messages, category)
 
 
-def _parse_sample(record: dict[str, Any], where: str, name: str) -> Prompt:
-    field = _field(record, where)
-    value = record[field]
-    answered = field == "prompt" and _answers(record) is not None
-    if isinstance(value, list) and value and field != "turns":
-        messages = _messages(value, where, field)
-        # What only a user's turn can make of it is said by the reader of prompts.
-        answered |= messages[-1]["role"] == "assistant" and any(message["role"] == "user" for message in messages)
-    return (_parse_conversation if answered else _parse)(record, where, name)
-
-
-def _category(record: dict[str, Any], where: str) -> str | None:
-    category = record.get("category")
-    if category is not None and not isinstance(category, str):
-        raise InputError(f"{where}: category: expected a string, found {_kind(category)}")
-    return category
-
-
-def _field(record: dict[str, Any], where: str) -> str:
-    field = next((field for field in FIELDS if record.get(field) is not None), None)
-    if field is None:
-        found = ", ".join(map(repr, record)) or "an empty object"
-        raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
-    return field
-
-
-def _answers(record: dict[str, Any]) -> str | None:
-    return next((field for field in ANSWERS if record.get(field) is not None), None)
-
-
 def _messages(value: list[Any], where: str, field: str) -> list[dict[str, str]]:
-    keys = SHAREGPT_KEYS if field == "conversations" else MESSAGE_KEYS
+    role_key, content_key = ("from", "value") if field == "conversations" else ("role", "content")
     messages = []
     for i, message in enumerate(value):
         if not isinstance(message, dict):
             raise InputError(f"{where}: {field}[{i}]: expected an object, found {_kind(message)}")
-        role, content = message.get(keys["role"]), message.get(keys["content"])
+        role, content = message.get(role_key), message.get(content_key)
         if not isinstance(role, str) or role not in ROLES:
             known, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else _kind(role)
-            raise InputError(f"{where}: {field}[{i}].{keys['role']}: expected one of {known}, found {found}")
+            raise InputError(f"{where}: {field}[{i}].{role_key}: expected one of {known}, found {found}")
         # An empty system or assistant turn is odd but says something; an empty question does not.
         required = ROLES[role] == "user"
-        content = _text(content, where, f"{field}[{i}].{keys['content']}", may_be_empty=not required)
+        content = _text(content, where, f"{field}[{i}].{content_key}", may_be_empty=not required)
         messages.append({"role": ROLES[role], "content": content})
     return messages
 

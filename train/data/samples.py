@@ -1,6 +1,7 @@
-"""Samples and what becomes of them: batches, the shards that they turn into, and the summary of a run."""
+"""Samples and what becomes of them: batches, completions, the shards that they turn into, and the summary of a run."""
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,52 +73,73 @@ class CompletionsSummary:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Prompts that are completed together, and the shard that they become.
+class Completion:
+    """What the target wrote after a prompt."""
 
-    Of given conversations `prompt_ids` are all ids, answers included.
-    """
+    ids: list[int]
+    """Up to and with the first end-of-sequence token."""
+    finish_reason: str
+    """`stop`: it ended with an end-of-sequence token; `length`: it was cut."""
+    uncertain: bool = False
+    """It was tokenized from text, or ends with a guess at which end-of-sequence token; the target may have written
+    others."""
+    padded: bool = False
+    """It was cut before an id that pads the vocabulary: a server cannot be kept from sampling those."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt's ids, ready for its completion; or all ids of a given conversation, and their loss mask."""
+
+    prompt: Prompt
+    ids: list[int]
+    mask: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Samples that are completed together, and become one shard."""
 
     index: int
-    prompts: list[Prompt]
-    prompt_ids: list[list[int]]
+    samples: list[Sample]
+
+    @property
+    def names(self) -> list[str]:
+        """The samples' ids."""
+        return [sample.prompt.id for sample in self.samples]
 
     @property
     def shard(self) -> str:
         """The name of the shard's file."""
         return f"shard-{self.index:05d}.parquet"
 
+    def completed(self, completions: Iterable[Completion]) -> pa.Table:
+        """Return the shard of prompts with their completions."""
+        pairs = list(zip(self.samples, completions, strict=True))
+        whole = [Sample(s.prompt, s.ids + c.ids, [0] * len(s.ids) + [1] * len(c.ids)) for s, c in pairs]
+        return _shard(whole, [c.finish_reason for _, c in pairs])
 
-def make_batches(prompts: Sequence[Prompt], encoded: Sequence[list[int]], batch_size: int) -> list[Batch]:
-    """Put prompts of similar length together, to pad little; the longest come first, to run out of memory at once."""
-    order = sorted(range(len(prompts)), key=lambda i: (-len(encoded[i]), i))
-    rows = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    return [Batch(index, [prompts[i] for i in row], [encoded[i] for i in row]) for index, row in enumerate(rows)]
-
-
-def completed_shard(batch: Batch, completions: list[tuple[list[int], str]]) -> pa.Table:
-    """Return a batch's samples: each prompt, then its completion's ids, with the reason that it ended."""
-    pairs = zip(batch.prompt_ids, completions, strict=True)
-    return _shard(batch, [(p + ids, [0] * len(p) + [1] * len(ids), reason) for p, (ids, reason) in pairs])
+    def given(self) -> pa.Table:
+        """Return the shard of conversations that hold their answers."""
+        return _shard(self.samples, ["given"] * len(self.samples))
 
 
-def given_shard(batch: Batch, masks: dict[str, list[int]]) -> pa.Table:
-    """Return a batch's conversations with their loss masks, which are found by the conversation's id."""
-    pairs = zip(batch.prompts, batch.prompt_ids, strict=True)
-    return _shard(batch, [(ids, masks[prompt.id], "given") for prompt, ids in pairs])
+def _shard(samples: Sequence[Sample], reasons: Sequence[str]) -> pa.Table:
+    rows = []
+    for sample, reason in zip(samples, reasons, strict=True):
+        mask = sample.mask or []
+        length = mask.index(1) if 1 in mask else len(mask)  # a prompt ends where the mask begins
+        rows.append((sample.prompt.id, sample.prompt.category, length, sample.ids, mask, reason))
+    return pa.Table.from_pylist([dict(zip(COLUMNS.names, row, strict=True)) for row in rows], schema=COLUMNS)
 
 
-def _shard(batch: Batch, samples: list[tuple[list[int], list[int], str]]) -> pa.Table:
-    """Return the samples, (ids, loss mask, finish reason) each, as a table; a prompt ends where the mask begins."""
-    rows = [
-        {
-            "id": prompt.id,
-            "category": prompt.category,
-            "prompt_length": mask.index(1) if 1 in mask else len(mask),
-            "input_ids": ids,
-            "loss_mask": mask,
-            "finish_reason": reason,
-        }
-        for prompt, (ids, mask, reason) in zip(batch.prompts, samples, strict=True)
-    ]
-    return pa.Table.from_pylist(rows, schema=COLUMNS)
+def make_batches(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
+    """Put samples of similar length together, to pad little; the longest come first, to run out of memory at once."""
+    ordered = sorted(samples, key=lambda sample: -len(sample.ids))
+    return [Batch(n, ordered[at : at + batch_size]) for n, at in enumerate(range(0, len(ordered), batch_size))]
+
+
+def mixed_seed(*parts: int | str) -> int:
+    """Return 63 bits that depend on all parts: a seed of its own for each batch or prompt of a run."""
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
