@@ -7,11 +7,10 @@ from pathlib import Path
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import run
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.launch import launch, load_target, read_data, run_training
-from draftsmith.train.models import load_tokenizer, tokenizer_size
+from draftsmith.train.models import check_same_tokenizer, load_tokenizer, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
 
@@ -22,7 +21,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
     if config.draft is not None:  # at once: completions and weights take longer to read
         stored = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
-        check_compatible_tokenizer(tokenizer, stored, config.target, config.draft)
+        check_same_tokenizer(tokenizer, stored, config.target, config.draft, ends_may_differ=True)
     args = config.training
     distributions = _distribution_index(config, tokenizer_size(tokenizer)) if config.teacher_cache else None
     train, heldout = read_data(config)
@@ -32,7 +31,6 @@ def distill(config: DistillConfig) -> DistillTrainer:
         config.init,
         config.target if target is None else target,
         tokenizer,
-        target_path=config.target,
         trust_remote_code=code,
     )
     if config.packing:

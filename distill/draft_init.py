@@ -12,15 +12,25 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.config import DraftInit
-from draftsmith.distill.vocabulary import check_compatible_tokenizer, fit_vocabulary, silence_padding
+from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import add_lora
-from draftsmith.train.models import check_head, load_model, load_tokenizer, tokenizer_size, whole_weights
+from draftsmith.train.models import (
+    check_head,
+    check_same_tokenizer,
+    empty_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    stored_dtype,
+    tokenizer_size,
+    whole_weights,
+)
 
 # What narrowing knows to cut: the decoder layer of Llama, Mistral, Qwen 2 and 3, Gemma 2 and 3.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -33,7 +43,6 @@ def make_draft(
     target: PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    target_path: str | Path = "target",
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the draft that training starts from, and the tokenizer to save with it.
@@ -44,7 +53,6 @@ def make_draft(
         target: the target, whole (not sharded), which is left as it is and shares no memory with the draft; or where to
             find it: its weights are then read in float32, and only where the draft gets some of them.
         tokenizer: the target's.
-        target_path: where it came from, for messages.
         trust_remote_code: run code that a given draft's repository ships.
 
     Returns:
@@ -57,14 +65,14 @@ def make_draft(
     init.check_source(draft)
     draft_tokenizer = tokenizer
     with whole_weights(), torch.random.fork_rng(devices=[]):
-        if not isinstance(target, PreTrainedModel):
-            target_path = target
-            copies = init.layers is not None or init.share == "embeddings"
-            target = _loaded(target, copies, trust_remote_code)
+        if not isinstance(target, PreTrainedModel) and (init.layers is not None or init.share == "embeddings"):
+            target = load_model(target, field="target", trust_remote_code=trust_remote_code, device="cpu")
+        elif not isinstance(target, PreTrainedModel):
+            target = empty_model(target, field="target", trust_remote_code=trust_remote_code)
         torch.manual_seed(init.seed)
         if draft is not None:
             stored = load_tokenizer(draft, field="draft", trust_remote_code=trust_remote_code)
-            check_compatible_tokenizer(tokenizer, stored, target_path, draft)
+            check_same_tokenizer(tokenizer, stored, str(target.name_or_path), draft, ends_may_differ=True)
             draft_tokenizer = stored if stored.get_vocab() == tokenizer.get_vocab() else tokenizer
             model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
         else:
@@ -78,15 +86,6 @@ def make_draft(
         if init.lora is not None:
             add_lora(model, init.lora)
     return model, draft_tokenizer
-
-
-def _loaded(path: str | Path, weights: bool, trust_remote_code: bool) -> PreTrainedModel:
-    """Return a target, or its shape alone."""
-    if weights:
-        return load_model(path, field="target", trust_remote_code=trust_remote_code, device="cpu")
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
 
 def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
@@ -275,11 +274,11 @@ def finish_draft(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_r
     On disk, so that it is one and the same for drafts that were sharded. By one process; a head without padding is not
     read.
     """
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    config = load_config(directory, field="draft", trust_remote_code=trust_remote_code)
     tokens = tokenizer_size(tokenizer)
     if config.get_text_config().vocab_size <= tokens:
         return
-    dtype = str(config.dtype).removeprefix("torch.")
+    dtype = stored_dtype(config)
     model = load_model(directory, field="draft", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
     silence_padding(model, tokens)
     with files_written_aside(directory) as aside:

@@ -4,38 +4,13 @@ Verification compares token ids, so draft and target must mean the same by an id
 the tokenizer is padding; some servers demand that it be equal all the same.
 """
 
-from pathlib import Path
-
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError
 from draftsmith.train.models import tokenizer_size
 
 # Contexts on which the least likely token is found: random tokens, which no token's own contexts dominate.
 TEXTS, LENGTH = 4, 64
-
-
-def check_compatible_tokenizer(
-    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_path: str | Path, draft_path: str | Path
-) -> None:
-    """Require that every id that both tokenizers have is the same token, and that the rest lies beyond the other's end.
-
-    So a draft may have further tokens, or lack the last that the target added.
-
-    Raises:
-        InputError: names the first id that differs, and what to do with such a draft.
-    """
-    p, q = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
-    end = min(max(p), max(q))
-    differing = [number for number in sorted(p.keys() | q.keys()) if number <= end and p.get(number) != q.get(number)]
-    if differing:
-        number = differing[0]
-        raise InputError(
-            f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} ids of other "
-            f"tokens, the first {number}: {q.get(number)!r} in the draft, {p.get(number)!r} in the target; carve a "
-            "draft from the target (init.layers), or decode with RetokenizedProposer"
-        )
 
 
 def fit_vocabulary(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:

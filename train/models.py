@@ -138,8 +138,6 @@ def load_model(
         InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
     one_of(options.DTYPES).check("dtype", dtype)
-    if quantization is not None:
-        one_of(QUANTIZATIONS).check("quantization", quantization)
     _require_config(path, field)
     where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
@@ -257,28 +255,39 @@ def identity(path: str, weights: bool = True, trust_remote_code: bool = False) -
 
 
 def check_same_tokenizer(
-    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, target_path: str | Path, draft_path: str | Path
+    target: PreTrainedTokenizerBase,
+    draft: PreTrainedTokenizerBase,
+    target_path: str | Path,
+    draft_path: str | Path,
+    *,
+    ends_may_differ: bool = False,
 ) -> None:
-    """Require that two tokenizers agree by content: every token has the same id in both.
+    """Require that two tokenizers agree by content: every id is the same token in both.
 
     Equal length proves nothing (two 4,096-entry vocabularies can differ in every entry), so the mappings are compared.
     The models' embedding sizes may differ by padding; logits are cut to the tokenizer's size when they are compared.
 
+    Args:
+        target: the target's.
+        draft: the draft's.
+        target_path: where it came from, for messages.
+        draft_path: likewise.
+        ends_may_differ: for a draft in training: it may have further tokens, or lack the last that the target added.
+
     Raises:
-        InputError: names the first difference.
+        InputError: names the first id that differs, and what to do with such a draft.
     """
-    p, q = target.get_vocab(), draft.get_vocab()
-    if p == q:
-        return
-    differing = sorted(
-        (token for token in p.keys() | q.keys() if p.get(token) != q.get(token)),
-        key=lambda t: (min(p.get(t, len(p)), q.get(t, len(q))), t),
-    )
-    token = differing[0]
-    raise InputError(
-        f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} tokens that "
-        f"differ, the first {token!r}: id {q.get(token)} in the draft, {p.get(token)} in the target"
-    )
+    p, q = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
+    end = min(max(p), max(q)) if ends_may_differ else max(*p, *q)
+    differing = [number for number in sorted(p.keys() | q.keys()) if number <= end and p.get(number) != q.get(number)]
+    if differing:
+        number = differing[0]
+        way_out = "; carve a draft from the target (init.layers), or decode with RetokenizedProposer"
+        raise InputError(
+            f"draft {draft_path}: expected the tokenizer of target {target_path}, found {len(differing)} tokens that "
+            f"differ, the first {number}: {q.get(number)!r} in the draft, {p.get(number)!r} in the target"
+            + (way_out if ends_may_differ else "")
+        )
 
 
 def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -9,8 +9,8 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.draft_init import layer_indices
-from draftsmith.distill.vocabulary import check_compatible_tokenizer
 from draftsmith.train.cli import parse_config
+from draftsmith.train.models import check_same_tokenizer
 from draftsmith.train.options import LoraOptions
 
 
@@ -105,13 +105,13 @@ def test_tokenizers_may_differ_at_their_ends_alone(tokenizer):
     longer, renamed = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
     longer.add_tokens(["<extra>", "<more>"])
     for one, other in ((tokenizer, tokenizer), (tokenizer, longer), (longer, tokenizer)):
-        check_compatible_tokenizer(one, other, "t", "d")
+        check_same_tokenizer(one, other, "t", "d", ends_may_differ=True)
     renamed.add_tokens(["<other>", "<more>"])
     end = len(tokenizer)
     with pytest.raises(InputError) as error:
-        check_compatible_tokenizer(longer, renamed, "t", "d")
+        check_same_tokenizer(longer, renamed, "t", "d", ends_may_differ=True)
     assert str(error.value) == (
-        f"draft d: expected the tokenizer of target t, found 1 ids of other tokens, the first {end}: '<other>' in the "
+        f"draft d: expected the tokenizer of target t, found 1 tokens that differ, the first {end}: '<other>' in the "
         "draft, '<extra>' in the target; carve a draft from the target (init.layers), or decode with "
         "RetokenizedProposer"
     )
