@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
@@ -43,12 +42,11 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
 
     def finish(output: Path) -> None:
         evaluations = [entry for entry in trainer.state.log_history if "eval_accuracy_1" in entry]
-        figures: dict[str, Any] | None = None
+        top_1, tau = list[float](), None
         if evaluations:
-            last, count = evaluations[-1], heads.config.num_heads
-            figures = {"top_1": [last[f"eval_accuracy_{i}"] for i in range(1, count + 1)]}
-            figures["tau_chain"] = last["eval_mean_acceptance_length"]
-        card(heads, figures).save(output / "README.md")
+            top_1 = [evaluations[-1][f"eval_accuracy_{i}"] for i in range(1, heads.config.num_heads + 1)]
+            tau = evaluations[-1]["eval_mean_acceptance_length"]
+        card(heads, top_1=top_1, tau=tau).save(output / "README.md")
 
     run_training(trainer, finish)
     return trainer
