@@ -1,7 +1,5 @@
 """`draftsmith tune`: lossy rules at many levels, what they gain in speed and how far they depart from the target."""
 
-import hashlib
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -35,11 +33,10 @@ from draftsmith.scripts.tune.tradeoff import (
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.shards import output_directory
-from draftsmith.train.models import identity, load_tokenizer
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.tune/1"
-JOURNAL = "decoded.json"
 
 
 @dataclass(frozen=True)
@@ -78,24 +75,21 @@ def tune(config: TuneConfig, progress: bool = True) -> dict[str, Any]:
     departure of all its rows together, and the intervals are over prompts.
 
     Raises:
-        InputError: models or prompts that cannot be used, an output directory that cannot be written in, or one where
-            a run of other settings or inputs was killed.
+        InputError: models or prompts that cannot be used, or an output directory that cannot be written in.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     task, output = _load(config), Path(config.output)
-    journal = _Journal(output / JOURNAL, _fingerprint(task))
-    with output_directory(output, lambda: f"{journal.count()} decoded texts"):
-        report = _tune(task, journal, progress)
+    with output_directory(output, lambda: "no figures"):
+        report = _tune(task, progress)
         write_json(output / "tune.json", report)
         draw_tradeoff(report, output / "tune.svg")
-        journal.path.unlink()
     return report
 
 
-def _tune(task: Task, journal: "_Journal", progress: bool) -> dict[str, Any]:
+def _tune(task: Task, progress: bool) -> dict[str, Any]:
     config, pair, asked = task.config, task.pair, task.settings
-    seen = _decode_all(task, [PLAIN, EXACT, *asked], journal, progress)
+    seen = _decode_all(task, [PLAIN, EXACT, *asked], progress)
     plain, exact, greedy = seen[PLAIN], seen[EXACT], config.temperature == 0
     levels = [figures(setting, seen[setting], plain, exact, greedy) for setting in asked]
     for _ in range(config.refine if config.most is not None else 0):
@@ -105,7 +99,7 @@ def _tune(task: Task, journal: "_Journal", progress: bool) -> dict[str, Any]:
         wanted = [task.setting(rule, level) for rule, level in between.items() if level is not None]
         if not wanted:
             break
-        seen = _decode_all(task, [PLAIN, *wanted], journal, progress)
+        seen = _decode_all(task, [PLAIN, *wanted], progress)
         levels += [figures(setting, seen[setting], seen[PLAIN], exact, greedy) for setting in wanted]
     levels.sort(key=lambda row: (RULES.index(row["rule"]), row["level"]))
     chosen, reason = choose(levels, config.most)
@@ -127,55 +121,6 @@ def _tune(task: Task, journal: "_Journal", progress: bool) -> dict[str, Any]:
     }
 
 
-class _Journal:
-    """What was decoded so far, on disk after every prompt, so that a killed run goes on."""
-
-    def __init__(self, path: Path, fingerprint: dict[str, Any]):
-        self.path = path
-        self.content: dict[str, Any] = {"run": fingerprint, "turns": []}
-        if path.exists():
-            self.content = json.loads(path.read_text(encoding="utf-8"))
-            for name, value in fingerprint.items():
-                if (before := self.content["run"].get(name)) != value:
-                    raise InputError(
-                        f"{name}: expected {before!r}, found {value!r}; {path} is of a killed run that was begun "
-                        "otherwise, delete it or give another --output"
-                    )
-
-    def turn(self, settings: list[Setting]) -> list[list[dict[str, Any]]]:
-        """Return what these settings decoded, by prompt; what is appended to it is written by `save`."""
-        asked = [asdict(setting) for setting in settings]
-        for turn in self.content["turns"]:
-            if turn["settings"] == asked:
-                return turn["prompts"]
-        self.content["turns"].append({"settings": asked, "prompts": []})
-        return self.content["turns"][-1]["prompts"]
-
-    def save(self) -> None:
-        write_json(self.path, self.content)
-
-    def count(self) -> int:
-        return sum(len(turn["settings"]) * len(turn["prompts"]) for turn in self.content["turns"])
-
-
-def _fingerprint(task: Task) -> dict[str, Any]:
-    """Return all that the figures of a setting depend on: models and prompts by digests, the rest as it is."""
-    config, names = task.config, ("draft_length", "max_new_tokens", "seed", "threads")
-    drafter = config.draft or config.medusa or ""
-    return {
-        "target": _digest(identity(config.target, trust_remote_code=config.trust_remote_code)),
-        "draft" if config.draft else "medusa": _digest(identity(drafter, trust_remote_code=config.trust_remote_code)),
-        "prompts": _digest([prompt.tolist() for prompt in task.prompts]),
-        "dtype": task.pair.dtype,
-        **asdict(config.at(config.temperature)),
-        **{name: getattr(config, name) for name in names},
-    }
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
-
-
 def _load(config: TuneConfig) -> Task:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.limit)
@@ -188,22 +133,18 @@ def _load(config: TuneConfig) -> Task:
     return Task(config, pair, [torch.tensor([row], device=pair.target.device) for row in ids])
 
 
-def _decode_all(task: Task, settings: list[Setting], journal: _Journal, progress: bool) -> dict[Setting, list[Seen]]:
-    """Decode every prompt in every setting, from where the journal ends."""
-    done = journal.turn(settings)
-    left = range(len(done), len(task.prompts))
-    for setting in {setting.rule: setting for setting in settings}.values() if left else ():
+def _decode_all(task: Task, settings: list[Setting], progress: bool) -> dict[Setting, list[Seen]]:
+    """Decode every prompt in every setting."""
+    for setting in {setting.rule: setting for setting in settings}.values():
         _decode(task, setting, 0)  # warm-up: the first calls allocate
-    total, turns = len(settings) * len(task.prompts), len(settings)
-    with tqdm(total=total, initial=turns * len(done), unit="text", desc="tune", disable=not progress) as bar:
-        for i in left:
-            first, seen = i % turns, {}
-            for setting in settings[first:] + settings[:first]:
-                seen[setting] = _decode(task, setting, i)
+    turns = len(settings)
+    seen: dict[Setting, list[Seen]] = {setting: [] for setting in settings}
+    with tqdm(total=turns * len(task.prompts), unit="text", desc="tune", disable=not progress) as bar:
+        for i in range(len(task.prompts)):
+            for setting in settings[i % turns :] + settings[: i % turns]:
+                seen[setting].append(_decode(task, setting, i))
                 bar.update()
-            done.append([asdict(seen[setting]) for setting in settings])
-            journal.save()
-    return {setting: [Seen(**row[j]) for row in done] for j, setting in enumerate(settings)}
+    return seen
 
 
 def _decode(task: Task, setting: Setting, i: int) -> Seen:
@@ -216,16 +157,9 @@ def _decode(task: Task, setting: Setting, i: int) -> Seen:
         options |= {"draft_length": task.draft_length, "rule": setting.build()}
         decode = partial(speculative_generate, pair.target, pair.drafter.proposer, ids, **options)
         seconds, output = timed(decode)
-    counts, departure = output.counts, output.departure
-    return Seen(
-        counts.num_drafts,
-        counts.num_draft_tokens,
-        counts.num_accepted_tokens,
-        counts.num_emitted_tokens,
-        seconds,
-        0.0 if departure is None else departure.total_variation,
-        *count_repeated_ngrams(output.sequences[0, ids.shape[1] :].tolist()),
-    )
+    departure = 0.0 if output.departure is None else output.departure.total_variation
+    repeated, ngrams = count_repeated_ngrams(output.sequences[0, ids.shape[1] :].tolist())
+    return Seen(output.counts, seconds, departure, repeated, ngrams)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

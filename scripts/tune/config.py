@@ -21,7 +21,7 @@ class TuneConfig(Sampling, PromptOptions):
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
-    """The directory that receives `tune.json` and `tune.svg`; a killed run goes on from what it keeps there."""
+    """The directory that receives `tune.json` and `tune.svg`."""
     draft: str | None = None
     """The draft model that drafts chains; or give `medusa`."""
     medusa: str | None = None

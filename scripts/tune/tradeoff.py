@@ -11,13 +11,15 @@ from rich.console import Console
 from rich.table import Table
 from scipy import stats
 
+from draftsmith.decode import Counts
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 from draftsmith.train.files import written_aside
 
 RULES = ("typical", "threshold", "cascade")
+COUNTED = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens")
 COLOURS = {"typical": "#0b69a3", "threshold": "#b7791f", "cascade": "#2d9d6f"}
-INK, SOFT, LIMIT = "#1f2933", "#7b8794", "#b83280"
+LIMIT = "#b83280"
 MEASURES = {
     "argmax_disagreement": "tokens that are not the target's argmax",
     "mean_total_variation": "total variation of a token's distribution from the target's",
@@ -49,11 +51,7 @@ PLAIN, EXACT = Setting("plain"), Setting("exact")
 class Seen:
     """One prompt decoded in one setting."""
 
-    num_drafts: int
-    """Rounds."""
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_emitted_tokens: int
+    counts: Counts
     seconds: float
     departure: float
     """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its q, the target's p)."""
@@ -81,29 +79,28 @@ def figures(
         greedy: whether they were decoded at T=0.
     """
     lossy = setting.level is not None
-    tokens, times = [s.num_emitted_tokens for s in seen], _tokens_and_seconds(seen)
+    counts, times = sum((s.counts for s in seen), Counts()), _tokens_and_seconds(seen)
     ngrams = sum(s.ngrams for s in seen)
-    counted = [name for name in Seen.__annotations__ if name.startswith("num_")]
     return {
         "rule": setting.rule,
         "level": setting.level,
         "delta": setting.delta,
-        "counts": {name: sum(getattr(s, name) for s in seen) for name in counted},
+        "counts": {name: getattr(counts, name) for name in COUNTED},
         "mean_acceptance_length": ratio(*_tokens_and_rounds(seen)),
         "gain_over_exact": ratio_difference(*_tokens_and_rounds(seen), *_tokens_and_rounds(exact)) if lossy else None,
         "speedup": rate_ratio(*times, *_tokens_and_seconds(plain)),
         "tokens_per_second": ratio(*times),
-        "departure": departure_estimate([s.departure for s in seen], tokens, greedy) if lossy else None,
+        "departure": departure_estimate([s.departure for s in seen], times[0], greedy) if lossy else None,
         "repeated_ngram_share": sum(s.repeated_ngrams for s in seen) / ngrams if ngrams else None,
     }
 
 
 def _tokens_and_rounds(seen: Sequence[Seen]) -> tuple[list[int], list[int]]:
-    return [s.num_emitted_tokens for s in seen], [s.num_drafts for s in seen]
+    return [s.counts.num_emitted_tokens for s in seen], [s.counts.num_drafts for s in seen]
 
 
 def _tokens_and_seconds(seen: Sequence[Seen]) -> tuple[list[int], list[float]]:
-    return [s.num_emitted_tokens for s in seen], [s.seconds for s in seen]
+    return [s.counts.num_emitted_tokens for s in seen], [s.seconds for s in seen]
 
 
 def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greedy: bool) -> Departure:
@@ -218,44 +215,30 @@ def draw_tradeoff(report: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+
+    def plot(rows: Sequence[dict[str, Any]], marker: str, **look: Any) -> None:
+        names = "departure", "speedup"
+        x, y = ([row[name].value for row in rows] for name in names)
+        x_arms, y_arms = (list(zip(*(row[name].arms() for row in rows), strict=True)) for name in names)
+        axes.errorbar(x, y, y_arms, x_arms, fmt=marker, elinewidth=0.5, **look)
+
     for rule in dict.fromkeys(row["rule"] for row in report["levels"]):
         rows = [row for row in report["levels"] if row["rule"] == rule]
-        x, y = [row["departure"].value for row in rows], [row["speedup"].value for row in rows]
-
-        def arms(name: str, rows: Sequence[dict[str, Any]] = rows) -> list[tuple[float, ...]]:
-            return list(zip(*(row[name].arms() for row in rows), strict=True))
-
-        axes.errorbar(x, y, arms("speedup"), arms("departure"), fmt="none", ecolor=COLOURS[rule], alpha=0.25)
-        axes.plot(x, y, "o-", color=COLOURS[rule], label=rule, markersize=4, clip_on=False)
+        plot(rows, "o-", color=COLOURS[rule], label=rule, markersize=4)
         for row in rows:
             place = row["departure"].value, row["speedup"].value
-            axes.annotate(
-                f"{row['level']:.3g}", place, (4, 4), textcoords="offset points", fontsize=7, color=COLOURS[rule]
-            )
-    exact = report["exact"]["speedup"].value
-    axes.axhline(exact, color=INK, linewidth=0.8, linestyle=":")
-    axes.plot([0], [exact], "D", color=INK, label="exact", clip_on=False, zorder=4)
-    axes.axhline(1, color=SOFT, linewidth=0.8, linestyle=":", label="plain decoding")
+            axes.annotate(f"{row['level']:.3g}", place, (4, 4), textcoords="offset points", fontsize=7)
+    axes.axhline(report["exact"]["speedup"].value, color="black", linewidth=0.8, linestyle=":", label="exact")
+    axes.axhline(1, color="grey", linewidth=0.8, linestyle=":", label="plain decoding")
     if report["max_departure"] is not None:
         axes.axvline(report["max_departure"], color=LIMIT, linewidth=0.8, linestyle="--", label="asked for")
-    if report["chosen"] is not None:
-        chosen = report["chosen"]
-        axes.plot(
-            [chosen["departure"].value],
-            [chosen["speedup"].value],
-            "o",
-            markersize=12,
-            markerfacecolor="none",
-            color=LIMIT,
-            label=f"chosen: {_name(chosen)}",
-        )
+    if (chosen := report["chosen"]) is not None:
+        plot([chosen], "o", markersize=12, mfc="none", color=LIMIT, label=f"chosen: {_name(chosen)}")
     # Departures of a few per mille matter as much as those of tens of per cent.
     axes.set_xscale("symlog", linthresh=0.01)
-    axes.margins(x=0.08)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_xlabel(MEASURES[report["departure"]])
-    axes.set_ylabel("speed-up over plain decoding")
+    axes.set(xlabel=MEASURES[report["departure"]], ylabel="speed-up over plain decoding")
     axes.set_title(report["reason"], fontsize=9, loc="left", wrap=True)
     axes.legend(frameon=False)
     # Text as text, and the same file every time.
