@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,18 @@ import torch
 from rich.console import Console
 from transformers import Trainer
 
-from draftsmith.decode import Counts, DraftModelProposer, InputError, autoregressive_generate, speculative_generate
+from draftsmith.decode import (
+    Counts,
+    DraftModelProposer,
+    InputError,
+    autoregressive_generate,
+    planner,
+    speculative_generate,
+)
+from draftsmith.decode.clock import median_seconds
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart
+from draftsmith.scripts.measure import cost_file
 from draftsmith.train.data.corpus import code_prompts, stdlib_modules
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
@@ -49,19 +59,31 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
     assert len(prompts) == 100
     ids = [tokenizer(prompt["prompt"])["input_ids"][-48:] for prompt in prompts]
     proposer, counts = DraftModelProposer(draft), Counts()
-    for first in range(0, len(ids), 25):
-        batch = ids[first : first + 25]
+    for first in range(0, len(ids), 50):
+        batch = ids[first : first + 50]
         width = max(map(len, batch))
         padded = torch.tensor([[0] * (width - len(row)) + row for row in batch])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
-        plain = autoregressive_generate(target, padded, mask, max_new_tokens=24, do_sample=False)
-        out = speculative_generate(target, proposer, padded, mask, draft_length=4, max_new_tokens=24, do_sample=False)
+        plain = autoregressive_generate(target, padded, mask, max_new_tokens=16, do_sample=False)
+        out = speculative_generate(target, proposer, padded, mask, draft_length=4, max_new_tokens=16, do_sample=False)
         assert torch.equal(out.sequences, plain.sequences), first
         counts += out.counts
     assert counts.mean_acceptance_length() > 1.3
 
 
-def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+@pytest.fixture
+def short(monkeypatch):
+    """Quickstart with the shipped configs, but texts of 16 tokens, and each cost measured once."""
+    configured = quickstart._config
+    tokens = {"prepare": ["--max_new_tokens", "16"], "measure": ["--max_new_tokens", "16"]}
+    monkeypatch.setattr(
+        quickstart, "_config", lambda kind, folder, flags: configured(kind, folder, [*flags, *tokens.get(folder, [])])
+    )
+    monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
+    monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
+
+
+def test_quickstart_runs_every_step_and_goes_on_where_it_stopped(tmp_path, monkeypatch, short):
     config = quickstart.QuickstartConfig(
         output=str(tmp_path), train_prompts=6, heldout_prompts=4, steps=2, measured_prompts=2, replayed_prompts=3,
         searched_prompts=8,
