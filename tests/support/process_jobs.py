@@ -24,6 +24,7 @@ from draftsmith.train.losses.inside_forward import open_forward
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
 conversion_mapping.get_checkpoint_conversion_mapping("llama")
+gc.collect()
 gc.freeze()
 
 
