@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode import (
@@ -107,6 +109,11 @@ class Pair:
     drafters: list[Drafter]
 
     @property
+    def proposers(self) -> dict[str, Proposer]:
+        """What drafts, by name."""
+        return {drafter.name: drafter.proposer for drafter in self.drafters}
+
+    @property
     def drafter(self) -> Drafter:
         """The only drafter."""
         (drafter,) = self.drafters
@@ -185,6 +192,14 @@ def _drafter(
         else:
             proposer, greedy = DraftModelProposer(model, spec.tree), DraftModelProposer(model, greedy=True)
     return Drafter(spec.name or spec.kind, spec.kind, path, proposer, greedy, model, lengths)
+
+
+def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return prompts as one batch padded on the left, and its attention mask: (B, T) int64 each."""
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    return ids, (torch.arange(width, device=device) >= width - lengths[:, None]).long()
 
 
 def short_names(paths: Sequence[str]) -> list[str]:

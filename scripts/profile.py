@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, InputError, speculative_generate
 from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
 from draftsmith.scripts.configs import ProfileConfig
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import DrafterSpec, left_padded, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.models import default_device, load_tokenizer
@@ -47,7 +46,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
         profiled, counts = Profile(), Counts()
         starts = range(0, len(encoded) - size + 1, size)
         for i in tqdm(starts, desc=f"batch size {size}", unit="batch", disable=not progress):
-            input_ids, mask = _padded(encoded[i : i + size], int(tokenizer.pad_token_id))
+            input_ids, mask = left_padded(encoded[i : i + size], target.device)
             if i == 0:  # warm-up: the first calls allocate, and compile
                 speculative_generate(target, proposer, input_ids, mask, seed=config.seed, **options)
             counts += profiled.generate(target, proposer, input_ids, mask, seed=config.seed + i, **options).counts
@@ -66,14 +65,6 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
     write_json(Path(config.output) / "trace.json", chrome_trace(profiles))
     write_json(Path(config.output) / "profile.json", report)
     return report, profiles
-
-
-def _padded(encoded: Sequence[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """Return prompts padded on the left and their mask, (B, T) each."""
-    width = max(map(len, encoded))
-    ids = [[pad] * (width - len(prompt)) + prompt for prompt in encoded]
-    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in encoded]
-    return torch.tensor(ids, device=default_device()), torch.tensor(mask, device=default_device())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -183,12 +182,6 @@ class BenchmarkPair:
         """Decode with a proposer: the draft if None."""
         proposer = proposer or DraftModelProposer(self.draft)
         return speculative_generate(self.target, proposer, ids, mask, **{**self.options, **options})
-
-
-def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return prompts, (1, T) each, as one batch padded on the left, and its attention mask: (B, T) each."""
-    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    return pad([ids[0] for ids in rows]), pad([torch.ones_like(ids[0]) for ids in rows])
 
 
 def training_fields(

@@ -20,7 +20,8 @@ from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.clock import now, timed
 from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
 from draftsmith.decode.planner import verification_costs
-from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, in_turns, padded, run_benchmark
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, in_turns, run_benchmark
+from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
 
@@ -161,7 +162,7 @@ def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], promp
     count, new = config.batch_size, config.max_new_tokens
     rows = (prompts * count)[:count]
     calls: dict[str, Callable[[], Any]] = {
-        "together": partial(decode, *padded(rows)),
+        "together": partial(decode, *left_padded([ids[0].tolist() for ids in rows], rows[0].device)),
         "alone": lambda: [decode(ids) for ids in rows],
     }
     turns = [in_turns(calls, turn) for turn in range(4)][1:]  # the first warms up

@@ -30,7 +30,8 @@ from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.tree_search import reference_tree
-from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, padded, run_benchmark
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, run_benchmark
+from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.provenance import environment
 
@@ -100,7 +101,7 @@ class Decoder:
         result = Decoded(0.0, [], [])
         for first in range(0, len(self.pair.prompts), self.config.batch_size):
             rows = self.pair.prompts[first : first + self.config.batch_size]
-            ids, mask = padded(rows)
+            ids, mask = left_padded([row[0].tolist() for row in rows], rows[0].device)
             # Row i of a batch draws with seed + i: no row of a pass draws as another does.
             seconds, output = timed(partial(decode, ids, mask, seed=seed + first, **sampling))
             result.seconds += seconds

@@ -15,7 +15,7 @@ from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, entry_of
 from draftsmith.scripts.measure.verdict import comparisons, judge
-from draftsmith.scripts.pair import STOCK
+from draftsmith.scripts.pair import STOCK, Pair
 from draftsmith.scripts.report.types import (
     SCHEMA,
     Baseline,
@@ -34,31 +34,36 @@ from draftsmith.scripts.report.types import (
 from draftsmith.train.provenance import environment
 
 
-def build_report(
-    measured: Measured, min_speedup: float | None = None, min_gain: float | None = None, confidence: float = 0.95
-) -> Report:
+def build_report(measured: Measured) -> Report:
     """Return the report of one run of `measure`; what is not measured is None.
 
     Intervals are bootstrapped over prompts; comparisons are paired over prompts.
     """
+    config, pair = measured.config, measured.pair
     plain = {(t, b): groups for (t, b, method), groups in measured.observations.items() if method == Method()}
     runs = [_run(measured, *key, groups) for key, groups in measured.observations.items() if key[2] != Method()]
     lengths = sorted({run.draft_length for run in runs})
     curves = [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
     gains = {}
     for run in runs:
-        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), confidence)
+        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), config.confidence)
         if gain is not None:
             gains[run.temperature, run.proposer.name, run.draft_length] = gain
     gate, recommendation = judge(
-        runs, measured.observations, gains, min_speedup, min_gain, confidence, advice(curves, runs)
+        runs,
+        measured.observations,
+        gains,
+        config.min_speedup,
+        config.min_gain,
+        config.confidence,
+        advice(curves, runs),
     )
     return Report(
         schema=SCHEMA,
-        environment=Environment(**environment(measured.target.device, measured.dtype)),
-        target=Target(measured.target_path, measured.target.num_parameters(), measured.dtype),
+        environment=Environment(**environment(pair.target.device, pair.dtype)),
+        target=Target(config.target, pair.target.num_parameters(), pair.dtype),
         prompts=Prompts(
-            measured.prompts_path,
+            config.prompts,
             count=max(len(rows_of(groups)) for groups in plain.values()),
             replayed=len(measured.prompts),
             categories={name: len(places) for name, places in measured.categories().items()},
@@ -72,7 +77,7 @@ def build_report(
         comparisons=comparisons(measured.replays, lengths),
         costs=costs_entry(measured),
         planner_check=planner_check(runs),
-        memory=_memory(measured),
+        memory=_memory(pair),
         rejections=rejections_of(measured),
         trees=measured.trees,
         gate=gate,
@@ -148,7 +153,7 @@ def _replayed(measured: Measured, replay: Replay, rows: Sequence[Row], k: int, t
     """
     tokens, rounds = replay.tokens_and_rounds(k)
     agrees: bool | None
-    if temperature == 0 and measured.target.dtype in (torch.float32, torch.float64):
+    if temperature == 0 and measured.pair.target.dtype in (torch.float32, torch.float64):
         agrees = all(row.counts.num_drafts == rounds[row.prompt] for row in rows)
     else:
         decoded = [tokens[row.prompt] for row in rows], [rounds[row.prompt] for row in rows]
@@ -157,21 +162,21 @@ def _replayed(measured: Measured, replay: Replay, rows: Sequence[Row], k: int, t
     return ReplayedLength(replay.mean_acceptance_length[k], agrees)
 
 
-def _memory(measured: Measured) -> Memory:
+def _memory(pair: Pair) -> Memory:
     def cached(model: PreTrainedModel | None) -> int | None:
         numbers = None if model is None else cached_numbers(model)
-        return None if numbers is None else numbers * measured.target.dtype.itemsize
+        return None if numbers is None else numbers * pair.target.dtype.itemsize
 
     return Memory(
-        sum(p.numel() * p.element_size() for p in measured.target.parameters()),
-        cached(measured.target),
+        sum(p.numel() * p.element_size() for p in pair.target.parameters()),
+        cached(pair.target),
         {
             drafter.name: DrafterMemory(
                 drafter.weights_bytes,
                 # Heads and n-grams keep nothing of the text.
                 cached(drafter.model) if isinstance(drafter.proposer, DraftModelProposer) else 0,
             )
-            for drafter in measured.drafters
+            for drafter in pair.drafters
         },
     )
 

@@ -52,12 +52,10 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
             f"batch_size: expected at most the {len(decoded)} prompts that are decoded, found {max(config.batch_size)}"
         )
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
-    target, drafters, dtype = pair.target, pair.drafters, pair.dtype
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
-        path, sizes = Path(config.costs), config.batch_size
-        tables = load_costs(path, target, config.target, dtype, drafters, config.temperature, sizes)
-    methods = [Method(), *(Method(d.name, k) for d in drafters for k in d.draft_lengths)]
+        tables = load_costs(Path(config.costs), config, pair)
+    methods = [Method(), *(Method(d.name, k) for d in pair.drafters for k in d.draft_lengths)]
     output, samplers = Path(config.output), {t: config.at(t).sampler() for t in config.temperature}
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
     texts: dict[float, list[list[int]]] = {}
@@ -65,25 +63,14 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
     first_heads: dict[tuple[float, str], Replay] = {}
     for temperature, sampler in samplers.items():
         for rows in config.batch_size:
-            groups = decode_side_by_side(
-                target,
-                {drafter.name: drafter.proposer for drafter in drafters},
-                methods,
-                decoded,
-                rows,
-                config.options(temperature),
-                config.seed,
-                config.repeats,
-                f"T={temperature:g}, B={rows}" if progress else None,
-            )
+            groups = decode_side_by_side(config, pair, methods, decoded, rows, temperature, progress)
             observations |= {(temperature, rows, method): of_method for method, of_method in groups.items()}
         plain = rows_of(observations[temperature, config.batch_size[0], Method()])
         texts[temperature] = [row.tokens for row in plain]
         missing = slice(len(plain), len(prompts))
-        texts[temperature] += _completed(config, target, prompts[missing], encoded[missing], temperature, progress)
+        texts[temperature] += _completed(config, pair.target, prompts[missing], encoded[missing], temperature, progress)
         by_drafter, first = replay_all(
-            target,
-            drafters,
+            pair,
             _sequences(encoded, texts[temperature]),
             prompt_lengths,
             range(1, max(REPLAYED_LENGTHS, *config.draft_length) + 1),
@@ -96,48 +83,26 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
         written = next(iter(texts.values()))
         prompt = max(1, round(sum(prompt_lengths) / len(encoded)))
         mean = max(2, round(prompt + sum(map(len, written)) / len(written) / 2))
-        tables = measured_costs(
-            output / "costs.json",
-            target,
-            config.target,
-            dtype,
-            drafters,
-            max(config.draft_length),
-            _sequences(encoded, written),
-            samplers,
-            config.batch_size,
-            config.context or [mean],
-            prompt,
-        )
+        tables = measured_costs(config, pair, _sequences(encoded, written), samplers, prompt, mean)
     pictures: list[TreePicture] = []
     if 0.0 in texts and not samplers[0.0].processors:  # a picture knows the heads' ranks alone, no penalties
-        pictures = tree_pictures(target, drafters, _sequences(encoded, texts[0.0]), prompt_lengths)
+        pictures = tree_pictures(pair, _sequences(encoded, texts[0.0]), prompt_lengths)
     measured = Measured(
-        target=target,
-        target_path=config.target,
-        dtype=dtype,
-        tokenizer=tokenizer,
-        prompts_path=config.prompts,
+        config=config,
+        pair=pair,
         prompts=prompts,
         prompt_ids=encoded,
         texts=texts,
-        drafters=drafters,
         observations=observations,
         replays=replays,
         first_heads=first_heads,
         tables=tables,
         lossless=certify_runs(
-            target,
-            {drafter.name: drafter.proposer for drafter in drafters},
-            observations,
-            [torch.tensor(prompt, device=target.device) for prompt in decoded],
-            config.lossless_tokens,
-            config,
-            config.max_new_tokens,
+            config, pair, observations, [torch.tensor(prompt, device=default_device()) for prompt in decoded]
         ),
         trees=pictures,
     )
-    report = build_report(measured, config.min_speedup, config.min_gain, config.confidence)
+    report = build_report(measured)
     write_json(output / "report.json", report)
     write_page(report, output / "report.html")
     (output / "summary.md").write_text(markdown(report), encoding="utf-8")

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.sampling import Sampler
-from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.pair import Pair
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"
@@ -21,41 +21,33 @@ SAME = ("device", "dtype", "threads")
 
 
 def measured_costs(
-    path: Path,
-    target: PreTrainedModel,
-    target_path: str,
-    dtype: str,
-    drafters: Sequence[Drafter],
-    longest: int,
+    config: MeasureConfig,
+    pair: Pair,
     texts: Sequence[Tensor],
     samplers: Mapping[float, Sampler],
-    batch_sizes: Sequence[int],
-    contexts: Sequence[int],
     prompt: int,
+    mean: int,
 ) -> list[CostTable]:
-    """Measure what rounds of these drafters cost, and keep it in a file.
+    """Measure what rounds of the drafters cost, and keep it in costs.json.
 
     Args:
-        path: the file.
-        target: the model.
-        target_path: where it came from.
-        dtype: of the weights.
-        drafters: what drafts.
-        longest: γ of the longest draft that is measured, of draft models and prompt lookup.
+        config: says for which batch sizes and contexts.
+        pair: the models.
         texts: prompts and texts, (T,) each, which the drafting is measured behind.
         samplers: by temperature.
-        batch_sizes: B; 2 and 4 are measured with a greater one, for rows that end leave smaller batches.
-        contexts: tokens in the cache.
         prompt: tokens of a prompt.
+        mean: tokens in the cache, where the config names no contexts.
     """
-    sizes = sorted({1, *batch_sizes, *(b for b in (2, 4, 8, 16, 32) if b < max(batch_sizes))})
+    longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
+    # 2 and 4 with a greater batch size, for rows that end leave smaller batches.
+    sizes = sorted({1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)})
     # All of them, however long the drafts that are decoded: replay asks for t(γ + 1) of every γ up to 16.
     blocks = sorted({*BLOCKS, 1 + longest} | {1 + d.nodes for d in drafters if d.nodes is not None})
     tables = []
-    for context in contexts:
+    for context in config.context or [mean]:
         tables += measure_costs(
-            target,
-            {drafter.name: drafter.proposer for drafter in drafters},
+            pair.target,
+            pair.proposers,
             {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters},
             torch.cat(list(texts)),
             samplers,
@@ -65,11 +57,11 @@ def measured_costs(
             blocks,
         )
     write_json(
-        path,
+        Path(config.output) / "costs.json",
         {
             "schema": SCHEMA,
-            "environment": environment(target.device, dtype),
-            "target": target_path,
+            "environment": environment(pair.target.device, pair.dtype),
+            "target": config.target,
             "drafters": {drafter.name: drafter.to_dict() for drafter in drafters},
             "tables": tables,
         },
@@ -77,15 +69,7 @@ def measured_costs(
     return tables
 
 
-def load_costs(
-    path: Path,
-    target: PreTrainedModel,
-    target_path: str,
-    dtype: str,
-    drafters: Sequence[Drafter],
-    temperatures: Sequence[float],
-    batch_sizes: Sequence[int],
-) -> list[CostTable]:
+def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]:
     """Read costs that were measured here before.
 
     Raises:
@@ -98,11 +82,11 @@ def load_costs(
         raise InputError(f"costs: expected a file that `measure` wrote at {path}, found: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise InputError(f"costs: expected schema {SCHEMA} in {path}, found another")
-    here: dict[str, Any] = environment(target.device, dtype)
-    pairs = [("target", target_path, content.get("target"))]
+    here: dict[str, Any] = environment(pair.target.device, pair.dtype)
+    pairs = [("target", config.target, content.get("target"))]
     pairs += [(name, here[name], content.get("environment", {}).get(name)) for name in SAME]
     measured = content.get("drafters", {})
-    for drafter in drafters:
+    for drafter in pair.drafters:
         of_file = measured.get(drafter.name)
         if of_file is None:
             others = ", ".join(measured) or "none"
@@ -117,11 +101,10 @@ def load_costs(
             )
     tables = [CostTable.from_dict(table) for table in content.get("tables", [])]
     largest = max((rows for table in tables for rows in table.target_seconds), default=0)
-    if max(batch_sizes) > largest:
-        raise InputError(
-            f"costs: expected those of batch size {max(batch_sizes)} in {path}, found up to {largest}: measure again"
-        )
-    for temperature in temperatures:
+    most = max(config.batch_size)
+    if most > largest:
+        raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
+    for temperature in config.temperature:
         if all(table.temperature != temperature for table in tables):
             raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
     return tables

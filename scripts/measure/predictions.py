@@ -127,7 +127,7 @@ def costs_entry(measured: Measured) -> CostsEntry | None:
     if table is None:
         return None
     # A file's drafters may be more.
-    drafters = [(drafter, table.drafters[drafter.name]) for drafter in measured.drafters]
+    drafters = [(drafter, table.drafters[drafter.name]) for drafter in measured.pair.drafters]
     return CostsEntry(
         context=table.context,
         target_seconds=table.target_seconds,

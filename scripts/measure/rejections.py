@@ -11,7 +11,7 @@ TEXTS, TOKENS = 8, 30
 def rejections_of(measured: Measured) -> Rejections | None:
     """Return what the first drafter that replay applies to misses, at T=0 if measured; None where none is replayed."""
     temperatures = sorted({t for t, _, _ in measured.replays})
-    keys = ((t, d.name) for t in temperatures for d in measured.drafters)
+    keys = ((t, d.name) for t in temperatures for d in measured.pair.drafters)
     chosen = next((key for key in keys if (*key, PROBABILISTIC) in measured.replays), None)
     if chosen is None:
         return None
@@ -28,7 +28,7 @@ def rejections_of(measured: Measured) -> Rejections | None:
         temperature,
         name,
         [_text(measured, place, texts[place], replay.texts[place].acceptance) for place in _spread(measured)],
-        [RejectedToken(str(measured.tokenizer.decode([t])), seen[t], rejected[t]) for t in most],
+        [RejectedToken(str(measured.pair.tokenizer.decode([t])), seen[t], rejected[t]) for t in most],
     )
 
 
@@ -41,7 +41,7 @@ def _spread(measured: Measured) -> list[int]:
 def _text(measured: Measured, place: int, tokens: list[int], acceptance: tuple[float, ...]) -> TextAcceptance:
     return TextAcceptance(
         measured.prompts[place].category,
-        str(measured.tokenizer.decode(measured.prompt_ids[place])),
+        str(measured.pair.tokenizer.decode(measured.prompt_ids[place])),
         [TokenAcceptance(piece, a) for piece, a in zip(_pieces(measured, tokens), acceptance, strict=True)],
     )
 
@@ -51,7 +51,7 @@ def _pieces(measured: Measured, tokens: list[int]) -> list[str]:
     pieces: list[str] = []
     written = ""
     for end in range(1, len(tokens) + 1):
-        text = str(measured.tokenizer.decode(tokens[:end]))
+        text = str(measured.pair.tokenizer.decode(tokens[:end]))
         whole = text.rstrip("\ufffd") if end < len(tokens) else text
         pieces.append(whole[len(written) :] if whole.startswith(written) else "")
         written = whole if whole.startswith(written) else written

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
@@ -13,14 +12,13 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.replay import replay_ranks
 from draftsmith.medusa.tree_search import acceptance_estimate, node_shares
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
-from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.report.types import TreePicture, Verifier
 
 
 def replay_all(
-    target: PreTrainedModel,
-    drafters: Sequence[Drafter],
+    pair: Pair,
     sequences: Sequence[Tensor],
     prompt_lengths: Sequence[int],
     draft_lengths: Sequence[int],
@@ -30,8 +28,7 @@ def replay_all(
     """Replay the drafters on what the target wrote, under sampling draft models with both verifiers.
 
     Args:
-        target: the model.
-        drafters: those that are measured.
+        pair: the models.
         sequences: prompts and texts, (T,) each.
         prompt_lengths: tokens of each prompt.
         draft_lengths: γ.
@@ -42,7 +39,7 @@ def replay_all(
         The replays by drafter and verifier; and by drafter those of the first head, of trees that replay refuses.
     """
     proposers: dict[tuple[str, Verifier | None], Proposer] = {}
-    for drafter in drafters:
+    for drafter in pair.drafters:
         proposer = drafter.proposer
         if isinstance(proposer, MedusaProposer) and proposer.replay_refusal(sampler.do_sample):
             proposers[drafter.name, None] = MedusaProposer(proposer.heads, Tree.chain(1))
@@ -50,22 +47,20 @@ def replay_all(
         proposers[drafter.name, PROBABILISTIC] = proposer
         if drafter.greedy is not None and sampler.do_sample:
             proposers[drafter.name, GREEDY] = drafter.greedy
-    replays = replay_drafters(target, proposers, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens)
+    replays = replay_drafters(pair.target, proposers, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},
     )
 
 
-def tree_pictures(
-    target: PreTrainedModel, drafters: Sequence[Drafter], sequences: Sequence[Tensor], prompt_lengths: Sequence[int]
-) -> list[TreePicture]:
+def tree_pictures(pair: Pair, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[TreePicture]:
     """Draw the trees of heads, with the share of rounds that accept each node of texts that were written at T=0."""
     pictures = []
-    for drafter in drafters:
+    for drafter in pair.drafters:
         heads = drafter.model
         if isinstance(heads, MedusaHeads) and not heads.tree.is_chain:
-            ranks = [replay_ranks(target, heads, *text) for text in zip(sequences, prompt_lengths, strict=True)]
+            ranks = [replay_ranks(pair.target, heads, *text) for text in zip(sequences, prompt_lengths, strict=True)]
             length = format_estimate(acceptance_estimate(ranks, heads.tree), spread="none")
             title = f"{len(heads.tree)} nodes, mean acceptance length {length}"
             subtitle = f"T=0, replayed on {len(sequences)} texts"

@@ -6,14 +6,14 @@ from functools import partial
 from statistics import median_high
 from typing import Any
 
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, Proposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.generation import DecodeOutput
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.pair import Pair, left_padded
 from draftsmith.train.models import default_device
 
 PLAIN = ""
@@ -57,52 +57,50 @@ Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
 
 
 def decode_side_by_side(
-    target: PreTrainedModel,
-    proposers: Mapping[str, Proposer],
+    config: MeasureConfig,
+    pair: Pair,
     methods: Sequence[Method],
     prompts: Sequence[list[int]],
     batch_size: int,
-    options: Mapping[str, Any],
-    seed: int,
-    repeats: int,
-    progress: str | None,
+    temperature: float,
+    progress: bool,
 ) -> dict[Method, list[Group]]:
     """Decode prompts by every method; as many as fill whole batches.
 
     Each batch is decoded by every method before the next one's turn, in an order that rotates from batch to batch, so
-    that a machine that slows down or speeds up does so for all of them.
+    that a machine that slows down or speeds up does so for all of them. Prompt i draws with the config's seed + i,
+    whatever the batch.
 
     Args:
-        target: the model.
-        proposers: by name.
+        config: says how texts are decoded, and how often.
+        pair: the models.
         methods: plain decoding among them.
         prompts: token ids.
         batch_size: B.
-        options: as `generate` takes them.
-        seed: prompt i draws with seed + i, whatever the batch.
-        repeats: each batch is decoded so many times by each method.
-        progress: the bar's name; None shows none.
+        temperature: of the sampling.
+        progress: show a bar.
     """
+    options, proposers = config.options(temperature), pair.proposers
 
     def decode(method: Method, first: int) -> DecodeOutput:
         rows = prompts[first : first + batch_size]
-        longest = max(map(len, rows))
-        ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows], device=default_device())
-        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=ids.device)
-        kwargs = dict(options) | {"seed": seed + first}
+        batch = left_padded(rows, default_device())
+        kwargs: dict[str, Any] = options | {"seed": config.seed + first}
         if method.drafter == PLAIN:
-            return autoregressive_generate(target, ids, mask, **kwargs)
+            return autoregressive_generate(pair.target, *batch, **kwargs)
         proposer = proposers[method.drafter]
-        return speculative_generate(target, proposer, ids, mask, draft_length=method.draft_length, **kwargs)
+        return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
 
     for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
         decode(method, 0)
     groups: dict[Method, list[Group]] = {method: [] for method in methods}
     firsts = range(0, len(prompts) - batch_size + 1, batch_size)
-    for turn, first in enumerate(tqdm(firsts, desc=progress, unit="batch", disable=progress is None)):
+    for turn, first in enumerate(
+        tqdm(firsts, desc=f"T={temperature:g}, B={batch_size}", unit="batch", disable=not progress)
+    ):
         rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
         runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
-        for _ in range(repeats):
+        for _ in range(config.repeats):
             for method in rotated:
                 runs[method].append(timed(partial(decode, method, first)))
         longest = max(map(len, prompts[first : first + batch_size]))

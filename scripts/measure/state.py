@@ -3,14 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.replay import Replay
+from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.cost_file import table_for
 from draftsmith.scripts.measure.side_by_side import Method, Observations
-from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report.types import ProposerEntry, TreePicture, Verifier
 from draftsmith.train.data.prompts import Prompt
 
@@ -30,17 +29,13 @@ def entry_of(drafter: Drafter) -> ProposerEntry:
 class Measured:
     """What one run of `measure` has seen."""
 
-    target: PreTrainedModel
-    target_path: str
-    dtype: str
-    tokenizer: PreTrainedTokenizerBase
-    prompts_path: str
+    config: MeasureConfig
+    pair: Pair
     prompts: Sequence[Prompt]
     """Those that were replayed; the first of them were decoded too."""
     prompt_ids: Sequence[list[int]]
     texts: Mapping[float, Sequence[list[int]]]
     """By temperature, the target's text of each prompt."""
-    drafters: Sequence[Drafter]
     observations: Observations
     replays: Replays
     first_heads: Mapping[tuple[float, str], Replay]
@@ -56,7 +51,7 @@ class Measured:
 
     def drafter(self, name: str) -> Drafter:
         """Return the drafter of a name."""
-        return next(drafter for drafter in self.drafters if drafter.name == name)
+        return next(drafter for drafter in self.pair.drafters if drafter.name == name)
 
     def categories(self) -> dict[str, list[int]]:
         """Return the places of each category's prompts, in order of the names."""

@@ -104,7 +104,7 @@ def measured(root):
 
     def remembered(*args, **options):
         found = decode(*args, **options)
-        decoded[args[5]["do_sample"] * 1.0, args[4]] = found
+        decoded[args[5], args[4]] = found
         return found
 
     decode = command.decode_side_by_side

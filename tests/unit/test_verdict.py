@@ -13,13 +13,14 @@ from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.rounds import expected_counts
+from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, rejections_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import comparisons, judge, more_prompts
-from draftsmith.scripts.pair import Drafter
+from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.types import Curve, Gate, ProposerEntry, RejectedToken, Run, Speed
 from draftsmith.train.data.prompts import Prompt
@@ -276,9 +277,10 @@ def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1)
     groups = [
         Group([Row(i, texts[i], Counts()) for i in range(at, at + rows)], 1.0) for at in range(0, len(texts), rows)
     ]
+    config = MeasureConfig("target", "prompts.jsonl", "out", prompt_lookup=True)
     return Measured(
-        target, "target", "float32", tokenizer, "prompts.jsonl", prompts, [[1, 2]] * len(texts), {0.0: texts},
-        drafters, {(0.0, rows, Method()): groups},
+        config, Pair(target, tokenizer, "float32", drafters),
+        prompts, [[1, 2]] * len(texts), {0.0: texts}, {(0.0, rows, Method()): groups},
         {(0.0, name, PROBABILISTIC): replayed(own) for name, own in a.items()}, {}, tables, {}, [],
     )  # fmt: skip
 
