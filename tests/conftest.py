@@ -28,7 +28,16 @@ TEXTS = [
 ]
 
 
-def pytest_collection_finish() -> None:
+LONGEST = ("test_embedded", "test_distributed", "test_sharded", "test_medusa_sharded", "test_replay_processes")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with what takes longest; tests of ranks side by side, so that one worker's server forks them all."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> None:
     """Keep the garbage collector off what was imported: every training run ends with a full collection."""
     gc.collect()
     gc.freeze()

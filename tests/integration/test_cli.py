@@ -1,6 +1,7 @@
 """The command line: help that waits for nothing, and how training runs are started."""
 
 import os
+import runpy
 import subprocess
 import sys
 
@@ -112,8 +113,20 @@ def test_bad_flags_are_refused(flags, named):
         cli.launch_command("distill", flags)
 
 
-def test_bad_input_of_a_recipe_is_one_line_and_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "draftsmith.scripts.cli", "distill", "--processes", "1"]
+def test_bad_input_of_a_recipe_is_one_line_and_exit_code_2(machine, monkeypatch, capfd, tmp_path):
     assert cli.main(["no-such-command"]) == 2
-    done = subprocess.run([*command, "--config", str(tmp_path / "gone.yaml")], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    capfd.readouterr()
+
+    def become(path, command, environment):
+        """Run what a process would become, in this one."""
+        module, *arguments = command[2:]
+        monkeypatch.setattr(sys, "argv", [module, *arguments])
+        monkeypatch.delitem(sys.modules, f"{module}.__main__", raising=False)  # it is run anew
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+    machine(0)
+    monkeypatch.setattr(cli.os, "execve", become)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["distill", "--processes", "1", "--config", str(tmp_path / "gone.yaml")])
+    out, err = capfd.readouterr()
+    assert end.value.code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
