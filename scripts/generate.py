@@ -22,7 +22,7 @@ from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.configs import GenerateConfig
-from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Screen, Terminal
+from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import Prompt, encode_prompt
@@ -71,7 +71,7 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
 
     speculative(2)  # the first forwards allocate
     coloured = console.is_terminal and not console.is_dumb_terminal and not console.no_color
-    screen: Screen = Terminal(console) if coloured else Plain(console.file)
+    screen = Terminal(console) if coloured else Plain(console.file)
     progress = Progress(screen, Detokenizer(tokenizer, ids))
     output = None
     try:

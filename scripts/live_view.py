@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -53,19 +53,6 @@ class Detokenizer:
         # A clean-up of spaces would take back what is out already.
         options: Any = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(self._window, **options))
-
-
-class Screen(Protocol):
-    """Where the text appears."""
-
-    def write(self, text: str, kind: str) -> None:
-        """Go on with a piece of text; `kind` is one of `STYLES`."""
-
-    def show(self, status: Text) -> None:
-        """Make what was written visible, and the status beside it."""
-
-    def close(self) -> None:
-        """End the text; the status goes."""
 
 
 class Plain:
@@ -148,7 +135,7 @@ def row_end(line: str, width: int) -> int | None:
 class Progress:
     """Watches the rounds: draws their tokens, and counts. The seconds leave out what the drawing takes."""
 
-    screen: Screen
+    screen: Plain | Terminal
     detokenizer: Detokenizer
     counts: Counts = field(default_factory=Counts)
     kinds: Counter[str] = field(default_factory=Counter)

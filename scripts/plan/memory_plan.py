@@ -52,38 +52,10 @@ class MemorySetting:
     """How the target lies on the GPUs; None with a teacher cache."""
     rows: int
 
-    @classmethod
-    def of(cls, config: PlanConfig) -> "MemorySetting":
-        """Return what a config says."""
-        training = config.training
-        return cls(
-            config.strategy or "ddp",
-            bool(training.bf16 or training.fp16),
-            bool(training.activation_checkpointing),
-            config.target_dtype,
-            _placement(config),
-            int(training.per_device_train_batch_size),
-        )
-
     @property
     def precision(self) -> Precision:
         """How the draft computes."""
         return "float32" if not self.half else "autocast" if self.strategy == "ddp" else "half"
-
-
-@dataclass(frozen=True)
-class Change:
-    """Something to try where a run does not fit."""
-
-    field: str
-    """Of a `MemorySetting`."""
-    name: str
-    """What the user is to write."""
-    value: Any
-
-    def __call__(self, setting: MemorySetting) -> MemorySetting:
-        """Return a setting with it."""
-        return replace(setting, **{self.field: self.value})
 
 
 class MemoryPlan:
@@ -93,7 +65,14 @@ class MemoryPlan:
         self.config = config
         self.mode = FakeTensorMode()
         training = config.training
-        self.setting = MemorySetting.of(config)
+        self.setting = MemorySetting(
+            config.strategy or "ddp",
+            bool(training.bf16 or training.fp16),
+            bool(training.activation_checkpointing),
+            config.target_dtype,
+            _placement(config),
+            int(training.per_device_train_batch_size),
+        )
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
@@ -194,35 +173,34 @@ class MemoryPlan:
         Cheap ones come first; a smaller micro batch with more accumulation is among them.
         """
         now, config = self.setting, self.config
-        known: list[Change] = []
+        known: list[tuple[str, str, Any]] = []  # what the user is to write, the field of the setting, and its value
         if not now.checkpointing:
-            known.append(Change("checkpointing", "training.activation_checkpointing true", True))
+            known.append(("training.activation_checkpointing true", "checkpointing", True))
         if not now.half:
-            known.append(Change("half", "training.bf16 true", True))
+            known.append(("training.bf16 true", "half", True))
         if now.target_dtype in ("float32", "float64") and now.target is not None:
-            known.append(Change("target_dtype", "target_dtype bfloat16", "bfloat16"))
+            known.append(("target_dtype bfloat16", "target_dtype", "bfloat16"))
         if config.gpus > 1 and config.optimizer != "muon" and now.strategy in ZERO:
             stronger = ZERO[ZERO.index(now.strategy) + 1 :]
-            known += [Change("strategy", f"strategy {strategy}", strategy) for strategy in stronger]
+            known += [(f"strategy {strategy}", "strategy", strategy) for strategy in stronger]
         if now.target == "whole":
             if config.gpus > 1:
-                known.append(Change("target", "target_sharded true", "sharded"))
-            known += [Change("target", f"target_quantization {bits}", bits) for bits in ("8bit", "4bit")]
+                known.append(("target_sharded true", "target", "sharded"))
+            known += [(f"target_quantization {bits}", "target", bits) for bits in ("8bit", "4bit")]
         if now.target is not None and not config.on_policy:
-            known.append(Change("target", "teacher_cache", None))
-        fitting = [(change.name, change(now)) for change in known if self.fits(change(now))]
-        rows = self.largest(now)
-        if rows:
-            fitting.insert(0, (f"training.per_device_train_batch_size {rows}", replace(now, rows=rows)))
+            known.append(("teacher_cache", "target", None))
+        alone = [(name, replace(now, **{field: value})) for name, field, value in known]
+        if rows := self.largest(now):
+            alone.insert(0, (f"training.per_device_train_batch_size {rows}", replace(now, rows=rows)))
+        fitting = [(name, setting) for name, setting in alone if self.fits(setting)]
         yield from fitting
         if fitting:
             return
         together, names = now, dict[str, str]()
-        for change in known:
-            together = change(together)
-            names[change.field] = change.name  # of strategies and of places for the target the last is what counts
-            rows = min(now.rows, self.largest(together))
-            if rows:
+        for name, field, value in known:
+            together = replace(together, **{field: value})
+            names[field] = name  # of strategies and of places for the target the last is what counts
+            if rows := min(now.rows, self.largest(together)):
                 if rows < now.rows:
                     names["rows"] = f"training.per_device_train_batch_size {rows}"
                 yield ", ".join(names.values()), replace(together, rows=rows)
