@@ -12,8 +12,6 @@ from draftsmith.train.options import DTYPES, ModelOptions, PromptOptions
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
-ALIASES = {"blind": "unigram", "lookup": "prompt_lookup"}
-"""Earlier names of drafters."""
 STORED = tuple(name for name in DTYPES if name != "auto")
 """What weights can be written in."""
 SERVERS = ("vllm", "sglang")
@@ -60,7 +58,6 @@ class GenerateConfig(Sampling, ModelOptions):
         from draftsmith.decode.rules import as_rule
 
         super().__post_init__()
-        self.proposer = ALIASES.get(self.proposer, self.proposer)
         require(self, one_of(PROPOSERS), "proposer")
         for proposer, name in (("draft", "draft"), ("medusa", "medusa"), ("early_exit", "exit_layers")):
             if self.proposer == proposer and getattr(self, name) is None:
@@ -239,7 +236,6 @@ class LosslessConfig(Sampling, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.proposers = [ALIASES.get(name, name) for name in self.proposers]
         unknown = [name for name in self.proposers if name not in CHECKED]
         if unknown or not self.proposers:
             raise InputError(f"proposers: expected some of {', '.join(CHECKED)}, found {', '.join(unknown) or 'none'}")

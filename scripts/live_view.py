@@ -84,7 +84,7 @@ class Terminal:
         self._live.start()
 
     def write(self, text: str, kind: str) -> None:
-        """Append text, and set finished rows aside."""
+        """Append text of a kind, one of `STYLES`, and set finished rows aside."""
         for i, line in enumerate(text.split("\n")):
             if i:
                 self._end_row()

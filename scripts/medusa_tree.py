@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -37,6 +35,7 @@ from draftsmith.medusa.tree_search import (
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.scripts.report.tree_chart import draw_tree
+from draftsmith.scripts.summary import figures_table
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.losses.output_head import head_of, require_split
@@ -225,15 +224,17 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the heads' accuracies, τ of each tree, and what the measured costs say; it fits 80 columns."""
     console = console or Console()
     texts = report["calibration"]["texts"]
-    table = _table(f"accuracy of the heads, on {texts['check']} texts", ("", *(f"top {k}" for k in TOP)))
+    columns = ("", *(f"top {k}" for k in TOP))
+    table = figures_table(columns, "", f"accuracy of the heads, on {texts['check']} texts")
     for head, shares in enumerate(report["rank_accuracies"]):
         table.add_row(f"head {head}", *(f"{sum(shares[:k]):.1%}" for k in TOP))
     console.print(table)
     if report["costs"]:
         costs = report["costs"]
-        table = _table(
-            f"measured behind {costs['context']} tokens, {costs['rows']} at a time",
+        table = figures_table(
             ("nodes", "τ", "verify", "draft", "speed-up"),
+            "",
+            f"measured behind {costs['context']} tokens, {costs['rows']} at a time",
         )
         for row in costs["budgets"]:
             chosen = row["nodes"] == report["trees"]["searched"]["nodes"]
@@ -247,7 +248,7 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
             )
         console.print(table)
     title = "τ at T=0, replayed on the same texts; ±: half of the 95 % interval over texts"
-    table = _table(title, ("tree", "nodes", "τ", "searched over it"))
+    table = figures_table(("tree", "nodes", "τ", "searched over it"), "tree", title)
     for name, row in report["trees"].items():
         estimate, gain = row["mean_acceptance_length"], row["gain_of_searched"]
         table.add_row(
@@ -258,13 +259,6 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
             style="bold" if name == "searched" else "",
         )
     console.print(table)
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="right" if i or name == "nodes" else "left", no_wrap=True)
-    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,8 +1,9 @@
-"""How the commands that fill a directory say what they wrote."""
+"""What the commands print alike: a summary of what they wrote, tables of figures, and sizes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -16,3 +17,23 @@ def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
     console = Console()
     console.print(table)
     console.print(f"{title}: {output}", soft_wrap=True, highlight=False, markup=False)
+
+
+def figures_table(columns: Sequence[str], names: str, title: str, caption: str | None = None) -> Table:
+    """Return an empty table of figures; a long name in the column `names` takes more lines, no figure is cut off."""
+    table = Table(
+        title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+    )
+    table.title_justify = table.caption_justify = "left"
+    for name in columns:
+        if name == names:
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def size(count: float) -> str:
+    """Format bytes in the largest unit of which there is at least one."""
+    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+    return next((f"{count / unit:.1f} {name}" for unit, name in units if count >= unit), f"{count:.0f} B")

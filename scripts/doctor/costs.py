@@ -17,6 +17,7 @@ from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import HeadsSide, Pair, Side
+from draftsmith.scripts.summary import size
 from draftsmith.train.models import DTYPES, load_model
 
 GAMMA = 4
@@ -71,12 +72,6 @@ def check_memory(
 def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a GPU, or on this machine without swapping."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-
-
-def size(count: float) -> str:
-    """Format bytes."""
-    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next((f"{count / unit:.1f} {name}" for unit, name in units if count >= unit), f"{count:.0f} B")
 
 
 def check_costs(

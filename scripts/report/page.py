@@ -19,6 +19,7 @@ from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.types import Comparison, Report, Run
+from draftsmith.scripts.summary import size
 from draftsmith.train.files import write_aside
 
 NONE = "–"
@@ -36,7 +37,12 @@ def write_page(report: Report, path: Path) -> None:
 def render_page(report: Report) -> str:
     """Return the page of a report as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
+    environment.filters |= {
+        "number": number,
+        "estimate": estimate,
+        "bytes": size,
+        "visible": visible,
+    }
     environment.tests |= {"measured": has_value}
     source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     style = figures.styles(report)
@@ -80,17 +86,6 @@ def estimate(value: Estimate | None, form: str = ".2f", unit: str = "") -> Marku
     """Format an estimate with its interval; without a value as "–", without an interval alone."""
     words, bracket, ends = typographic(format_estimate(value, form, unit, "interval")).partition(" [")
     return Markup("{}").format(words) + (Markup('<span class="ci">{}{}</span>').format(bracket, ends) if ends else "")
-
-
-def size(count: float | None) -> str:
-    """Format bytes in the largest unit that leaves at least one."""
-    if count is None:
-        return NONE
-    for unit, digits in (("B", 0), ("KiB", 1), ("MiB", 1)):
-        if abs(count) < 1024:
-            return f"{count:.{digits}f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
 
 
 def visible(text: str, whole: bool = False) -> str:

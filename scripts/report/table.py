@@ -1,12 +1,11 @@
 """The report's main figures as a table in the terminal, and the verdict below."""
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report, Run
+from draftsmith.scripts.summary import figures_table
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
@@ -14,35 +13,15 @@ def print_report(report: Report, console: Console | None = None) -> None:
     environment = report.environment
     has_tree = any(run.proposer.verified_nodes(run.draft_length) != run.draft_length for run in report.runs)
     batched = any(run.batch_size > 1 for run in report.runs)
-    table = Table(
-        title=f"{_prompts(report)}, {environment.dtype}, {environment.device}, {environment.threads} threads",
-        title_justify="left",
-        caption="α: 1 - TV(p, q). acc.: accepted ÷ drafted tokens. τ: tokens per target forward.\n"
+    columns = ["T", *(["B"] if batched else []), "drafter", "γ", "α", "acc.", "τ", "tok/s", "speed-up", "τ over stock"]
+    table = figures_table(
+        columns,
+        "drafter",
+        f"{_prompts(report)}, {environment.dtype}, {environment.device}, {environment.threads} threads",
+        "α: 1 - TV(p, q). acc.: accepted ÷ drafted tokens. τ: tokens per target forward.\n"
         "±: half of the 95 % interval, bootstrapped over prompts."
         + ("\nmedusa/n: heads that draft a tree of n nodes; a round accepts one path." if has_tree else ""),
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
     )
-    names = [
-        "T",
-        *(["B"] if batched else []),
-        "drafter",
-        "γ",
-        "α",
-        "acc.",
-        "τ",
-        "tok/s",
-        "speed-up",
-        "τ over stock",
-    ]
-    for name in names:
-        if name == "drafter":  # a long name takes more lines, for no figure may be cut off
-            table.add_column(name, overflow="fold")
-        else:
-            table.add_column(name, justify="right", no_wrap=True)
     for plain in report.baseline.by_temperature:
         setting = [f"{plain.temperature:g}", *([str(plain.batch_size)] if batched else [])]
         speed = f"{plain.tokens_per_second.value:.0f}"

@@ -6,14 +6,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from scipy import stats
 
 from draftsmith.decode import Counts
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio, ratio_difference
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
+from draftsmith.scripts.summary import figures_table
 from draftsmith.train.files import written_aside
 
 RULES = ("typical", "threshold", "cascade")
@@ -180,16 +179,12 @@ def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> No
     """Print the settings and what to take; it fits 80 columns."""
     console = console or Console()
     count, gamma = report["prompts"]["count"], report["draft_length"]
-    table = Table(
-        title=f"T={report['temperature']:g}, γ = {gamma}, {count} prompts; ±: half of the 95 % interval over prompts\n"
+    table = figures_table(
+        ("rule", "level", "τ", "over exact", "speed-up", "departure", "at most", "repeats"),
+        "rule",
+        f"T={report['temperature']:g}, γ = {gamma}, {count} prompts; ±: half of the 95 % interval over prompts\n"
         f"departure: {MEASURES[report['departure']]}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
     )
-    for name in ("rule", "level", "τ", "over exact", "speed-up", "departure", "at most", "repeats"):
-        table.add_column(name, justify="left" if name == "rule" else "right", no_wrap=True)
     for row in (report["plain"], report["exact"], *report["levels"]):
         departure, gain, repeats = row["departure"], row["gain_over_exact"], row["repeated_ngram_share"]
         table.add_row(

@@ -36,7 +36,7 @@ def test_a_right_decoder_passes(pair, tmp_path, capsys):
     output = tmp_path / "figures.json"
     argv = flags(pair, "--sampled_tokens", "2000", "--temperature", "0.9", "--output", str(output))
     argv += ["--batch_size", "50"]  # many short texts at a time: as much to test on, in a tenth of the forwards
-    assert check_lossless.main([*argv, "--proposers", "[draft, lookup]"]) == 0
+    assert check_lossless.main([*argv, "--proposers", "[draft, prompt_lookup]"]) == 0
     assert "lossless" in capsys.readouterr().out
     figures = json.loads(output.read_text())
     assert figures["prompts"] == 5 and set(figures["drafters"]) == {"draft", "prompt_lookup"}

@@ -423,7 +423,7 @@ def test_a_lossy_rule_says_how_far_it_departs(pair, capsys, rule, temperature):
 
 
 def test_where_the_texts_part_is_counted_from_the_first_new_token(pair):
-    config = GenerateConfig(str(pair / "target"), PROMPT, proposer="blind", dtype="bfloat16")
+    config = GenerateConfig(str(pair / "target"), PROMPT, proposer="unigram", dtype="bfloat16")
     progress = Progress(Plain(io.StringIO()), Detokenizer(load_tokenizer(pair / "target"), [1]))
     progress.counts += Counts.of_round(1, 0, 1)
     progress.seconds = 0.5
@@ -500,7 +500,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
         ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
         ({"width": -1}, "width: expected at least 0, found -1"),
-        ({"width": 2, "proposer": "blind"}, "width: expected a proposer that is a model (draft or early_exit)"),
+        ({"width": 2, "proposer": "unigram"}, "width: expected a proposer that is a model (draft or early_exit)"),
         ({"rule": "sloppy"}, "rule: expected one of exact, typical, threshold, cascade, found 'sloppy'"),
         ({"rule": "cascade", "proposer": "prompt_lookup"}, "with rule cascade, found prompt_lookup"),
         ({"temperature": ".inf"}, "temperature: expected a finite number"),
