@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(LAUNCH_USAGE.format(name=name))
         return run(lambda: parse_config(config_class(name), rest, prog=f"draftsmith {name}"))
     if name in TRAINING:
-        return run(lambda: launch(name, rest))
+        return run(lambda: _become(*launch_command(name, rest)))
     module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
     return run(lambda: import_module(f"draftsmith.scripts.{module}").main(rest))
 
@@ -96,10 +96,10 @@ def config_class(name: str) -> type[Any]:
     return config
 
 
-def launch(name: str, arguments: Sequence[str]) -> int:
-    """Become a training process, or `accelerate launch` of several: signals and exit codes are those of the run.
+def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that starts a training run, and what it adds to the environment.
 
-    Without a configuration of accelerate's and with at most one GPU, the recipe runs as it is, in this process.
+    Without a configuration of accelerate's and with at most one GPU, the recipe runs as it is, in one process.
 
     Args:
         name: one of `TRAINING`.
@@ -108,12 +108,6 @@ def launch(name: str, arguments: Sequence[str]) -> int:
     Raises:
         InputError: no whole number of processes, or a file that is not there.
     """
-    command, environment = launch_command(name, arguments)
-    os.execve(command[0], command, os.environ | environment)
-
-
-def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command line that starts a training run, and what it adds to the environment: see `launch`."""
     import torch
     from accelerate.commands.config.config_args import default_config_file
 
@@ -133,6 +127,11 @@ def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict
         options = [] if file is None else ["--config_file", file]
     options += ["--num_processes", str(count)] if count else []
     return [sys.executable, "-m", "accelerate.commands.launch", *options, *recipe], environment
+
+
+def _become(command: list[str], environment: dict[str, str]) -> int:
+    # In place of this process: signals and exit codes are those of the run.
+    os.execve(command[0], command, os.environ | environment)
 
 
 def _launcher_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[str]]:

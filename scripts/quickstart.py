@@ -3,14 +3,13 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.planner import verification_costs
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.__main__ import train_heads
@@ -24,7 +23,6 @@ from draftsmith.scripts.report.types import Report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
-from draftsmith.train.models import load_model
 from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,40 +48,33 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
     ):
         prompts = output / "prompts" / f"{side}.jsonl"
         write_prompts(prompts, records)
-        flags = ["--prompts", prompts, "--output", output / "completions" / side, "--target", TARGET]
-        flags += ["--temperature", temperature]
-        summary = prepare(_config(PrepareConfig, "prepare", flags))
+        fields = {"prompts": prompts, "output": output / "completions" / side, "temperature": temperature}
+        summary = prepare(_config(PrepareConfig, "prepare", fields))
         share = summary.repeated_ngram_share
         console.print(f"{side}: {summary.tokens} tokens; {share:.1%} of their 4-grams repeat an earlier one")
 
     console.rule("2/4 distil: the stock draft learns the target's distribution")
-    data: list[Any] = [
-        "--completions",
-        json.dumps([str(output / "completions" / side) for side in ("sampled", "greedy")]),
-    ]
-    data += ["--heldout", json.dumps([str(output / "completions/heldout")]), "--target", TARGET]
+    data: dict[str, Any] = {
+        "completions": [str(output / "completions" / side) for side in ("sampled", "greedy")],
+        "heldout": [str(output / "completions/heldout")],
+    }
     if config.steps:
-        data += ["--training.max_steps", config.steps, "--training.eval_steps", config.steps]
-        data += ["--training.save_steps", config.steps]
-    flags = [*data, "--draft", STOCK, "--training.output_dir", output / "draft"]
-    _print_gain(distill(_config(DistillConfig, "distill", flags)), console)
+        data |= {f"training.{name}": config.steps for name in ("max_steps", "eval_steps", "save_steps")}
+    fields = data | {"draft": STOCK, "training.output_dir": output / "draft"}
+    _print_gain(distill(_config(DistillConfig, "distill", fields)), console)
 
     console.rule("3/4 medusa: heads on the target's hidden states, and the tree that is accepted furthest")
-    flags = [*data, "--training.output_dir", output / "medusa"]
-    _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", flags)), console)
-    flags = ["--target", TARGET, "--heads", output / "medusa"]
-    flags += ["--completions", json.dumps([str(output / "completions/searched")])]
-    print_tree(search(_config(MedusaTreeConfig, "medusa-tree", flags), progress=False), console)
+    fields = data | {"training.output_dir": output / "medusa"}
+    _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields)), console)
+    fields = {"heads": output / "medusa", "completions": [str(output / "completions/searched")]}
+    print_tree(search(_config(MedusaTreeConfig, "medusa-tree", fields), progress=False), console)
 
     console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
-    dtype, timings = faster_dtype()
-    console.print(f"dtype {dtype}: one target forward of 1 and 3 tokens took " + "; ".join(timings))
-    flags = ["--target", TARGET, "--draft", output / "draft", "--baseline_draft", STOCK, "--output", output]
-    flags += ["--medusa", output / "medusa"]
     write_prompts(output / "prompts/measured.jsonl", measured)
-    flags += ["--prompts", output / "prompts/measured.jsonl", "--limit", config.measured_prompts]
-    flags += ["--replay_limit", config.replayed_prompts, "--dtype", dtype]
-    report = measure(_config(MeasureConfig, "measure", flags))
+    fields = {"draft": output / "draft", "baseline_draft": STOCK, "medusa": output / "medusa", "output": output}
+    fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
+    fields |= {"replay_limit": config.replayed_prompts, "dtype": "auto"}
+    report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)
     return report
 
@@ -94,25 +85,11 @@ def _print_gain(trainer: RecipeTrainer, console: Console) -> None:
     console.print(f"replayed mean acceptance length on held-out completions: {scores[0]:.2f} → {scores[-1]:.2f}")
 
 
-def faster_dtype(drafted: int = 2) -> tuple[str, list[str]]:
-    """Choose the dtype whose target forward over a drafted block is faster on this machine.
-
-    bfloat16 halves the memory traffic, but a CPU without instructions for it emulates the arithmetic. All methods,
-    plain decoding included, are then measured in the same dtype.
-
-    Returns:
-        The dtype's name, and for each dtype the milliseconds of a forward of 1 and of `drafted` + 1 tokens.
-    """
-    medians = {}
-    for dtype in ("float32", "bfloat16"):
-        seconds = verification_costs(load_model(TARGET, dtype=dtype), 1, 64, (1, drafted + 1), repeats=15)
-        medians[dtype] = [seconds[1], seconds[drafted + 1]]
-    texts = [f"{one * 1e3:.1f} and {block * 1e3:.1f} ms in {dtype}" for dtype, (one, block) in medians.items()]
-    return min(medians, key=lambda dtype: medians[dtype][1]), texts
-
-
-def _config(cls: type[Any], folder: str, flags: list[Any]) -> Any:
-    return parse_config(cls, ["--config", str(ROOT / f"configs/{folder}/tiny.yaml"), *map(str, flags)])
+def _config(cls: type[Any], folder: str, fields: Mapping[str, Any]) -> Any:
+    """Return the config of configs/FOLDER/tiny.yaml with these fields over it, for the embedded target."""
+    values = {name: json.dumps(value) if isinstance(value, list) else value for name, value in fields.items()}
+    flags = [f"--{name}={value}" for name, value in ({"target": TARGET} | values).items()]
+    return parse_config(cls, ["--config", str(ROOT / f"configs/{folder}/tiny.yaml"), *flags])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -76,11 +76,6 @@ class DecodingConfig(PairConfig):
     dtype: str = "float32"
     """Weights and arithmetic of both models."""
 
-    @property
-    def middle(self) -> int:
-        """The length of a text in the middle of decoding, where a forward costs what it costs on average."""
-        return self.max_prompt_tokens + self.max_new_tokens // 2
-
 
 Config = TypeVar("Config", bound=BenchmarkConfig)
 Figures = dict[str, Any]

@@ -143,7 +143,8 @@ def _limit(
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Compare the speed-up with τ·t(1) ÷ (d(γ) + t(γ + 1)): a loop that costs nothing, forwards as measured."""
-    seconds = partial(verification_costs, rows=1, context=config.middle, repeats=40, compiled=compiled)
+    middle = config.max_prompt_tokens + config.max_new_tokens // 2  # where a forward costs what it does on average
+    seconds = partial(verification_costs, rows=1, context=middle, repeats=40, compiled=compiled)
     of_target, step = seconds(pair.target, tokens=(1, config.draft_length + 1)), seconds(pair.draft, tokens=(1,))[1]
     one, block = of_target[1], of_target[config.draft_length + 1]
     tau, speedup = _mean_acceptance_length(speculative) or 0.0, _over(speculative, plain)

@@ -23,7 +23,6 @@ from draftsmith.scripts.summary import size
 from draftsmith.train.files import write_aside
 
 NONE = "–"
-TOKENS_OF_A_TEXT, PROMPT_CHARACTERS = 400, 280
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
 KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "medusa": "Medusa heads", "prompt_lookup": "n-grams"}
@@ -37,12 +36,8 @@ def write_page(report: Report, path: Path) -> None:
 def render_page(report: Report) -> str:
     """Return the page of a report as HTML."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {
-        "number": number,
-        "estimate": estimate,
-        "bytes": size,
-        "visible": visible,
-    }
+    environment.filters |= {"number": number, "estimate": estimate, "bytes": size, "visible": visible}
+    environment.filters |= {"bucket": _bucket, "picture": _picture}
     environment.tests |= {"measured": has_value}
     source = resources.files("draftsmith.scripts.report").joinpath("report.html.j2").read_text(encoding="utf-8")
     style = figures.styles(report)
@@ -51,7 +46,6 @@ def render_page(report: Report) -> str:
         report=report,
         environment=asdict(report.environment),
         style=style,
-        verdict=_verdict(report),
         opening=opening,
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.baseline.by_temperature},
@@ -65,8 +59,6 @@ def render_page(report: Report) -> str:
         check=figures.check_panel(report, style),
         comparisons=_comparisons(report),
         certificate=_certificate(report),
-        texts=_texts(report),
-        trees=[(tree.proposer, _picture(tree.svg)) for tree in report.trees],
     )
 
 
@@ -117,17 +109,6 @@ def lossless(entry: Certificate, report: Report) -> tuple[str, str]:
     words += f", {entry.near_ties} part at a near-tie" if entry.near_ties else ""
     words += f", {entry.departures} depart" if entry.departures else ""
     return "rounding" if entry.passed else "no", words
-
-
-def _verdict(report: Report) -> dict[str, str]:
-    chosen, gate = report.recommendation, report.gate
-    if chosen.go:
-        state, word = "go", "GO"
-    elif chosen.proposer is None and (gate is None or gate.passed):
-        state, word = "no", "No drafter pays"
-    else:
-        state, word = "no", "NO-GO"
-    return {"state": state, "word": word, "reason": chosen.reason}
 
 
 @dataclass(frozen=True)
@@ -209,20 +190,9 @@ def _sentence(one: Comparison) -> dict[str, Any]:
     }
 
 
-def _texts(report: Report) -> list[dict[str, Any]]:
-    """Return the texts whose tokens are coloured by acceptance: 0, rejected, to 4, accepted."""
-    return [
-        {
-            "category": text.category,
-            "prompt": ("…" if len(text.prompt) > PROMPT_CHARACTERS else "") + text.prompt[-PROMPT_CHARACTERS:],
-            "tokens": [
-                {"text": t.text, "acceptance": t.acceptance, "bucket": sum(t.acceptance >= bound for bound in BUCKETS)}
-                for t in text.tokens[:TOKENS_OF_A_TEXT]
-            ],
-            "left_out": max(len(text.tokens) - TOKENS_OF_A_TEXT, 0),
-        }
-        for text in (report.rejections.texts if report.rejections is not None else [])
-    ]
+def _bucket(acceptance: float) -> int:
+    """Return the colour of a token: 0, rejected, to 4, accepted."""
+    return sum(acceptance >= bound for bound in BUCKETS)
 
 
 def _picture(svg: str) -> str:

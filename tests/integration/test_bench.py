@@ -84,11 +84,11 @@ def test_decode(pair, tmp_path, capsys):
 
 
 def test_divergence(tmp_path):
-    arguments = ["--tokens", "64", "--vocab_size", "300", "--hidden", "16", "--target_hidden", "8", "--repeats", "2"]
+    arguments = ["--tokens", "512", "--vocab_size", "4000", "--hidden", "16", "--target_hidden", "8", "--repeats", "2"]
     arguments += ["--chunk_size", "16"]
     figures = figures_of(divergence.bench, divergence.BenchDivergenceConfig, arguments, tmp_path)
     assert set(figures["seconds"]) == set(figures["peak_bytes"]) == {"eager", "lean"}
-    assert figures["gradient_bytes"] == 4 * 16 * (64 + 300)
+    assert figures["gradient_bytes"] == 4 * 16 * (512 + 4000)
     assert max(figures["relative_error"].values()) < 1e-4
 
 

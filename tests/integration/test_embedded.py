@@ -75,9 +75,9 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 def short(monkeypatch):
     """Quickstart with the shipped configs, but texts of 16 tokens, and each cost measured once."""
     configured = quickstart._config
-    tokens = {"prepare": ["--max_new_tokens", "16"], "measure": ["--max_new_tokens", "16"]}
+    tokens = {"prepare": {"max_new_tokens": 16}, "measure": {"max_new_tokens": 16}}
     monkeypatch.setattr(
-        quickstart, "_config", lambda kind, folder, flags: configured(kind, folder, [*flags, *tokens.get(folder, [])])
+        quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )
     monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
     monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
