@@ -110,42 +110,27 @@ class DistillTrainer(RecipeTrainer):
             self._written = dict.fromkeys(self._written, 0.0)
         super().log(logs, start_time)
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Return the objective summed over this part's completion tokens ÷ the global batch's token count."""
-        labels_BT = inputs["labels"][:, 1:]
-        chosen_BT = labels_BT != IGNORED
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+        """Return the objective summed over this part's completion tokens."""
+        labels_N = inputs["labels"][:, 1:][chosen_BT]
         objective = self.current_objective() if model.training else self.objective
         teacher = self._teacher_of(inputs, chosen_BT) if objective.needs_target else None
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
-            return chunked_objective(objective, hidden_NH, head, teacher, labels_BT[chosen_BT], _follows(chosen_BT))
+            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, _follows(chosen_BT))
 
-        total = model(**texts(inputs), inside=inside_model(self.draft, loss_of))
-        loss = self.averaged(total, chosen_BT, num_items_in_batch)
-        return (loss, {}) if return_outputs else loss
+        return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
 
     def current_objective(self) -> Objective:
         """Return what this step minimises: the curriculum begins with the forward KL and ends with the objective."""
         steps = self.config.curriculum * self.state.max_steps
         return self.objective.after(self.state.global_step / steps) if steps else self.objective
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[None, Tensor, Tensor]:
-        """Return, in place of logits, each sample's replay sums and loss, (B, 6).
-
-        No loss by itself: the Trainer would average it over batches, whatever their token counts.
-        """
-        inputs = self._prepare_inputs(inputs)
-        labels_BT = inputs["labels"][:, 1:]
-        chosen_BT = labels_BT != IGNORED
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's replay sums and loss, (B, 6)."""
+        labels_N = inputs["labels"][:, 1:][chosen_BT]
+        teacher = self._teacher_of(inputs, chosen_BT)
 
         def features_of(p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
             replayed_PK = replay_features(p, q_logits_PV, labels_P, self.sampler)
@@ -153,20 +138,17 @@ class DistillTrainer(RecipeTrainer):
 
         def taken(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
-            return chunked_features(features_of, labels_BT[chosen_BT], hidden_NH, head, teacher)
+            return chunked_features(features_of, labels_N, hidden_NH, head, teacher)
 
-        with torch.no_grad(), self.compute_loss_context_manager():
-            teacher = self._teacher_of(inputs, chosen_BT)
-            features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
-        features_BTK = features_NK.new_zeros(*labels_BT.shape, features_NK.shape[1])
+        features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
+        features_BTK = features_NK.new_zeros(*chosen_BT.shape, features_NK.shape[1])
         features_BTK[chosen_BT] = features_NK
         losses = [
             self.objective.shortfall(features_TK[chosen_T][:, 4:], _follows(chosen_T[None]))
             for features_TK, chosen_T in zip(features_BTK, chosen_BT, strict=True)
         ]
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
-        sums = torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
-        return None, sums, sums[:, :1]
+        return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
 
     def _teacher_of(self, inputs: dict[str, Any], chosen_BT: Tensor) -> TeacherDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, one_of, require
 from draftsmith.decode.tree import Tree
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.models import looks_local
@@ -24,52 +24,42 @@ LM_HEADS = ("own", "shared")
 
 
 class MedusaConfig(PretrainedConfig):
-    """The shape of the heads, in the names that vLLM reads (`model_type` "medusa").
-
-    Args:
-        hidden_size: H of the target.
-        vocab_size: V, the width of the target's logits.
-        num_heads: K.
-        num_hidden_layers: residual blocks a head, each with weights of its own.
-        truncated_vocab_size: D, tokens that heads can draft; V if None.
-        medusa_fc_bias: whether the blocks' linear maps have a bias.
-        original_lm_head: one language-model head for all K in place of one each.
-        lm_head_bias: whether language-model heads have a bias, as the target's has.
-        logit_scale: multiplies logits, as in the target.
-        final_logit_softcapping: bounds logits, as in the target.
-        hydra: whether a head sees the tokens that were drafted before it.
-        medusa_choices: the tree to draft, in Medusa's notation (`Tree.from_choices`); a chain of K if None.
-        base_model_name_or_path: the target that they were trained on.
-    """
+    """The shape of the heads, in the names that vLLM reads (`model_type` "medusa")."""
 
     model_type = "medusa"
 
-    def __init__(
-        self,
-        hidden_size: int = 4096,
-        vocab_size: int = 32000,
-        num_heads: int = 4,
-        num_hidden_layers: int = 1,
-        truncated_vocab_size: int | None = None,
-        medusa_fc_bias: bool = False,
-        original_lm_head: bool = False,
-        lm_head_bias: bool = False,
-        logit_scale: float = 1.0,
-        final_logit_softcapping: float | None = None,
-        hydra: bool = False,
-        medusa_choices: list[list[int]] | None = None,
-        base_model_name_or_path: str | None = None,
-        **kwargs: Any,
-    ):
-        self.hidden_size, self.vocab_size = hidden_size, vocab_size
-        self.num_heads, self.num_hidden_layers = num_heads, num_hidden_layers
-        self.truncated_vocab_size = vocab_size if truncated_vocab_size is None else truncated_vocab_size
-        self.medusa_fc_bias, self.original_lm_head = medusa_fc_bias, original_lm_head
-        self.lm_head_bias, self.logit_scale = lm_head_bias, logit_scale
-        self.final_logit_softcapping = final_logit_softcapping
-        self.hydra, self.medusa_choices = hydra, medusa_choices
-        self.base_model_name_or_path = base_model_name_or_path
-        super().__init__(**{"architectures": ["MedusaModel"], "tie_word_embeddings": False, **kwargs})
+    hidden_size: int = 4096
+    """H of the target."""
+    vocab_size: int = 32000
+    """V, the width of the target's logits."""
+    num_heads: int = 4
+    """K."""
+    num_hidden_layers: int = 1
+    """Residual blocks a head, each with weights of its own."""
+    truncated_vocab_size: int = None  # type: ignore[assignment]
+    """D, tokens that heads can draft; V if None is given."""
+    medusa_fc_bias: bool = False
+    """Whether the blocks' linear maps have a bias."""
+    original_lm_head: bool = False
+    """One language-model head for all K in place of one each."""
+    lm_head_bias: bool = False
+    """Whether language-model heads have a bias, as the target's has."""
+    logit_scale: float = 1.0
+    """Multiplies logits, as in the target."""
+    final_logit_softcapping: float | None = None
+    """Bounds logits, as in the target."""
+    hydra: bool = False
+    """Whether a head sees the tokens that were drafted before it."""
+    medusa_choices: list[list[int]] | None = None
+    """The tree to draft, in Medusa's notation (`Tree.from_choices`); a chain of K if None."""
+    base_model_name_or_path: str | None = None
+    """The target that they were trained on."""
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.truncated_vocab_size is None:
+            self.truncated_vocab_size = self.vocab_size
+        super().__post_init__(**{"architectures": ["MedusaModel"], **kwargs})
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save as the library does, under the name that vLLM looks for in place of our class's."""
@@ -78,10 +68,8 @@ class MedusaConfig(PretrainedConfig):
 
     def check(self) -> "MedusaConfig":
         """Return the config, or raise an InputError that names the first field that cannot be."""
-        for name in ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name}: expected at least 1, found {value!r}")
+        sizes = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size")
+        require(self, at_least(1), *sizes)
         if self.truncated_vocab_size > self.vocab_size:
             raise InputError(
                 f"truncated_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
@@ -189,19 +177,18 @@ class MedusaHeads(PreTrainedModel):
         Raises:
             InputError: counts below 1, or a token map with an id twice or beyond the vocabulary.
         """
-        if lm_heads not in LM_HEADS:
-            raise InputError(f"lm_heads: expected one of {', '.join(LM_HEADS)}, found {lm_heads!r}")
+        one_of(LM_HEADS).check("lm_heads", lm_heads)
         head = head_of(target)
         vocab_size, hidden_size = head.weight.shape
         if token_map is not None:
             check_ids(token_map, vocab_size, "token_map")
             token_map = None if len(token_map) == vocab_size else token_map.to(head.weight.device)
         config = MedusaConfig(
-            hidden_size,
-            vocab_size,
-            num_heads,
-            num_layers,
-            truncated_vocab_size=None if token_map is None else len(token_map),
+            hidden_size=hidden_size,
+            vocab_size=vocab_size,
+            num_heads=num_heads,
+            num_hidden_layers=num_layers,
+            truncated_vocab_size=vocab_size if token_map is None else len(token_map),
             medusa_fc_bias=bias,
             original_lm_head=lm_heads == "shared",
             lm_head_bias=head.bias is not None,
@@ -212,14 +199,14 @@ class MedusaHeads(PreTrainedModel):
         )
         heads = cls(config)
         with torch.no_grad():
+            kept = head if token_map is None else head.of(token_map)
             for lm_head in heads.all_lm_heads:
-                kept = slice(None) if token_map is None else token_map
-                lm_head.weight.copy_(head.weight[kept])
-                if head.bias is not None:
-                    lm_head.bias.copy_(head.bias[kept])
-        if heads.token_map is not None and token_map is not None:
-            heads.token_map.copy_(token_map)
-        return heads.check_map()
+                lm_head.weight.copy_(kept.weight)
+                if kept.bias is not None:
+                    lm_head.bias.copy_(kept.bias)
+            if heads.token_map is not None and token_map is not None:
+                heads.token_map.copy_(token_map)
+        return heads
 
     @classmethod
     def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> "MedusaHeads":  # type: ignore[override]

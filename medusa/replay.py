@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.ranks import MOST_RANKS, NONE, TextRanks, drafted_from, ranks_of
-from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap, start_probabilities
+from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds_of_starts, overlap
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.losses.output_head import head_of, last_hidden
@@ -42,16 +42,8 @@ class ReplayedHeads:
 
     def rounds(self, draft_length: int | None = None) -> float:
         """Return the expected rounds of a chain of γ ≤ K heads, all K if None."""
-        return float(self._starts(draft_length).sum())
-
-    def accepted_per_position(self, draft_length: int | None = None) -> list[float]:
-        """Return the expected rounds that accept position j, for each: the mean of `num_accepted_tokens_per_pos`."""
-        reach = self.acceptance.double().cumprod(-1)
-        return (self._starts(draft_length)[:, None] * reach).sum(0)[:draft_length].tolist()
-
-    def _starts(self, draft_length: int | None) -> Tensor:
         a = self.acceptance.double()[None]
-        return start_probabilities(a, torch.tensor([a.shape[1]], device=a.device), draft_length)[0]
+        return float(expected_rounds_of_starts(a, torch.tensor([a.shape[1]]), draft_length))
 
 
 @torch.inference_mode()

@@ -102,33 +102,20 @@ class MedusaTrainer(RecipeTrainer):
                 f"and steps with them, found {self.config.warmup_heads}"
             )
 
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """Return Σ_i λ_i · the objective summed over head i's tokens ÷ the global batch's token count."""
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+        """Return Σ_i λ_i · the objective summed over head i's tokens; in joint training with the backbone's loss."""
         if self.config.joint:
-            total = model(inside=lambda: self._joint_loss(inputs))
-        else:
-            hidden = self.target_hidden(inputs, inputs["labels"].device)
-            embed, head = self.target.get_input_embeddings(), self._teachers_head(inputs["labels"].device)
-            total = model(inside=lambda: self._heads_loss(hidden, hidden, embed, head, inputs))
-        loss = self.averaged(total, inputs["labels"][:, 1:] != IGNORED, num_items_in_batch)
-        return (loss, {}) if return_outputs else loss
+            return model(inside=lambda: self._joint_loss(inputs, chosen_BT))
+        device = inputs["labels"].device
+        hidden = self.target_hidden(inputs, device)
+        embed, head = self.target.get_input_embeddings(), self._teachers_head(device)
+        return model(inside=lambda: self._heads_loss(hidden, hidden, embed, head, inputs))
 
-    def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
-    ) -> tuple[None, Tensor, Tensor]:
-        """Return, in place of logits, each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            sums = model(inside=lambda: self._replayed(inputs))
-        return None, sums, sums[:, :1]
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
+        return model(inside=lambda: self._replayed(inputs, chosen_BT))
 
-    def _joint_loss(self, inputs: dict[str, Tensor]) -> Tensor:
+    def _joint_loss(self, inputs: dict[str, Tensor], chosen: Tensor) -> Tensor:
         """Return the weighted sum of the backbone's own loss and of the heads', which learn from what it was."""
         config, batch = self.config, texts(inputs)
         joint: Joint = self.accelerator.unwrap_model(self.model)
@@ -144,7 +131,6 @@ class MedusaTrainer(RecipeTrainer):
         if warming:
             return total
         labels = inputs["labels"][:, 1:]
-        chosen = labels != IGNORED
         objective = Objective({config.backbone_divergence: 1.0})
         teacher = None
         if objective.needs_target and first is not None and head is not None:
@@ -189,8 +175,8 @@ class MedusaTrainer(RecipeTrainer):
             )
         return total
 
-    def _replayed(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return the sums of `prediction_step`; replay compares distributions over the whole vocabulary."""
+    def _replayed(self, inputs: dict[str, Tensor], chosen: Tensor) -> Tensor:
+        """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
         joint, heads = self.config.joint, self.heads
         trained: Any = self.accelerator.unwrap_model(self.model)
         backbone = trained.backbone if joint else self.target
@@ -207,7 +193,6 @@ class MedusaTrainer(RecipeTrainer):
                 p, tokens = p[:, heads.token_map], places[tokens]
             return torch.cat([replayed[:, :2], right[:, None], self.objective.features(p, q_logits, tokens)], dim=1)
 
-        chosen = labels != IGNORED
         a = hidden.new_zeros(*chosen.shape, self.count, dtype=torch.float32)
         loss, sums = hidden.new_zeros(len(labels), dtype=torch.float32), []
         for index in range(self.count):

@@ -200,15 +200,47 @@ class RecipeTrainer(Trainer):
         """Return the weights to deploy; a recipe overrides this where checkpoints hold others."""
         return state_dict
 
-    def averaged(self, total: Tensor, chosen: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
         """Return a part's summed loss ÷ the token count of the global batch, or of the part where that is not known."""
-        if num_items_in_batch is None:
-            return total / chosen.sum().clamp(min=1)
-        loss = total / num_items_in_batch
-        if self.args.average_tokens_across_devices:
+        chosen_BT = inputs["labels"][:, 1:] != IGNORED
+        total = self.summed_loss(model, inputs, chosen_BT)
+        loss = total / (chosen_BT.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # Gradients are averaged over processes; the count is already the sum over them.
             loss = loss * self.accelerator.num_processes
-        return loss
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Tensor], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[None, Tensor, Tensor]:
+        """Return each sample's replay sums in place of logits.
+
+        No loss by itself: the Trainer would average it over batches, whatever their token counts.
+        """
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            sums = self.replay_sums(model, inputs, inputs["labels"][:, 1:] != IGNORED)
+        return None, sums, sums[:, :1]
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+        """Return what is minimised, summed over a part's tokens; a recipe says what.
+
+        Args:
+            model: the model in training, or a wrapper around it.
+            inputs: a batch, (B, T).
+            chosen_BT: bool, (B, T − 1): the positions whose next token has a label.
+        """
+        raise NotImplementedError
+
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+        """Return what `compute_metrics` sums over samples, (B, columns); arguments as in `summed_loss`."""
+        raise NotImplementedError
 
     def target_hidden(self, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""

@@ -675,7 +675,7 @@ def fails(capsys, argv: list[str]) -> str:
 def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
     argv = flags_of(root, tmp_path, draft=root / "draft")
     strangers = tmp_path / "strangers"
-    MedusaHeads(MedusaConfig(8, 300, 2)).save_pretrained(strangers)
+    MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(strangers)
     assert "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none" in fails(
         capsys, flags_of(root, tmp_path)
     )

@@ -26,7 +26,9 @@ MASK = (torch.arange(9) >= torch.tensor([0, 4, 2])[:, None]).long()
 
 def proposers(target, draft):
     torch.manual_seed(2)
-    heads = MedusaHeads(MedusaConfig(target.config.hidden_size, target.config.vocab_size, 3))
+    heads = MedusaHeads(
+        MedusaConfig(hidden_size=target.config.hidden_size, vocab_size=target.config.vocab_size, num_heads=3)
+    )
     return {
         "draft": DraftModelProposer(draft),
         "tree": DraftModelProposer(draft, Tree.from_choices([(0,), (1,), (0, 0), (0, 1)])),
@@ -244,8 +246,8 @@ def root(tmp_path_factory, tokenizer):
     target = tiny_llama(0, len(tokenizer))
     for name, model in {"target": target, "draft": perturbed(target, 0.05)}.items():
         save_model(model, tokenizer, root / name)
-    MedusaHeads(MedusaConfig(32, len(tokenizer), 2)).save_pretrained(root / "heads")
-    MedusaHeads(MedusaConfig(8, 300, 2)).save_pretrained(root / "strangers")
+    MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=len(tokenizer), num_heads=2)).save_pretrained(root / "heads")
+    MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(root / "strangers")
     (root / "prompts.txt").write_text("def f(x):\nimport os\na story of x\nfor i in\nself\n")
     return root
 

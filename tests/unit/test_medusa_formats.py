@@ -142,7 +142,7 @@ def test_our_own_format_holds_what_no_other_does(tmp_path):
     back = import_heads(export(heads, tmp_path / "own", "own"))
     same(back, heads)
     assert back.config.medusa_choices == CHOICES
-    biased = noisy(MedusaHeads(type(heads.config)(H, V, K, lm_head_bias=True)))
+    biased = noisy(MedusaHeads(type(heads.config)(hidden_size=H, vocab_size=V, num_heads=K, lm_head_bias=True)))
     same(import_heads(export(biased, tmp_path / "biased", "own")), biased)
 
 

@@ -30,7 +30,7 @@ def randomised(heads: MedusaHeads, seed: int = 0) -> MedusaHeads:
 
 
 def small(**options) -> MedusaHeads:
-    return randomised(MedusaHeads(MedusaConfig(HIDDEN, VOCAB, K, **options)))
+    return randomised(MedusaHeads(MedusaConfig(hidden_size=HIDDEN, vocab_size=VOCAB, num_heads=K, **options)))
 
 
 def hidden_states(*shape: int) -> torch.Tensor:
