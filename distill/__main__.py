@@ -12,7 +12,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import check_same_tokenizer, load_tokenizer, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
-from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
+from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 
 
 def distill(config: DistillConfig) -> DistillTrainer:
@@ -23,7 +23,9 @@ def distill(config: DistillConfig) -> DistillTrainer:
         stored = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
         check_same_tokenizer(tokenizer, stored, config.target, config.draft, ends_may_differ=True)
     args = config.training
-    distributions = _distribution_index(config, tokenizer_size(tokenizer)) if config.teacher_cache else None
+    distributions = None
+    if config.teacher_cache:
+        distributions = find_distributions(config.teacher_cache, config, tokenizer_size(tokenizer))
     train, heldout = read_data(config)
     target = load_target(config, tokenizer) if distributions is None else None
     draft, draft_tokenizer = make_draft(
@@ -49,20 +51,6 @@ def distill(config: DistillConfig) -> DistillTrainer:
 
     run_training(trainer, finish)
     return trainer
-
-
-def _distribution_index(config: DistillConfig, vocab_size: int) -> DistributionIndex:
-    return find_distributions(
-        config.teacher_cache,
-        [*config.completions, *config.heldout],
-        config.target,
-        vocab_size,
-        temperature=config.temperature,
-        top_k=config.top_k,
-        top_p=config.top_p,
-        max_length=config.max_length,
-        trust_remote_code=config.trust_remote_code,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

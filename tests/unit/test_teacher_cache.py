@@ -22,6 +22,7 @@ from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.losses.objective import NAMES, Objective
 from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import cache_writer as teacher_cache
@@ -213,10 +214,10 @@ def configured(pipeline: Path, output: Path, **options) -> CacheConfig:
     return CacheConfig(str(pipeline / "target"), output=str(output), **options)
 
 
-def found_in(pipeline: Path, *caches: Path, **options):
-    options = {"completions": [str(pipeline / "short"), str(pipeline / "long")], "temperature": 1.0} | options
-    options = {"top_k": 0, "top_p": 1.0, "target": str(pipeline / "target"), "vocab_size": 300} | options
-    return find_distributions([str(cache) for cache in caches], **options)
+def found_in(pipeline: Path, *caches: Path, vocab_size: int = 300, **options):
+    options = {"completions": [str(pipeline / "short"), str(pipeline / "long")]} | options
+    config = RecipeConfig(**{"target": str(pipeline / "target")} | options)
+    return find_distributions([str(cache) for cache in caches], config, vocab_size)
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,12 @@ from torch import Tensor
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.shards import read_manifest, read_shard
+from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_writer import (
     COLUMNS,
     NUMBERS,
     ROW_GROUP,
+    SAMPLER,
     SCHEMA,
     checksum,
     digest,
@@ -39,37 +41,19 @@ class DistributionIndex:
     places: Places
 
 
-def find_distributions(
-    caches: Sequence[str],
-    completions: Sequence[str],
-    target: str,
-    vocab_size: int,
-    *,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    max_length: int | None = None,
-    trust_remote_code: bool = False,
-) -> DistributionIndex:
-    """Find the distributions of every sample of some completions.
+def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> DistributionIndex:
+    """Find the distributions of every sample that a training run learns from, or is measured on.
 
     Args:
         caches: directories that `make_cache` wrote; together they have the distributions of all completions.
-        completions: directories.
-        target: the target that the draft is trained for; its weights need not be there.
+        config: says which completions, target, sampling and length; the target's weights need not be there.
         vocab_size: its tokenizer's.
-        temperature: of the training; that of the caches.
-        top_k: likewise.
-        top_p: likewise.
-        max_length: samples are cut to so many tokens.
-        trust_remote_code: of a target that is a hub id.
 
     Raises:
         InputError: a cache is missing, malformed or damaged, or of another sampling, target or k than the rest; or
             completions or samples are in none: names them.
     """
-    sampler = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    known = identity(target, trust_remote_code)
+    known = identity(config.target, config.trust_remote_code)
     owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
     widths: dict[str, int] = {}
     for path in caches:
@@ -77,7 +61,8 @@ def find_distributions(
         if manifest is None:
             raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
         settings = manifest["settings"]
-        for name, value in sampler.items():
+        for name in SAMPLER:
+            value = getattr(config, name)
             if settings[name] != value:
                 raise InputError(
                     f"{name}: expected {settings[name]}, which {path} was written at, found {value}; train with that, "
@@ -88,7 +73,7 @@ def find_distributions(
         for name in known.keys() & manifest["target"].keys():
             if known[name] != manifest["target"][name]:
                 raise InputError(
-                    f"teacher_cache: expected a cache of {target}, found in {path} one of "
+                    f"teacher_cache: expected a cache of {config.target}, found in {path} one of "
                     f"{manifest['target']['path']}, whose {name} is another"
                 )
         widths[path] = settings["k"]
@@ -100,14 +85,14 @@ def find_distributions(
         for number, part in enumerate(manifest["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
     places: Places = {}
-    for path in completions:
+    for path in (*config.completions, *config.heldout):
         owner = owners.get(digest(path))
         if owner is None:
             raise InputError(
                 f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
                 f"{', '.join(caches)}; run draftsmith cache"
             )
-        places.update(_places(path, *owner, max_length))
+        places.update(_places(path, *owner, config.max_length))
     return DistributionIndex(widths[caches[0]], places)
 
 
