@@ -22,7 +22,7 @@ from draftsmith.decode.clock import median_seconds
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart
 from draftsmith.scripts.measure import cost_file
-from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import stdlib_modules, stdlib_prompts
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import check_same_tokenizer, load_model, load_tokenizer
 
@@ -55,7 +55,7 @@ def test_target_reads_heldout_python(embedded):
 
 def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
     tokenizer, target, draft = embedded
-    prompts = code_prompts([m for m in stdlib_modules() if m.heldout], 100)
+    prompts = stdlib_prompts(100, heldout=True)
     assert len(prompts) == 100
     ids = [tokenizer(prompt["prompt"])["input_ids"][-48:] for prompt in prompts]
     proposer, counts = DraftModelProposer(draft), Counts()

@@ -20,7 +20,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.proposers.renumbered import renumbered
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
-from draftsmith.train.data.corpus import code_prompts, stdlib_modules
+from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.models import load_model, load_tokenizer
 
@@ -188,7 +188,7 @@ def test_a_trained_pair_keeps_its_acceptance_across_tokenizers():
     }
     assert [p.renumbers for p in proposers.values() if isinstance(p, RetokenizedProposer)] == [True, False, False]
     counts = dict.fromkeys(proposers, Counts())
-    for prompt in code_prompts([m for m in stdlib_modules() if m.heldout], 2):
+    for prompt in stdlib_prompts(2, heldout=True):
         ids = tokenizer(prompt["prompt"], return_tensors="pt")["input_ids"][:, -40:]
         plain = autoregressive_generate(target, ids, max_new_tokens=16, do_sample=False)
         for name, proposer in proposers.items():

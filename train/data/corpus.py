@@ -25,6 +25,8 @@ EXCLUDED_PARTS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "pydoc_data"}
 )
 HELDOUT_ONE_IN = 10
+PROMPT_LINES = 8
+"""Lines of a prompt, from the one before a definition on."""
 
 
 @dataclass(frozen=True)
@@ -67,32 +69,26 @@ def _read(root: Path) -> Iterator[Module]:
             yield Module(".".join(part for part in parts if part != "__init__"), source)
 
 
-def code_prompts(modules: list[Module], count: int, lines: int = 8, seed: int = 0) -> list[dict[str, str]]:
-    """Cut prompts out of modules: beginnings of top-level and nested definitions, for a model to go on with.
+def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, str]]:
+    """Cut prompts out of the standard library: beginnings of definitions, nested ones too, for a model to go on with.
 
     Args:
-        modules: where to cut.
         count: prompts wanted; fewer come back where the modules have fewer definitions.
-        lines: lines of a prompt, from the one before the definition on.
+        heldout: cut them out of the held-out modules, or of the training modules.
         seed: which definitions are taken.
 
     Returns:
         Records with `id` (module and line), `prompt` and `category` (the module's top-level package).
     """
     records = []
-    for module in modules:
-        source = module.source.splitlines(keepends=True)
+    for module in stdlib_modules():
+        source = module.source.splitlines(keepends=True) if module.heldout == heldout else []
         for number, line in enumerate(source):
             if line.lstrip().startswith(("def ", "class ", "async def ")):
-                text = "".join(source[max(number - 1, 0) : number + lines - 1]).lstrip("\n")
+                text = "".join(source[max(number - 1, 0) : number + PROMPT_LINES - 1]).lstrip("\n")
                 category = module.name.partition(".")[0]
                 records.append({"id": f"{module.name}:{number + 1}", "prompt": text, "category": category})
     return random.Random(seed).sample(records, min(count, len(records)))
-
-
-def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, str]]:
-    """Cut prompts out of the standard library's held-out modules, or of its training modules: see `code_prompts`."""
-    return code_prompts([module for module in stdlib_modules() if module.heldout == heldout], count, seed=seed)
 
 
 def encoded_prompts(
