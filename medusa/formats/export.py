@@ -86,7 +86,6 @@ def export_heads(
     directory: str | Path,
     format: str,
     dtype: str | None = None,
-    base: str | None = None,
     by_rank: bool = False,
     readme: str | None = None,
 ) -> list[str]:
@@ -100,7 +99,6 @@ def export_heads(
         directory: new, or empty.
         format: one of `FORMATS`.
         dtype: of the weights there; that of the heads if None.
-        base: the target's name or path, in place of the one that the heads remember.
         by_rank: leave softcapping out, and outside of vLLM a positive `logit_scale`. Neither changes which tokens are
             the most likely, and these readers draft by that alone.
         readme: a model card, written as README.md.
@@ -120,7 +118,7 @@ def export_heads(
     if dtype is not None and dtype not in DTYPES:
         raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
     kind = heads.dtype if dtype is None else DTYPES[dtype]
-    adapted = _adapted(heads, format, kind, base, by_rank)
+    adapted = _adapted(heads, format, kind, by_rank)
     if format == "fasterdecoding" and not adapted.config.base_model_name_or_path:
         raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
     with _aside(directory) as aside:
@@ -137,10 +135,9 @@ def vllm_command(target: str, speculative: dict[str, Any]) -> str:
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
 
 
-def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, base: str | None, by_rank: bool) -> MedusaHeads:
+def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
     """Return heads as the format says them, on the CPU: rounded, with a head and biases each where it wants them."""
     config: Any = copy.deepcopy(heads.config)
-    config.base_model_name_or_path = base or config.base_model_name_or_path
     tensors = heads.state_dict()
     if by_rank and format != "own":
         config.final_logit_softcapping = None

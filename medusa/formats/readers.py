@@ -25,9 +25,9 @@ def own(directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Iterator[
     tensors = {k: v for path in directory.glob("model*.safetensors") for k, v in load_file(path).items()}
     for k in range(config["num_heads"]):
         x = hidden_NH
-        for l in range(config["num_hidden_layers"]):  # noqa: E741
-            name = f"blocks.{k}.layers.{l}"
-            seen = torch.cat([x, *embeddings_NKH[:, : k + 1].unbind(1)], -1) if config["hydra"] and l == 0 else x
+        for layer in range(config["num_hidden_layers"]):
+            name = f"blocks.{k}.layers.{layer}"
+            seen = torch.cat([x, *embeddings_NKH[:, : k + 1].unbind(1)], -1) if config["hydra"] and layer == 0 else x
             bias = tensors[f"{name}.bias"].float() if config["medusa_fc_bias"] else None
             x = x + silu(linear(seen, tensors[f"{name}.weight"].float(), bias))
         name = "lm_head" if config["original_lm_head"] else f"lm_heads.{k}"
@@ -51,8 +51,8 @@ def vllm(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
     narrow, wide = config["truncated_vocab_size"], config["vocab_size"]
     for k in range(config["num_heads"]):
         x = hidden_NH
-        for l in range(config["num_hidden_layers"]):  # noqa: E741
-            name = f"blocks.{k}.layers.{l}"
+        for layer in range(config["num_hidden_layers"]):
+            name = f"blocks.{k}.layers.{layer}"
             bias = tensors[f"{name}.bias"].float() if config.get("medusa_fc_bias", False) else None
             x = x + silu(linear(x, tensors[f"{name}.weight"].float(), bias))
         weight = tensors["lm_head.weight" if config.get("original_lm_head", False) else f"lm_heads.{k}.weight"]
@@ -81,8 +81,8 @@ def modelopt(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
     layers = config["num_medusa_layers"]
     for k in range(config["num_medusa_heads"]):
         x = hidden_NH
-        for l in range(layers):  # noqa: E741
-            name = f"medusa_heads.{k}.{l}.linear"
+        for layer in range(layers):
+            name = f"medusa_heads.{k}.{layer}.linear"
             x = x + silu(linear(x, tensors[f"{name}.weight"].float(), tensors[f"{name}.bias"].float()))
         yield linear(x, tensors[f"medusa_heads.{k}.{layers}.weight"].float())
 

@@ -67,7 +67,10 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     if config.endpoint is None and config.answers == "target":  # before the manifest is compared, which says it
         dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
-    output, limit = Path(config.output), _positions(config)
+    output = Path(config.output)
+    model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     summary = CompletionsSummary(output, 0)
     source: dict[str, Any] = {"answers": config.answers}
     if config.answers == "given":
@@ -89,7 +92,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
             else:
                 missing.append(batch)
         if missing:
-            _complete(config, tokenizer, source.get("model"), missing, summary)
+            _complete(config, tokenizer, model_config, source.get("model"), missing, summary)
     return summary
 
 
@@ -194,15 +197,6 @@ def load_completions(path: str) -> Dataset:
     return Dataset(pa.concat_tables([read_completions(file) for file in completion_files(path)]))
 
 
-def _positions(config: PrepareConfig) -> int | None:
-    # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
-    return getattr(_model_config(config).get_text_config(), "max_position_embeddings", None)
-
-
-def _model_config(config: PrepareConfig) -> PretrainedConfig:
-    return load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
-
-
 def _prompts(config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Sample]:
     """Encode the prompts, which must leave room for their completions within the target's positions."""
     read = read_prompts(config.prompts, split=config.split, limit=config.limit)
@@ -245,6 +239,7 @@ def _given(
 def _complete(
     config: PrepareConfig,
     tokenizer: PreTrainedTokenizerBase,
+    model_config: PretrainedConfig,
     served: str | None,
     missing: list[Batch],
     summary: CompletionsSummary,
@@ -273,8 +268,12 @@ def _complete(
                 write(batch, batch.given())
         elif served is not None:
             tokens = tokenizer_size(tokenizer)
-            size = max(tokens, _model_config(config).get_text_config().vocab_size)
-            ends = end_of_sequence_ids(_generation_config(config), tokenizer)
+            size = max(tokens, model_config.get_text_config().vocab_size)
+            try:
+                stored = GenerationConfig.from_pretrained(config.target)
+            except OSError:  # older models keep it in config.json
+                stored = GenerationConfig.from_model_config(model_config)
+            ends = end_of_sequence_ids(stored, tokenizer)
             complete_remotely(config, served, Vocabulary(tokenizer, tokens, size, ends), missing, finished)
         else:
             model = load_model(
@@ -284,13 +283,6 @@ def _complete(
             for batch in missing:
                 seed = mixed_seed(config.seed, batch.index)
                 finished(batch, complete(model, generation, [s.ids for s in batch.samples], seed, bar=bar))
-
-
-def _generation_config(config: PrepareConfig) -> GenerationConfig:
-    try:
-        return GenerationConfig.from_pretrained(config.target)
-    except OSError:  # older models keep it in config.json
-        return GenerationConfig.from_model_config(_model_config(config))
 
 
 def _manifest(config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int) -> dict[str, Any]:

@@ -46,13 +46,10 @@ def pack(dataset: Dataset, length: int) -> Dataset:
     order = [sample for row in bins for sample in row]
     table = table.take(order)
     input_ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
-    ends = np.cumsum([sizes[sample] for sample in order])
-    starts = np.concatenate([[0], ends[:-1]])
-    labels = labels.copy()
-    labels[starts] = IGNORED
-    position_ids = np.arange(len(input_ids)) - np.repeat(starts, ends - starts)
+    position_ids = np.concatenate([np.arange(sizes[sample]) for sample in order])
+    labels = np.where(position_ids == 0, IGNORED, labels)
     samples = np.cumsum([0] + [len(row) for row in bins])  # the samples and the tokens that each row begins with
-    tokens = np.concatenate([[0], ends])[samples]
+    tokens = np.cumsum([0] + [sum(sizes[sample] for sample in row) for row in bins])
 
     def rows(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
         return pa.LargeListArray.from_arrays(offsets, values)  # as a data set may have more than 2³¹ tokens

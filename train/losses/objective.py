@@ -7,11 +7,11 @@ or of cached distributions k tokens and their tail.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from draftsmith.decode.errors import InputError, at_least, at_most, more_than, one_of, require
 from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, mixture_weight
@@ -113,14 +113,14 @@ class Objective:
             return total_N[:, None]
         # The divergences compare E outcomes, whichever they are. q is warped before it is bucketed.
         if isinstance(p, CachedDistributions):
-            log_p_NE, bucket = p.bucketed(), p.bucket
+            log_p_NE = p.bucketed()
         else:
-            log_p_NE, bucket = self._warped(p.float() / self.temperature).log_softmax(-1), _unchanged
+            log_p_NE = self._warped(p.float() / self.temperature).log_softmax(-1)
         q_scores_NV = q_logits_NV.float() / self.temperature
         names = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
         if names or not self.warps:
             log_q_NV = q_scores_NV.log_softmax(-1)
-            log_q_NE = bucket(log_q_NV)
+            log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
         for name in names:
             weight = mixture_weight(name, self.beta, self.alpha)
             total_N = total_N + self.terms[name] * DIVERGENCES[name](log_p_NE, log_q_NE, weight)
@@ -128,7 +128,7 @@ class Objective:
             return total_N[:, None]
         if self.warps:
             log_q_NV = self._warped(q_scores_NV).log_softmax(-1)
-            log_q_NE = bucket(log_q_NV)
+            log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
         if "tvd" in self.terms:
             total_N = total_N + self.terms["tvd"] * DIVERGENCES["tvd"](log_p_NE, log_q_NE, 0.0)
         if not self.couples:
@@ -154,21 +154,13 @@ class Objective:
                 total = total + self.terms[name] * (most_N - accepted_N).sum()
         return total
 
-    @cached_property
-    def _warpers(self) -> LogitsProcessorList:
-        warpers = LogitsProcessorList()
+    def _warped(self, scores_NV: Tensor) -> Tensor:
+        nothing: Any = None  # of the text these warpers see nothing
         if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k, filter_value=LOWEST))
+            scores_NV = TopKLogitsWarper(self.top_k, filter_value=LOWEST)(nothing, scores_NV)
         if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p, filter_value=LOWEST))
-        return warpers
-
-    def _warped(self, scores: Tensor) -> Tensor:
-        return self._warpers(None, scores)  # type: ignore[arg-type]
-
-
-def _unchanged(log_q_NV: Tensor) -> Tensor:
-    return log_q_NV
+            scores_NV = TopPLogitsWarper(self.top_p, filter_value=LOWEST)(nothing, scores_NV)
+        return scores_NV
 
 
 def _at(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:

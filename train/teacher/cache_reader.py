@@ -99,9 +99,7 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
 def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
     rows: dict[tuple[str, int], tuple[Path, int]] = {}
     for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
-        shard = read_shard(file, COLUMNS, columns=["id", "text"])
-        if shard is None:
-            raise _damaged(file)
+        shard = _read(file, columns=["id", "text"])
         rows.update((sample, (file, row)) for row, sample in enumerate(samples_of(shard)))
     places: Places = {}
     lacking = []
@@ -120,16 +118,16 @@ def _places(path: str, cache: Path, number: int, max_length: int | None) -> Plac
     return places
 
 
-def _damaged(file: Path) -> InputError:
-    return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
+def _read(file: Path, **options: Any) -> pa.Table:
+    shard = read_shard(file, COLUMNS, **options)
+    if shard is None:
+        raise InputError(
+            f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again"
+        )
+    return shard
 
 
-@lru_cache(maxsize=32)
-def _row_group(file: Path, number: int) -> pa.Table:
-    table = read_shard(file, COLUMNS, row_group=number)
-    if table is None:
-        raise _damaged(file)
-    return table
+_read_group = lru_cache(maxsize=32)(_read)
 
 
 class CachedCollator:
@@ -157,7 +155,7 @@ class CachedCollator:
 
     def _distributions(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
         file, row = self.distributions.places[name, checksum(input_ids)]
-        table = _row_group(file, row // ROW_GROUP)
+        table = _read_group(file, row_group=row // ROW_GROUP)
         values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
         for column in ("ids", "log_p"):
             values[column] = values[column].reshape(-1, self.distributions.k)
