@@ -153,8 +153,7 @@ class DistillTrainer(RecipeTrainer):
     def _teacher_of(self, inputs: dict[str, Any], chosen_BT: Tensor) -> TeacherDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
             return cached_distributions(inputs["teacher"])
-        hidden_NH = self.target_hidden(inputs, chosen_BT.device)[:, :-1][chosen_BT]
-        return LiveDistributions(hidden_NH, self.target_head(chosen_BT.device))
+        return LiveDistributions(self.target_hidden(inputs)[:, :-1][chosen_BT], self.target_head)
 
 
 def _follows(chosen_BT: Tensor) -> Tensor:

@@ -105,7 +105,7 @@ def replay_heads(
         heads: of this target.
         sequence: prompt and text, (T,) int64.
         prompt_length: tokens of the prompt, at least 1 and less than T.
-        sampler: what the text was written under; at T=0 a is 1 where the head's first choice is the token.
+        sampler: what the text was written under, at a temperature above 0.
         limit: the completion's length limit, where the text ended before it; its own length if None.
         chunk: positions whose distributions are held at a time, of the target and one head.
     """
@@ -116,15 +116,9 @@ def replay_heads(
     for first in range(1, n, chunk):
         last = min(first + chunk, n)
         x = tokens[first:last].to(hidden.device)
-        if sampler.do_sample:
-            p = sampler.probabilities(project(hidden[first:last]), _contexts(sampler, sequence, n, first, last))
-        else:  # in half precision a parallel forward can break a near-tie the other way
-            p = torch.nn.functional.one_hot(x, len(project.weight)).float()
+        p = sampler.probabilities(project(hidden[first:last]), _contexts(sampler, sequence, n, first, last))
         for i, begin, end, scores in _scores(target, heads, hidden, sequence, sampler, first, last):
-            if sampler.do_sample:
-                q = scores.softmax(-1).to(p)
-            else:
-                q = torch.nn.functional.one_hot(scores.argmax(-1), scores.shape[-1]).to(p)
+            q = scores.softmax(-1).to(p)
             drafts, starts = slice(begin - first, end - first), slice(begin - i, end - i)
             a[starts, i] = acceptance_probabilities(p[drafts], q, x[drafts]).float().cpu()
             common[starts, i] = overlap(p[drafts], q).float().cpu()

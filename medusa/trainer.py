@@ -5,6 +5,7 @@ tokens × vocabulary is never held. Shape suffixes: B rows, T positions, N chose
 vocabulary.
 """
 
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,6 @@ class MedusaTrainer(RecipeTrainer):
         if heads.token_map is not None:
             self._places = torch.full((heads.config.vocab_size,), IGNORED)
             self._places[heads.token_map.cpu()] = torch.arange(len(heads.token_map))
-        self._teacher_head: OutputHead | None = None
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what joint training cannot be sharded by."""
@@ -106,10 +106,9 @@ class MedusaTrainer(RecipeTrainer):
         """Return Σ_i λ_i · the objective summed over head i's tokens; in joint training with the backbone's loss."""
         if self.config.joint:
             return model(inside=lambda: self._joint_loss(inputs, chosen_BT))
-        device = inputs["labels"].device
-        hidden = self.target_hidden(inputs, device)
-        embed, head = self.target.get_input_embeddings(), self._teachers_head(device)
-        return model(inside=lambda: self._heads_loss(hidden, hidden, embed, head, inputs))
+        hidden, embed = self.target_hidden(inputs), self.target.get_input_embeddings()
+        teacher = hidden, self._teacher_head
+        return model(inside=lambda: self._heads_loss(hidden, embed, inputs, teacher))
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
@@ -120,42 +119,36 @@ class MedusaTrainer(RecipeTrainer):
         config, batch = self.config, texts(inputs)
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
-        first, head = None, None
+        original = None
         if config.needs_original:
-            first, head = joint.original_hidden(batch), joint.original_head().cut(self.vocab_size)
+            original = joint.original_hidden(batch), joint.original_head().cut(self.vocab_size)
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
             hidden = joint.hidden(batch)
+        teacher = None if original is None else (original[0], self._narrowed(original[1]))
         embed = joint.backbone.get_input_embeddings()
-        narrow = None if head is None else self._narrowed(head)
-        total = config.heads_weight * self._heads_loss(hidden, first, embed, narrow, inputs)
+        total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
         if warming:
             return total
         labels = inputs["labels"][:, 1:]
         objective = Objective({config.backbone_divergence: 1.0})
-        teacher = None
-        if objective.needs_target and first is not None and head is not None:
-            teacher = LiveDistributions(first[:, :-1][chosen], head)
+        p = None
+        if objective.needs_target and original is not None:
+            p = LiveDistributions(original[0][:, :-1][chosen], original[1])
         trained = head_of(joint.backbone).cut(self.vocab_size)
-        kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, teacher, labels[chosen])
+        kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, p, labels[chosen])
         return total + config.backbone_weight * kept
 
     def _heads_loss(
-        self,
-        hidden: Tensor,
-        teachers: Tensor | None,
-        embed: nn.Module,
-        teachers_head: OutputHead | None,
-        inputs: dict[str, Tensor],
+        self, hidden: Tensor, embed: nn.Module, inputs: dict[str, Tensor], teacher: tuple[Tensor, OutputHead] | None
     ) -> Tensor:
         """Return the heads' weighted loss, summed over their tokens; called inside of the model's forward.
 
         Args:
             hidden: what the heads see, (B, T, H).
-            teachers: what the teacher's head sees, (B, T, H): the same, unless the backbone is in training. None, and
-                no head either, where labels are hard.
             embed: the target's embeddings.
-            teachers_head: the map from `teachers` to the logits of the tokens that the heads know.
             inputs: a batch.
+            teacher: what the teacher's head sees, (B, T, H), and that head, over the tokens that the heads know; None
+                where labels are hard.
         """
         heads, total = self.heads, hidden.new_zeros((), dtype=torch.float32)
         for index in range(self.count):
@@ -164,13 +157,13 @@ class MedusaTrainer(RecipeTrainer):
             if self._places is not None:  # a token that cannot be drafted cannot be learned
                 labels = self._places.to(labels.device)[labels]
             states = heads.states(index, at.before(hidden, heads), at.embeddings(embed, heads))
-            teacher = None
-            if self.objective.needs_target and teachers is not None and teachers_head is not None:
-                teacher = LiveDistributions(at.teacher(teachers), teachers_head)
+            p = None
+            if self.objective.needs_target and teacher is not None:
+                p = LiveDistributions(at.teacher(teacher[0]), teacher[1])
             total = total + heads.lm_head_of(index)(
                 states,
-                inside=lambda states, index=index, labels=labels, teacher=teacher: chunked_objective(
-                    self.objective, states, self._trained_head(index), teacher, labels, weight=self.config.decay**index
+                inside=lambda states, index=index, labels=labels, p=p: chunked_objective(
+                    self.objective, states, self._trained_head(index), p, labels, weight=self.config.decay**index
                 ),
             )
         return total
@@ -181,8 +174,8 @@ class MedusaTrainer(RecipeTrainer):
         trained: Any = self.accelerator.unwrap_model(self.model)
         backbone = trained.backbone if joint else self.target
         labels = inputs["labels"][:, 1:]
-        hidden = trained.hidden(texts(inputs)) if joint else self.target_hidden(inputs, labels.device)
-        head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head(labels.device)
+        hidden = trained.hidden(texts(inputs)) if joint else self.target_hidden(inputs)
+        head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head
         places = None if self._places is None else self._places.to(labels.device)
 
         def features(p: Any, q_logits: Tensor, tokens: Tensor) -> Tensor:
@@ -224,11 +217,10 @@ class MedusaTrainer(RecipeTrainer):
         head = self.heads.head(index)
         return head if self._places is not None else head.cut(self.vocab_size)
 
-    def _teachers_head(self, device: torch.device) -> OutputHead:
-        """Return the target's head over the tokens that the heads know: of a truncated vocabulary, those alone."""
-        if self._teacher_head is None:
-            self._teacher_head = self._narrowed(self.target_head(device))
-        return self._teacher_head
+    @cached_property
+    def _teacher_head(self) -> OutputHead:
+        """The target's head over the tokens that the heads know: of a truncated vocabulary, those alone."""
+        return self._narrowed(self.target_head)
 
     def _narrowed(self, head: OutputHead) -> OutputHead:
         token_map = self.heads.token_map

@@ -10,6 +10,7 @@ Shape suffixes: B rows, T positions, H hidden.
 
 import math
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ class RecipeTrainer(Trainer):
         self.vocab_size = tokenizer_size(tokenizer)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None where p comes with the batches, out of a cache."""
-        self._head_here: OutputHead | None = None
         if self.target is not None and config.target_sharded:
-            self.target_head(self.args.device)
+            _ = self.target_head  # while the embeddings that it may be tied to are whole
             shard_decoder(self.target, self.args.device)
         elif self.target is not None and config.target_device is None and config.target_quantization is None:
             self.target.to(self.args.device)
@@ -242,17 +242,16 @@ class RecipeTrainer(Trainer):
         """Return what `compute_metrics` sums over samples, (B, columns); arguments as in `summed_loss`."""
         raise NotImplementedError
 
-    def target_hidden(self, inputs: dict[str, Tensor], device: torch.device) -> Tensor:
+    def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""
         with torch.no_grad():
             moved = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
-            return last_hidden(self.target, **moved).to(device)
+            return last_hidden(self.target, **moved).to(self.args.device)
 
-    def target_head(self, device: torch.device) -> OutputHead:
-        """Return the target's head on the device where the loss is taken; a copy is made once."""
-        if self._head_here is None:
-            self._head_here = head_of(self.target).cut(self.vocab_size).to(device)
-        return self._head_here
+    @cached_property
+    def target_head(self) -> OutputHead:
+        """The target's head on the device where the loss is taken."""
+        return head_of(self.target).cut(self.vocab_size).to(self.args.device)
 
 
 def texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -215,18 +215,6 @@ def test_ranks_and_laws_are_those_of_a_loop_over_starts(repeating, hydra):
                 assert float(replayed.overlap[start, i]) == pytest.approx(float(torch.minimum(p, q).sum()), rel=1e-4)
 
 
-def test_at_temperature_zero_a_chain_is_replayed_alike_both_ways(repeating):
-    heads = agreeing_heads(repeating)
-    text = autoregressive_generate(repeating, prompt(2), max_new_tokens=NEW, do_sample=False).sequences[0]
-    ranks = replay_ranks(repeating, heads, text, PROMPT)
-    replayed = replay_heads(repeating, heads, text, PROMPT, Sampler.of(0))
-    assert torch.equal(replayed.acceptance, torch.from_numpy((ranks.ranks == 0).astype(np.float32)))
-    for depth in (1, 2, 3):
-        counts = ranks.counts(Tree.chain(depth))
-        assert replayed.rounds(depth) == counts.num_drafts
-    assert accepted_per_position(replayed) == list(counts.num_accepted_tokens_per_pos)
-
-
 @pytest.mark.parametrize("kwargs", [{}, {"temperature": 0.6, "top_k": 6, "eos_token_id": [3, 5]}])
 def test_sampled_replay_agrees_with_the_decoder(repeating, kwargs):
     """Texts differ between the two ways, so means are compared.
