@@ -76,80 +76,64 @@ class Decoded:
     """Of each."""
 
 
-@dataclass(frozen=True)
-class Decoder:
-    """A pair whose prompts every method decodes in the same batches."""
-
-    pair: BenchmarkPair
-    config: BenchReplayConfig
-
-    @property
-    def prompt_lengths(self) -> list[int]:
-        """Tokens of each prompt."""
-        return [ids.shape[1] for ids in self.pair.prompts]
-
-    def plain(self, seed: int = 0, **sampling: Any) -> list[Tensor]:
-        """Return the texts of plain decoding."""
-        return self._decoded(self.pair.plain, seed, sampling).texts
-
-    def speculative(self, proposer: Proposer, draft_length: int, seed: int = 0, **sampling: Any) -> Decoded:
-        """Decode every prompt at one draft length."""
-        decode = partial(self.pair.speculative, proposer=proposer, draft_length=draft_length)
-        return self._decoded(decode, seed, sampling)
-
-    def _decoded(self, decode: Callable[..., DecodeOutput], seed: int, sampling: dict[str, Any]) -> Decoded:
-        result = Decoded(0.0, [], [])
-        for first in range(0, len(self.pair.prompts), self.config.batch_size):
-            rows = self.pair.prompts[first : first + self.config.batch_size]
-            ids, mask = left_padded([row[0].tolist() for row in rows], rows[0].device)
-            # Row i of a batch draws with seed + i: no row of a pass draws as another does.
-            seconds, output = timed(partial(decode, ids, mask, seed=seed + first, **sampling))
-            result.seconds += seconds
-            pairs = zip(output.sequences, rows, strict=True)
-            result.texts += [text[ids.shape[1] - prompt.shape[1] :] for text, prompt in pairs]
-            result.counts += output.row_counts
-        return result
+def _decoded(
+    pair: BenchmarkPair, config: BenchReplayConfig, decode: Callable[..., DecodeOutput], seed: int = 0, **sampling: Any
+) -> Decoded:
+    """Decode every prompt, by every method in the same batches."""
+    result = Decoded(0.0, [], [])
+    for first in range(0, len(pair.prompts), config.batch_size):
+        rows = pair.prompts[first : first + config.batch_size]
+        ids, mask = left_padded([row[0].tolist() for row in rows], rows[0].device)
+        # Row i of a batch draws with seed + i: no row of a pass draws as another does.
+        seconds, output = timed(partial(decode, ids, mask, seed=seed + first, **sampling))
+        result.seconds += seconds
+        pairs = zip(output.sequences, rows, strict=True)
+        result.texts += [text[ids.shape[1] - prompt.shape[1] :] for text, prompt in pairs]
+        result.counts += output.row_counts
+    return result
 
 
 def bench(config: BenchReplayConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     pair = BenchmarkPair.load(config)
-    decoder, target, draft = Decoder(pair, config), pair.target, pair.draft
-    greedy = {"draft": _greedy_part(decoder, DraftModelProposer(draft), range(1, config.longest + 1))}
+    target, draft = pair.target, pair.draft
+    greedy = {"draft": _greedy_part(pair, config, DraftModelProposer(draft), range(1, config.longest + 1))}
     if config.medusa is not None:
         heads: Any = MedusaHeads.from_pretrained(config.medusa, dtype=target.dtype)
         heads.to(target.device)
         count = heads.config.num_heads
         for name, tree in (("medusa chain", Tree.chain(count)), ("medusa tree", reference_tree(count))):
-            greedy[name] = _greedy_part(decoder, MedusaProposer(heads, tree), range(1, count + 1))
+            greedy[name] = _greedy_part(pair, config, MedusaProposer(heads, tree), range(1, count + 1))
     return {
         "environment": environment(target.device, pair.dtype),
         "config": vars(config),
         "prompts": len(pair.prompts),
         "greedy": greedy,
         "sampled": {
-            name: _sampled_part(decoder, DraftModelProposer(draft, greedy=argmax))
+            name: _sampled_part(pair, config, DraftModelProposer(draft, greedy=argmax))
             for name, argmax in (("probabilistic", False), ("greedy draft", True))
         },
     }
 
 
-def _greedy_part(decoder: Decoder, proposer: Proposer, draft_lengths: Sequence[int]) -> dict[str, Any]:
+def _greedy_part(
+    pair: BenchmarkPair, config: BenchReplayConfig, proposer: Proposer, draft_lengths: Sequence[int]
+) -> dict[str, Any]:
     """Compare every integer of every text at T=0, and the seconds of replay with those of decoding."""
-    texts = decoder.plain()
-    lengths = decoder.prompt_lengths
-    replay = partial(replay_acceptance, decoder.pair.target, proposer, texts, lengths, draft_lengths, temperature=0)
+    texts = _decoded(pair, config, pair.plain).texts
+    lengths = [ids.shape[1] for ids in pair.prompts]
+    replay = partial(replay_acceptance, pair.target, proposer, texts, lengths, draft_lengths, temperature=0)
     replayed = replay().texts  # warms up, as plain decoding did for the decoder
     by_length, seconds = {}, []
     for k in tqdm(draft_lengths, desc="decode", unit="draft length"):
         # In turns, for a busy machine to slow both alike.
         seconds.append(timed(replay)[0])
-        decoded = decoder.speculative(proposer, k)
+        decoded = _decoded(pair, config, partial(pair.speculative, proposer=proposer, draft_length=k))
         compared = [
-            pair
+            both
             for counts, text in zip(decoded.counts, replayed, strict=True)
             for name, value in counts.to_dict().items()
-            for pair in _integers(value, getattr(text.counts[k], name))
+            for both in _integers(value, getattr(text.counts[k], name))
         ]
         by_length[str(k)] = {
             "decode_seconds": decoded.seconds,
@@ -181,22 +165,24 @@ def _integers(expected: Any, actual: Any) -> list[tuple[Any, Any]]:
     return [(len(expected), len(actual)), *zip(expected, actual, strict=False)]
 
 
-def _sampled_part(decoder: Decoder, proposer: Proposer) -> dict[str, Any]:
+def _sampled_part(pair: BenchmarkPair, config: BenchReplayConfig, proposer: Proposer) -> dict[str, Any]:
     """Compare τ of decoder and replay at T=1, and the variance of their rounds among draws of one prompt."""
-    config, count = decoder.config, len(decoder.prompt_lengths)
-    draws, tokens = config.draws, count * config.draws * config.max_new_tokens
+    count, draws = len(pair.prompts), config.draws
+    tokens = count * draws * config.max_new_tokens
 
     def replayed_rounds(texts: list[Tensor], draft_lengths: Sequence[int]) -> dict[int, np.ndarray]:
         """Return the expected rounds of each draw and prompt, by draft length."""
-        lengths = decoder.prompt_lengths * draws
-        replay = replay_acceptance(decoder.pair.target, proposer, texts, lengths, draft_lengths, SAMPLED["temperature"])
+        lengths = [ids.shape[1] for ids in pair.prompts] * draws
+        replay = replay_acceptance(pair.target, proposer, texts, lengths, draft_lengths, SAMPLED["temperature"])
         return {k: np.array(replay.tokens_and_rounds(k)[1]).reshape(draws, count) for k in draft_lengths}
 
-    plain = [text for i in range(draws) for text in decoder.plain(seed=i * count, **SAMPLED)]
+    plain = [text for i in range(draws) for text in _decoded(pair, config, pair.plain, i * count, **SAMPLED).texts]
     replayed_by_length = replayed_rounds(plain, config.sampled_lengths)
     by_length = {}
     for place, k in enumerate(tqdm(config.sampled_lengths, desc="decode", unit="draft length"), start=1):
-        passes = [decoder.speculative(proposer, k, seed=(place * draws + i) * count, **SAMPLED) for i in range(draws)]
+        decode = partial(pair.speculative, proposer=proposer, draft_length=k)
+        seeds = [(place * draws + i) * count for i in range(draws)]
+        passes = [_decoded(pair, config, decode, seed, **SAMPLED) for seed in seeds]
         decoded = np.array([[counts.num_drafts for counts in one.counts] for one in passes])
         replayed = replayed_by_length[k]
         of_same_texts = replayed_rounds([text for one in passes for text in one.texts], [k])[k]

@@ -11,7 +11,7 @@ from draftsmith.decode.cache import check_model
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.sides import STORED, HeadsSide, Pair, Side
+from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side
 from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, tokenizer_size
 
@@ -53,7 +53,7 @@ def bfloat16_is_native(device: torch.device) -> bool:
     return True  # not to be asked of other processors
 
 
-def _dtype(parts: Sequence[Side | HeadsSide], dtype: str, device: torch.device) -> Finding:
+def _dtype(parts: Sequence[Part], dtype: str, device: torch.device) -> Finding:
     wanted, troubles, remedies = DTYPES[dtype], list[str](), list[str]()
     stored = {part.role: part.stored.most_common(1)[0][0] for part in parts if part.stored}
     kept = {role: STORED[name] for role, name in stored.items() if name in STORED}
@@ -78,7 +78,7 @@ def _dtype(parts: Sequence[Side | HeadsSide], dtype: str, device: torch.device) 
     return Finding("ok", "dtype", f"{text}; to run in {dtype}" + (", exactly but in more memory" if wider else ""))
 
 
-def _heads(target: Side, heads: HeadsSide) -> Finding:
+def _heads(target: Side, heads: Part) -> Finding:
     name, config, model = "heads", heads.model.config, heads.model
     try:
         model.check_fits(target.model)

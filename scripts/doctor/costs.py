@@ -16,7 +16,7 @@ from draftsmith.decode.planner import Costs, acceptance_length, verification_cos
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.sides import HeadsSide, Pair, Side
+from draftsmith.scripts.doctor.sides import Pair, Part
 from draftsmith.scripts.summary import size
 from draftsmith.train.models import DTYPES, load_model
 
@@ -101,21 +101,14 @@ def check_costs(
 
 def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> Finding:
     """Measure t(1), t(5) and c = d(1) / t(1), and solve for the α from which γ = 4 beats plain decoding."""
-    context = _room([target, draft], GAMMA)
-    verifying, drafting = _measure(target, DraftModelProposer(draft), rows, GAMMA, GAMMA, context)
+    text, verifying, drafting = _measured(target, DraftModelProposer(draft), rows, GAMMA, GAMMA, [target, draft])
     name, costs = f"costs, B = {rows}", Costs(verifying, drafting / GAMMA)
-    one, block = costs.target[1], costs.target[GAMMA + 1]
-    text = f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({GAMMA + 1}) = {block / one:.2f} t(1), drafting c = "
-    text += f"{costs.draft_step / one:.2f} t(1) a token: γ = {GAMMA} pays"
+    text += f"drafting c = {costs.draft_step / costs.target[1]:.2f} t(1) a token: γ = {GAMMA} pays"
     alpha = costs.break_even_acceptance(GAMMA)
     if alpha is None:
         best = costs.speedup(GAMMA + 1, GAMMA)
-        return Finding(
-            "warning",
-            name,
-            f"{text} at no α, for at α = 1 it is {best:.2f}× as fast",
-            "take a smaller draft, or another --dtype or device",
-        )
+        remedy = "take a smaller draft, or another --dtype or device"
+        return Finding("warning", name, f"{text} at no α, for at α = 1 it is {best:.2f}× as fast", remedy)
     text += f" from α = {alpha:.2f} on"
     if alpha > HARD:
         return Finding("warning", name, text, "few drafts agree that often: take a smaller one")
@@ -125,14 +118,10 @@ def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> F
 def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Finding:
     """Measure what a round of the heads' tree costs; the τ from which it pays is that over t(1)."""
     tree = heads.tree
-    context = _room([target], len(tree))
-    verifying, drafting = _measure(target, MedusaProposer(heads), rows, tree.depth, len(tree), context)
-    name, one, nodes = f"heads, B = {rows}", verifying[1], len(tree) + 1
-    needed, most = (drafting + verifying[nodes]) / one, tree.depth + 1
-    text = (
-        f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({nodes}) = {verifying[nodes] / one:.2f} t(1), drafting "
-    )
-    text += f"{drafting / one:.2f} t(1): a tree of {len(tree)} pays"
+    text, verifying, drafting = _measured(target, MedusaProposer(heads), rows, tree.depth, len(tree), [target])
+    name, one = f"heads, B = {rows}", verifying[1]
+    needed, most = (drafting + verifying[len(tree) + 1]) / one, tree.depth + 1
+    text += f"drafting {drafting / one:.2f} t(1): a tree of {len(tree)} pays"
     remedy = "search a smaller tree: draftsmith medusa-tree --heads DIR --nodes N"
     if needed >= most:
         return Finding("warning", name, f"{text} at no τ: {needed:.2f} is asked, and {most} the most", remedy)
@@ -142,10 +131,18 @@ def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Findi
     return Finding("ok", name, text)
 
 
-def _room(models: Sequence[PreTrainedModel], drafted: int) -> int:
-    """Return how long a context may be, in tokens, for a few rounds to follow it."""
+def _measured(
+    target: PreTrainedModel, proposer: Proposer, rows: int, depth: int, drafted: int, models: Sequence[PreTrainedModel]
+) -> tuple[str, dict[int, float], float]:
+    """Say what verifying costs; return t(1) and t(1 + drafted), and the seconds of a draft behind the same context."""
+    # A few rounds must follow the context.
     limits = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
-    return max(1, min([CONTEXT, *(limit - ROUNDS - drafted - 2 for limit in limits if limit is not None)]))
+    room = [limit - ROUNDS - drafted - 2 for limit in limits if limit is not None]
+    context = max(1, min([CONTEXT, *room]))
+    verifying, drafting = _measure(target, proposer, rows, depth, drafted, context)
+    one, block = verifying[1], verifying[1 + drafted]
+    text = f"t(1) = {one * 1000:.2f} ms behind {context} tokens, t({1 + drafted}) = {block / one:.2f} t(1), "
+    return text, verifying, drafting
 
 
 def _measure(
@@ -157,7 +154,7 @@ def _measure(
     return verifying, drafting_seconds(target, proposer, texts, context, depth, repeats=ROUNDS)[0]
 
 
-def _weights_bytes(part: Side | HeadsSide, width: int) -> int:
+def _weights_bytes(part: Part, width: int) -> int:
     if getattr(part.model.config, "quantization_config", None) is not None:  # packed numbers stay packed
         return sum(file.stat().st_size for file in Path(part.path).glob("*.safetensors"))
     return part.model.num_parameters() * width

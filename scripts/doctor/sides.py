@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.medusa import MedusaHeads
@@ -26,18 +22,24 @@ STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F
 
 
 @dataclass(frozen=True)
-class Side:
-    """A target or a draft, without its weights."""
+class Part:
+    """A target, a draft or Medusa heads, without the weights."""
 
     role: str
     path: str
-    tokenizer: PreTrainedTokenizerBase
-    model: PreTrainedModel
+    model: Any
     """On the meta device."""
-    ends: tuple[int, ...]
-    """The ids that end a text, by its generation config."""
     stored: Counter[str]
     """Numbers in the checkpoint by dtype, as safetensors names it; empty where its files are not here to be read."""
+
+
+@dataclass(frozen=True)
+class Side(Part):
+    """A target or a draft."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: tuple[int, ...]
+    """The ids that end a text, by its generation config."""
 
     @property
     def config(self) -> Any:
@@ -56,24 +58,12 @@ class Side:
 
 
 @dataclass(frozen=True)
-class HeadsSide:
-    """Medusa heads, without their weights."""
-
-    role: str
-    path: str
-    model: MedusaHeads
-    """On the meta device."""
-    stored: Counter[str]
-    """As of a `Side`."""
-
-
-@dataclass(frozen=True)
 class Pair:
     """What is checked; None was not given, or does not load."""
 
     target: Side | None = None
     draft: Side | None = None
-    heads: HeadsSide | None = None
+    heads: Part | None = None
 
     @property
     def sides(self) -> list[Side]:
@@ -81,9 +71,9 @@ class Pair:
         return [side for side in (self.target, self.draft) if side is not None]
 
     @property
-    def parts(self) -> list[Side | HeadsSide]:
+    def parts(self) -> list[Part]:
         """All that has weights."""
-        return [*self.sides, *([self.heads] if self.heads is not None else [])]
+        return [part for part in (self.target, self.draft, self.heads) if part is not None]
 
     @property
     def positions(self) -> dict[str, int]:
@@ -120,13 +110,11 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
     text = f"{type(model).__name__}, {_counted(layers, 'layer')}, {_count(model.num_parameters())} parameters"
     tensors, finding = _checkpoint(role, path, text)
-    side = Side(
-        role, path, tokenizer, model, tuple([ends] if isinstance(ends, int) else ends or ()), _by_dtype(tensors)
-    )
-    return side, finding
+    ids = tuple([ends] if isinstance(ends, int) else ends or ())
+    return Side(role, path, model, _by_dtype(tensors), tokenizer, ids), finding
 
 
-def load_heads(path: str) -> tuple[HeadsSide | None, Finding]:
+def load_heads(path: str) -> tuple[Part | None, Finding]:
     """Load Medusa heads without their weights, and say what they are; None where they do not load."""
     role = "medusa"
     remedy = "give what draftsmith.medusa wrote; draftsmith export --import-from DIR reads other formats"
@@ -154,7 +142,7 @@ def load_heads(path: str) -> tuple[HeadsSide | None, Finding]:
                 f"{expected.get(name, 'none')}, found {stored.get(name, 'none')}",
                 remedy,
             )
-    return HeadsSide(role, path, model, _by_dtype(tensors)), finding
+    return Part(role, path, model, _by_dtype(tensors)), finding
 
 
 def _empty_heads(path: str) -> MedusaHeads:

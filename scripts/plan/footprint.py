@@ -5,8 +5,8 @@ workspaces and the allocator's fragmentation, for which a plan sets an allowance
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
@@ -54,8 +54,9 @@ class Footprint:
     """Tokens of a cached distribution."""
     cache: Affine | None = None
     """`trace_cache` of a draft that writes texts itself."""
-    _losses: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """`trace_loss` by the number of positions."""
+
+    def __post_init__(self) -> None:
+        self._traced_loss = lru_cache(self._trace_loss)
 
     def positions(self, rows: int) -> int:
         """Return the positions that the loss is taken over, all of them completion tokens in the worst case."""
@@ -81,11 +82,8 @@ class Footprint:
         pairs = zip(self._traced_loss(2 * self._chunk), self._traced_loss(3 * self._chunk), strict=True)
         return [Affine.through(2, two, 3, three) for two, three in pairs]
 
-    def _traced_loss(self, positions: int) -> tuple[float, float]:
-        if positions not in self._losses:
-            traced = trace_loss(self.mode, self.objective, self.draft, self.target, positions, self.precision, self.k)
-            self._losses[positions] = traced
-        return self._losses[positions]
+    def _trace_loss(self, positions: int) -> tuple[float, float]:
+        return trace_loss(self.mode, self.objective, self.draft, self.target, positions, self.precision, self.k)
 
     def loss_bytes(self, rows: int) -> tuple[float, float]:
         """Return `trace_loss` of so many rows."""
