@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.teacher.cache_writer import CacheConfig, CacheSummary, make_cache
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,11 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         InputError: bad flags, completions, target or output directory; too little space, or a full disk.
     """
-    _print(make_cache(parse_config(CacheConfig, argv, prog="draftsmith cache")))
-    return 0
-
-
-def _print(summary: CacheSummary) -> None:
+    summary = make_cache(parse_config(CacheConfig, argv, prog="draftsmith cache"))
     size, positions = summary.bytes_per_token, summary.positions_written
     rows = {
         "samples": f"{summary.samples} ({summary.written} written now, {summary.kept} kept)",
@@ -35,6 +31,7 @@ def _print(summary: CacheSummary) -> None:
         else "nothing to write",
     }
     print_summary(rows, "teacher cache", summary.output)
+    return 0
 
 
 if __name__ == "__main__":

@@ -49,16 +49,14 @@ def check(config: LosslessConfig, console: Console) -> bool:
     options["batch_size"] = config.batch_size
     figures: dict[str, Any] = {"environment": environment(target.device, pair.dtype), "config": vars(config)}
     figures |= {"prompts": len(prompts), "drafters": {}}
-    plain: list[Tensor] = []
-    if config.greedy:
-        bar = tqdm(prompts, desc="plain decoding", disable=None)
-        plain = plain_texts(target, bar, max_new_tokens=config.max_new_tokens)
+    plain = plain_texts(
+        target, tqdm(prompts, desc="plain decoding", disable=None), max_new_tokens=config.max_new_tokens
+    )
     passed = True
     for drafter in pair.drafters:
-        certificates: dict[str, Certificate] = {}
-        if config.greedy:
-            certificates["greedy"] = found = _greedy(target, drafter.proposer, prompts, plain, options)
-            _print(console, f"{drafter.name}, T=0: {found.prompts_identical} of {len(prompts)} identical", found)
+        found = _greedy(target, drafter.proposer, prompts, plain, options)
+        _print(console, f"{drafter.name}, T=0: {found.prompts_identical} of {len(prompts)} identical", found)
+        certificates = {"greedy": found}
         if config.sampled_tokens:
             with tqdm(total=config.sampled_tokens, desc=f"{drafter.name}, sampled", disable=None) as bar:
                 certificates["sampled"] = found = certify_sampled(
@@ -67,7 +65,6 @@ def check(config: LosslessConfig, console: Console) -> bool:
                     prompts,
                     config.sampled_tokens,
                     config,
-                    false_alarm=config.false_alarm,
                     observer=lambda round, bar=bar: bar.update(len(round.tokens)),
                     **options,
                 )

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import InputError, Range, at_least, between, more_than, one_of, require, require_some
-from draftsmith.decode.measurement import FALSE_ALARM
+from draftsmith.decode.errors import InputError, Range, at_least, more_than, one_of, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.measure.config import TEST_TOKENS
 from draftsmith.train.cli import Ints, numbers
@@ -220,15 +219,11 @@ class LosslessConfig(Sampling, ModelOptions):
     """Keep the last so many tokens of a longer prompt."""
     batch_size: int = 8
     """Rows decoded together; the plain texts are decoded one at a time."""
-    greedy: bool = True
-    """Compare texts at T=0."""
     sampled_tokens: int = 0
     """Tokens to test the distribution on, for each drafter; at least 2000, or 0 for none. Prompts are gone through as
     often as it takes, each time with other seeds."""
     temperature: float = field(default=1.0, kw_only=True)
     """Of the sampled texts, as top_k, top_p, min_p and the penalties are."""
-    false_alarm: float = FALSE_ALARM
-    """A lossless drafter fails the test of the distribution with this probability."""
     threads: int | None = None
     """CPU threads; torch's default if None."""
     output: str | None = None
@@ -243,7 +238,6 @@ class LosslessConfig(Sampling, ModelOptions):
         require(self, TEST_TOKENS, "sampled_tokens")
         if self.sampled_tokens:
             require(self, Range("more than 0 for sampled texts", more_than(0).holds), "temperature")
-        require(self, between(0, 1), "false_alarm")
 
 
 @dataclass

@@ -17,13 +17,13 @@ from draftsmith.decode import RetokenizedProposer, autoregressive_generate, spec
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.exactness import mismatch_position
-from draftsmith.decode.proposers.base import Proposal, Proposer, StatelessProposer
+from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
 from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
-from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
+from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.models import default_device, load_tokenizer
@@ -52,7 +52,8 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     ids = _encode(config, prompt, tokenizer)
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
-    target, proposer, input_ids = pair.target, _proposer(pair), torch.tensor([ids], device=default_device())
+    target, input_ids = pair.target, torch.tensor([ids], device=default_device())
+    proposer = pair.drafter.proposer if pair.drafters else NoDraft()
     _check_positions(config, target, len(ids), "target")
     draft = pair.drafter.model if config.proposer == "draft" else None
     # A draft whose text is encoded again has its own count of tokens, and minds its limit itself.
@@ -137,10 +138,6 @@ def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
     path = {"draft": config.draft, "medusa": config.medusa}.get(config.proposer)
     tree = DynamicTree(config.width, config.width * config.draft_length) if config.width else None
     return [DrafterSpec(config.proposer, path, tree=tree, exit_layers=config.exit_layers, retokenize=True)]
-
-
-def _proposer(pair: Pair) -> Proposer:
-    return pair.drafter.proposer if pair.drafters else NoDraft()
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:

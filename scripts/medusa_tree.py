@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -78,7 +78,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     budgets: list[Budget] = []
     if config.nodes is None:
-        budgets = search_budgets(searched_on, LADDER, _MeasuredCosts(target, heads, config.rows, median), selection)
+        budgets = search_budgets(searched_on, LADDER, _measured_costs(target, heads, config.rows, median), selection)
         tree = max(budgets, key=lambda budget: budget.speedup).tree
     else:
         tree = search_tree(searched_on, config.nodes, selection)
@@ -111,7 +111,17 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
         "costs": None,
     }
     if budgets:
-        report["costs"] = {"rows": config.rows, "context": median, "budgets": [_budget(b) for b in budgets]}
+        rows = [
+            {
+                "nodes": len(budget.tree),
+                "mean_acceptance_length": budget.acceptance_length,
+                "verification_seconds": budget.verification,
+                "drafting_seconds": budget.costs.overhead,
+                "predicted_speedup": budget.speedup,
+            }
+            for budget in budgets
+        ]
+        report["costs"] = {"rows": config.rows, "context": median, "budgets": rows}
     _write(config, report, tree)
     return report
 
@@ -121,15 +131,7 @@ def _replayed(
 ) -> tuple[list[TextRanks], int]:
     """Return the ranks of every different text's tokens, and the median length to a text's middle.
 
-    Args:
-        config: names the completions.
-        target: the model that wrote them.
-        heads: of this target.
-        size: logits that are tokens.
-        progress: show a bar for each directory.
-
-    Raises:
-        InputError: completions that are not the target's at temperature 0, or fewer than 4 texts.
+    The first `size` logits are tokens; completions that are not the target's at temperature 0 are refused.
     """
     seen: set[tuple[int, ...]] = set()
     texts: list[TextRanks] = []
@@ -169,21 +171,18 @@ def _disagreements(target: PreTrainedModel, hidden: Tensor, tokens: Tensor, size
     return (choices != tokens).nonzero()[:, 0].tolist()
 
 
-class _MeasuredCosts:
-    """What rounds cost: forwards of the target over each size of the ladder, once, and the drafting of each tree."""
+def _measured_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int, context: int) -> Callable[[Tree], Costs]:
+    """Return what rounds cost: forwards of the target over each size of the ladder, and the drafting of each tree."""
+    measured = verification_costs(target, rows, context, [1, *(nodes + 1 for nodes in LADDER)], repeats=9)
+    # More tokens never cost less: where they seem to, the smaller block was disturbed.
+    seconds = {k: min(t for tokens, t in measured.items() if tokens >= k) for k in measured}
+    texts = torch.ones(rows, context + 8, dtype=torch.long, device=target.device)
 
-    def __init__(self, target: PreTrainedModel, heads: MedusaHeads, rows: int, context: int):
-        self.target, self.heads, self.rows, self.context = target, heads, rows, context
-        measured = verification_costs(target, rows, context, [1, *(nodes + 1 for nodes in LADDER)], repeats=9)
-        # More tokens never cost less: where they seem to, the smaller block was disturbed.
-        self.seconds = {k: min(t for tokens, t in measured.items() if tokens >= k) for k in measured}
+    def costs(tree: Tree) -> Costs:
+        drafting, _, _ = drafting_seconds(target, MedusaProposer(heads, tree), texts, context, tree.depth)
+        return Costs(seconds, draft_step=0.0, overhead=drafting)
 
-    def __call__(self, tree: Tree) -> Costs:
-        texts = torch.ones(self.rows, self.context + 8, dtype=torch.long, device=self.target.device)
-        drafting, _, _ = drafting_seconds(
-            self.target, MedusaProposer(self.heads, tree), texts, self.context, tree.depth
-        )
-        return Costs(self.seconds, draft_step=0.0, overhead=drafting)
+    return costs
 
 
 def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:
@@ -194,16 +193,6 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
         "depth": tree.depth,
         "mean_acceptance_length": acceptance_estimate(check, tree),
         "gain_of_searched": None if tree == searched else ratio_difference(tokens, rounds, tokens, others),
-    }
-
-
-def _budget(budget: Budget) -> dict[str, Any]:
-    return {
-        "nodes": len(budget.tree),
-        "mean_acceptance_length": budget.acceptance_length,
-        "verification_seconds": budget.verification,
-        "drafting_seconds": budget.costs.overhead,
-        "predicted_speedup": budget.speedup,
     }
 
 

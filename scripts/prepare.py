@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.generate import CompletionsSummary, PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, prepare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,11 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         InputError: bad flags, prompts, target, server or output directory; or a full disk.
     """
-    _print(prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare")))
-    return 0
-
-
-def _print(summary: CompletionsSummary) -> None:
+    summary = prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare"))
     share, speed = summary.repeated_ngram_share, summary.tokens_per_second
     rows = {
         "completions": f"{summary.written + summary.kept} ({summary.written} written now, {summary.kept} kept)",
@@ -44,6 +40,7 @@ def _print(summary: CompletionsSummary) -> None:
     if summary.left_out:
         rows["left out"] = f"{len(summary.left_out)} too long for the target's positions: {_names(summary.left_out)}"
     print_summary(rows, "completions", summary.output)
+    return 0
 
 
 def _names(ids: list[str]) -> str:

@@ -13,7 +13,7 @@ from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, sp
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
-from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, entry_of
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import comparisons, judge
 from draftsmith.scripts.pair import STOCK, Pair
 from draftsmith.scripts.report.types import (
@@ -25,6 +25,7 @@ from draftsmith.scripts.report.types import (
     Memory,
     PlainRun,
     Prompts,
+    ProposerEntry,
     ReplayedLength,
     Report,
     Run,
@@ -93,7 +94,7 @@ def _run(measured: Measured, temperature: float, batch_size: int, method: Method
     plain = measured.observations[temperature, batch_size, Method()]
     known = replay or measured.first_heads.get((temperature, drafter.name))
     return Run(
-        proposer=entry_of(drafter),
+        proposer=ProposerEntry(**drafter.to_dict()),
         draft_length=method.draft_length,
         rule="exact",
         temperature=temperature,

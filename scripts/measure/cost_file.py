@@ -108,8 +108,3 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
         if all(table.temperature != temperature for table in tables):
             raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")
     return tables
-
-
-def table_for(tables: Sequence[CostTable], temperature: float, context: float) -> CostTable:
-    """Return the table of a temperature whose context is the nearest."""
-    return min((t for t in tables if t.temperature == temperature), key=lambda table: abs(table.context - context))

@@ -8,10 +8,10 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
 from draftsmith.scripts.measure.side_by_side import Group
-from draftsmith.scripts.measure.state import PROBABILISTIC, Measured, entry_of
+from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
 from draftsmith.scripts.pair import Drafter
 from draftsmith.scripts.report.types import Costs as CostsEntry
-from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, Run, Verifier
+from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, ProposerEntry, Run, Verifier
 
 WORTH_SAYING = 1.02
 """A draft length that was not decoded is spoken of where it promises this many times the speed."""
@@ -74,7 +74,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):
             costs[rows] = {k: (table.at(name, rows), _nodes(drafter, replay, k, rows)) for k in lengths}
     return Curve(
-        proposer=entry_of(drafter),
+        proposer=ProposerEntry(**drafter.to_dict()),
         temperature=temperature,
         verifier=verifier,
         alpha=replay.alpha,

@@ -7,10 +7,9 @@ from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.cost_file import table_for
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.pair import Drafter, Pair
-from draftsmith.scripts.report.types import ProposerEntry, TreePicture, Verifier
+from draftsmith.scripts.report.types import TreePicture, Verifier
 from draftsmith.train.data.prompts import Prompt
 
 PROBABILISTIC: Verifier = "probabilistic"
@@ -18,11 +17,6 @@ GREEDY: Verifier = "greedy"
 """Verifiers: of drafts that were drawn from q, and of the draft's argmax, which servers draft by default."""
 Replays = Mapping[tuple[float, str, Verifier], Replay]
 """By temperature, drafter and verifier."""
-
-
-def entry_of(drafter: Drafter) -> ProposerEntry:
-    """Return what a report says of a drafter."""
-    return ProposerEntry(**drafter.to_dict())
 
 
 @dataclass(frozen=True)
@@ -65,4 +59,5 @@ class Measured:
         """Return what rounds cost at a temperature, behind the texts' mean length; None where it was not measured."""
         texts = self.texts[temperature]
         mean = sum(len(ids) + len(text) / 2 for ids, text in zip(self.prompt_ids, texts, strict=True)) / len(texts)
-        return table_for(self.tables, temperature, mean) if self.tables else None
+        tables = [table for table in self.tables if table.temperature == temperature]
+        return min(tables, key=lambda table: abs(table.context - mean), default=None)

@@ -42,15 +42,13 @@ def report(plan: MemoryPlan, console: Console) -> bool:
     others = [m for m in footprint.moments(rows, eval_rows) if m.name != peak.name and m.total]
     accumulation = int(config.training.gradient_accumulation_steps)
     together = rows * accumulation * config.gpus
-    each = 6 * config.cache_k + 8
     lines = [
         "other moments: " + ", ".join(f"{m.name} {gib(m.total)}" for m in others),
         f"the loss on whole logits would take {gib(footprint.eager_logits(rows))}; in chunks it takes "
         f"{gib(footprint.loss_bytes(rows)[0])}",
         f"a step: {rows} rows × {accumulation} accumulated × {config.gpus} GPUs = {together} samples, at most "
         f"{together * plan.batch.length:,} tokens",
-        f"a teacher cache of k = {config.cache_k}: {each} bytes a completion token before compression, "
-        f"{gib(each * config.cache_tokens)} GiB for {config.cache_tokens:,}",
+        f"a teacher cache of k = {config.cache_k}: {6 * config.cache_k + 8} bytes a completion token, uncompressed",
     ]
     if setting.target == "elsewhere":
         lines.append(f"of the target, on {config.target_device}, the head alone is counted")

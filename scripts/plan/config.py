@@ -35,12 +35,10 @@ class PlanConfig(DistillConfig):
     NCCL and cuBLAS (about 1), and what the allocator loses to fragmentation."""
     cache_k: int = 32
     """Tokens of a distribution in the teacher cache whose size is reported."""
-    cache_tokens: int = 100_000_000
-    """Completion tokens of that cache."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "gpus", "cache_k", "cache_tokens")
+        require(self, at_least(1), "gpus", "cache_k")
         require(self, at_least(0), "reserve")
         require(self, one_of(DTYPES), "target_dtype")
         if self.gpu_memory <= self.reserve:

@@ -239,10 +239,8 @@ def read_config(path: str, file: str | None, field: str, trust_remote_code: bool
     try:
         return AutoConfig.from_pretrained(file or path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        reason = first_line(error)
-        if file is not None:
-            raise InputError(f"{field}_config: expected a model's config in {file}, found: {reason}") from error
-        raise InputError(
-            f"{field}: expected a model directory or a hub id that can be reached, found {path}: {reason} (without a "
-            f"network, give its config.json as --{field}_config)"
-        ) from error
+        wrong = f"{field}_config: expected a model's config in {file}, found: {first_line(error)}"
+        if file is None:
+            wrong = f"{field}: expected a model directory or a hub id that can be reached, found {path}: "
+            wrong += f"{first_line(error)} (without a network, give its config.json as --{field}_config)"
+        raise InputError(wrong) from error

@@ -138,27 +138,14 @@ def line_chart(
                     if place - aside == one.ringed:
                         axes.plot(place, value, "o", mfc="none", mec=GOOD, mew=2, ms=14, zorder=5)
                 continue
-            bounds = [e.ci95 or (value_of(e), value_of(e)) for e in known.values()]
+            look: dict[str, Any] = {"linewidth": 1.2, "dashes": (3, 2), "markersize": 3.2}
             if one.form == "curve":
-                axes.fill_between(
-                    xs,
-                    [low for low, _ in bounds],
-                    [high for _, high in bounds],
-                    color=style.colour,
-                    alpha=0.16,
-                    linewidth=0,
-                )
-            alone = len(xs) == 1
-            axes.plot(
-                xs,
-                values,
-                color=style.colour,
-                linewidth=1.6 if one.form == "curve" else 1.2,
-                dashes=(1, 0) if one.form == "curve" else (3, 2),
-                marker=style.marker,
-                markersize=6 if alone else 3.2,
-                markerfacecolor=PAPER if alone else style.colour,
-            )
+                lows, highs = zip(*(e.ci95 or (value_of(e), value_of(e)) for e in known.values()), strict=True)
+                axes.fill_between(xs, lows, highs, color=style.colour, alpha=0.16, linewidth=0)
+                look |= {"linewidth": 1.6, "dashes": (1, 0)}
+            if len(xs) == 1:
+                look |= {"markersize": 6, "markerfacecolor": PAPER}
+            axes.plot(xs, values, color=style.colour, marker=style.marker, **look)
         axes.xaxis.set_major_locator(
             FixedLocator(places) if len(places) <= 8 else MaxNLocator(8, integer=True, min_n_ticks=1)
         )

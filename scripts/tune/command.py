@@ -81,13 +81,13 @@ def tune(config: TuneConfig, progress: bool = True) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     task, output = _load(config), Path(config.output)
     with output_directory(output, lambda: "no figures"):
-        report = _tune(task, progress)
+        report = _report(task, progress)
         write_json(output / "tune.json", report)
         draw_tradeoff(report, output / "tune.svg")
     return report
 
 
-def _tune(task: Task, progress: bool) -> dict[str, Any]:
+def _report(task: Task, progress: bool) -> dict[str, Any]:
     config, pair, asked = task.config, task.pair, task.settings
     seen = _decode_all(task, [PLAIN, EXACT, *asked], progress)
     plain, exact, greedy = seen[PLAIN], seen[EXACT], config.temperature == 0
