@@ -40,10 +40,6 @@ class Joint(nn.Module):
         for name, parameter in self.backbone.named_parameters():
             parameter.requires_grad_(name in self._trained)
 
-    def hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what the backbone's head sees, (B, T, H)."""
-        return last_hidden(self.backbone, **inputs)
-
     @torch.no_grad()
     def original_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return what the backbone's head saw before training, (B, T, H)."""

@@ -25,7 +25,7 @@ from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead, head_of
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model
@@ -123,7 +123,7 @@ class MedusaTrainer(RecipeTrainer):
         if config.needs_original:
             original = joint.original_hidden(batch), joint.original_head().cut(self.vocab_size)
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
-            hidden = joint.hidden(batch)
+            hidden = last_hidden(joint.backbone, **batch)
         teacher = None if original is None else (original[0], self._narrowed(original[1]))
         embed = joint.backbone.get_input_embeddings()
         total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
@@ -174,7 +174,7 @@ class MedusaTrainer(RecipeTrainer):
         trained: Any = self.accelerator.unwrap_model(self.model)
         backbone = trained.backbone if joint else self.target
         labels = inputs["labels"][:, 1:]
-        hidden = trained.hidden(texts(inputs)) if joint else self.target_hidden(inputs)
+        hidden = last_hidden(backbone, **texts(inputs)) if joint else self.target_hidden(inputs)
         head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head
         places = None if self._places is None else self._places.to(labels.device)
 

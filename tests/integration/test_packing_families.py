@@ -16,7 +16,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, numbered
-from draftsmith.train.data.packing import pack, packs, require_packing
+from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.losses.output_head import last_hidden
 
 PACKING = [
@@ -76,6 +76,14 @@ def test_a_family_whose_samples_see_each_other_is_refused(name):
     with pytest.raises(InputError, match=message):
         require_packing(model, "draft")
     assert model.training
+
+
+def packs(model, rows: int = 2) -> bool:
+    try:
+        require_packing(model, "draft", rows)
+    except InputError:
+        return False
+    return True
 
 
 def test_half_precision_is_told_from_leaks():

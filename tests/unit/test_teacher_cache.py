@@ -224,7 +224,9 @@ def found_in(pipeline: Path, *caches: Path, vocab_size: int = 300, **options):
 def whole(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "cache"
     said: list[str] = []
-    return make_cache(configured(pipeline, output), said.append), output, said
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(teacher_cache.tqdm, "write", said.append)
+        return make_cache(configured(pipeline, output)), output, said
 
 
 def by_hand(pipeline: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
@@ -341,11 +343,12 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkey
             make_cache(configured(pipeline, output))
     assert len(list(output.glob("*.parquet"))) == 2
     said: list[str] = []
-    summary = make_cache(configured(pipeline, output), said.append)
+    monkeypatch.setattr(teacher_cache.tqdm, "write", said.append)
+    summary = make_cache(configured(pipeline, output))
     assert (summary.kept, summary.written, summary.samples) == (5, 7, 12)
     assert contents(output) == contents(whole[1])
     monkeypatch.setattr(teacher_cache, "load_model", None)  # nothing is missing: no model is loaded
-    again = make_cache(configured(pipeline, output), said.append)
+    again = make_cache(configured(pipeline, output))
     assert (again.kept, again.written, again.bytes_per_token) == (12, 0, whole[0].bytes_per_token)
     assert len(said) == 1
 

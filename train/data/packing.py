@@ -96,14 +96,18 @@ def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 @torch.no_grad()
-def packs(model: PreTrainedModel, rows: int = 2) -> bool:
-    """Say whether samples of a packed batch have the hidden states that each has alone, by trying it.
+def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
+    """Require that samples of a packed batch have the hidden states that each has alone, by trying it.
 
     Args:
         model: on the device and with the attention that it will be trained with.
+        field: the config field that named it.
         rows: of a batch. From two on, the second is a sample and padding.
+
+    Raises:
+        InputError: the samples of a packed batch would see each other; names the field.
     """
-    training = model.training
+    training, alike = model.training, False
     model.eval()
     try:
         generator = torch.Generator().manual_seed(0)
@@ -114,30 +118,19 @@ def packs(model: PreTrainedModel, rows: int = 2) -> bool:
         position_ids = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.cat([torch.arange(7), zeros])])
         batch = {"input_ids": ids[:rows].to(model.device), "position_ids": position_ids[:rows].to(model.device)}
         packed = last_hidden(model, **batch)
-        pairs = [(a, packed[0, :5]), (b, packed[0, 5:]), *((b, row[:7]) for row in packed[1:])]
         # The same numbers in other shapes; half precision rounds their order.
         tolerance = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 0.05
-        for sample, hidden in pairs:
+        close = []
+        for sample, hidden in [(a, packed[0, :5]), (b, packed[0, 5:]), *((b, row[:7]) for row in packed[1:])]:
             alone = sample[None].to(model.device)
             expected = last_hidden(model, input_ids=alone, attention_mask=torch.ones_like(alone))[0]
-            if not (hidden - expected).norm() <= tolerance * expected.norm():
-                return False
-        return True
+            close.append(bool((hidden - expected).norm() <= tolerance * expected.norm()))
+        alike = all(close)
     except (AttributeError, TypeError):
-        return False
+        pass
     finally:
         model.train(training)
-
-
-def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
-    """Raise an InputError where the samples of a packed batch would see each other.
-
-    Args:
-        model: as in `packs`.
-        field: the config field that named it.
-        rows: of a batch.
-    """
-    if not packs(model, rows):
+    if not alike:
         attention = model.config.get_text_config()._attn_implementation
         raise InputError(
             f"{field}: packs samples only where they can be told apart by their positions, found "

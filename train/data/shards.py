@@ -31,6 +31,8 @@ COLUMNS = pa.schema(
 
 UNNAMED = {"min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 """Settings that older manifests do not name, and what they were."""
+SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
+"""What says where completions come from, and the flags that set it."""
 
 logger = logging.getLogger(__name__)
 
@@ -157,11 +159,9 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         return
     way_out = f"; {directory} was begun otherwise, give another --output"
     source = {"answers": "target"}  # what manifests without it mean
-    compared = [
-        (flag, *(each.get("source", source).get(name) for each in (before, manifest)))
-        for name, flag in (("answers", "answers"), ("model", "endpoint_model"))
-    ]
+    sources = [each.get("source", source) for each in (before, manifest)]
     settings = UNNAMED | before["settings"]
+    compared = [(flag, *(each.get(name) for each in sources)) for name, flag in SOURCE_FLAGS.items()]
     compared += [(name, settings.get(name), value) for name, value in manifest["settings"].items()]
     for name, then, now in compared:
         if then != now:
@@ -174,12 +174,9 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
                     f"{name}: expected {before[name]['path']} as it was ({part}: {then}), "
                     f"found {manifest[name]['path']} ({part}: {now}){way_out}"
                 )
-    paths, digests = (
-        [[part[name] for part in each.get("completions", [])] for each in (before, manifest)]
-        for name in ("path", "sha256")
-    )
-    if digests[0] != digests[1]:
-        then, now = map(", ".join, paths)
+    parts = [each.get("completions", []) for each in (before, manifest)]
+    if [part["sha256"] for part in parts[0]] != [part["sha256"] for part in parts[1]]:
+        then, now = (", ".join(part["path"] for part in each) for each in parts)
         raise InputError(f"completions: expected {then} as they were, found {now}{way_out}")
     if before["versions"] != manifest["versions"]:
         logger.warning("%s: begun with %s, resumed with %s", directory, before["versions"], manifest["versions"])

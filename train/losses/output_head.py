@@ -65,7 +65,7 @@ class OutputHead:
 
 
 def head_of(model: PreTrainedModel) -> OutputHead:
-    """Return a causal LM's head, tied or not. `splits` says whether the family does anything else to logits."""
+    """Return a causal LM's head, tied or not. `require_split` tries whether the family does anything else to logits."""
     module: Any = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
@@ -82,11 +82,13 @@ def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 
 @torch.no_grad()
-def splits(model: PreTrainedModel) -> bool:
-    """Say whether `head_of(model)` of `last_hidden` is what the model's own forward returns, by trying it."""
-    if model.get_output_embeddings() is None:
-        return False
-    training = model.training
+def require_split(model: PreTrainedModel, field: str) -> None:
+    """Require that a model's own forward returns `head_of(model)` of `last_hidden`, by trying it.
+
+    Raises:
+        InputError: it does more to its logits, so that no loss can be taken in pieces of them; names the field.
+    """
+    training, alike = model.training, False
     model.eval()
     try:
         vocab_size: int = model.config.get_text_config().vocab_size
@@ -95,16 +97,12 @@ def splits(model: PreTrainedModel) -> bool:
         parts = head_of(model)(last_hidden(model, input_ids=ids))
         # The same operations on the same numbers; half precision rounds their order.
         tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 0.05
-        return whole.shape == parts.shape and bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
+        alike = whole.shape == parts.shape and bool((whole - parts).abs().max() <= tolerance * whole.abs().max())
     except (AttributeError, TypeError):
-        return False
+        pass
     finally:
         model.train(training)
-
-
-def require_split(model: PreTrainedModel, field: str) -> None:
-    """Raise an InputError where the loss cannot be taken in pieces of the vocabulary's logits."""
-    if not splits(model):
+    if not alike:
         raise InputError(
             f"{field}: expected a model whose logits are its head's, found {type(model).__name__}, which does more"
         )

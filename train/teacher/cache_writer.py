@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -101,12 +101,8 @@ class _Source:
     positions: int
 
 
-def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> CacheSummary:
+def make_cache(config: CacheConfig) -> CacheSummary:
     """Write the target's distributions on all samples of the completions, and skip the shards that are there.
-
-    Args:
-        config: what to write.
-        say: receives the line with the disk estimate, before anything is computed.
 
     Returns:
         What was written and kept.
@@ -134,7 +130,7 @@ def make_cache(config: CacheConfig, say: Callable[[str], None] = tqdm.write) -> 
             else:
                 missing.append(source)
         if missing:
-            _check_space(config, missing, say)
+            _check_space(config, missing)
             model = load_model(
                 config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code
             )
@@ -176,13 +172,13 @@ def _count(summary: CacheSummary, source: _Source) -> None:
     summary.size += (summary.output / source.name).stat().st_size
 
 
-def _check_space(config: CacheConfig, missing: list[_Source], say: Callable[[str], None]) -> None:
+def _check_space(config: CacheConfig, missing: list[_Source]) -> None:
     positions, samples = (sum(values) for values in zip(*((s.positions, len(s.samples)) for s in missing), strict=True))
     raw = 6 * config.k + 8
     # Without what compression saves, which is not known yet, and with what Parquet says of each sample.
     most = positions * raw + samples * 512
     free = shutil.disk_usage(config.output).free
-    say(
+    tqdm.write(
         f"teacher cache: {positions} positions × {raw} bytes at k={config.k}: at most {_megabytes(most)}, of "
         f"{_megabytes(free)} free"
     )
