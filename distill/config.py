@@ -95,7 +95,7 @@ class DistillConfig(RecipeConfig):
     """Teacher caches (`draftsmith cache`) that together cover `completions` and `heldout`. With them the target's
     weights are not read: of `target` a config and a tokenizer are enough."""
     on_policy: float = 0.0
-    """λ: the share of the batches whose completions the draft writes itself, for the target to score; the target's own
+    """λ: the share of the batches whose completions the draft writes itself, for the target to score; the target's
     completions in the others."""
     on_policy_tokens: int = 128
     """Tokens of a completion that the draft writes, at most."""

@@ -1,4 +1,4 @@
-"""Where a draft comes from: a given model, some of the target's own layers, or random weights; LoRA on any of them.
+"""Where a draft comes from: a given model, some of the target's layers, or random weights; LoRA on any of them.
 
 Carving keeps weights, so that a short training has less to repair: from the embedded target of 12 layers, 4 evenly
 spaced ones begin with an acceptance rate of 0.48 on Python sources, the first 4 with 0.43, random weights with 0.10.
@@ -57,7 +57,7 @@ def make_draft(
 
     Returns:
         A draft on the CPU in float32, in eval mode, whose trainable parameters alone have `requires_grad`; and its
-        tokenizer: the draft's own where both map all tokens alike, the target's otherwise.
+        tokenizer: the draft's where both map all tokens alike, the target's otherwise.
 
     Raises:
         InputError: no or two beginnings, another tokenizer, or a shape that the target cannot be cut to.
@@ -200,7 +200,7 @@ def _largest(scores: Tensor, count: int) -> Tensor:
 
 
 def _cut_norms(modules: Iterable[Any], channels: Tensor) -> None:
-    """Cut the norms among a layer's or decoder's own children; those of heads lie deeper and keep their width."""
+    """Cut the norms among a layer's or decoder's direct children; those of heads lie deeper and keep their width."""
     for module in modules:
         weight = getattr(module, "weight", None)
         if weight is not None and weight.ndim == 1:

@@ -1,7 +1,7 @@
 """On-policy text: the draft continues the prompts of a batch itself, and the target scores what it wrote.
 
 Generalized knowledge distillation (Agarwal et al. 2023, algorithm 1) and DistillSpec (Zhou et al. 2023, section 4.2)
-train a student on its own text, so that it meets its own mistakes.
+train a student on text that it wrote itself, so that it meets its mistakes.
 """
 
 from torch import Tensor
@@ -46,7 +46,7 @@ def continued(
     Returns:
         `input_ids` and `labels` of B samples; labels are −100 on prompts.
     """
-    # `generate` fills what a config leaves open from the model's own: its penalties are no part of our sampling.
+    # `generate` fills what a config leaves open from the model's: its penalties are no part of our sampling.
     training, config = draft.training, draft.generation_config
     draft.eval().generation_config = generation
     ids = [prompt.tolist() for prompt in prompts]

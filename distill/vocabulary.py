@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.train.models import tokenizer_size
 
-# Contexts on which the least likely token is found: random tokens, which no token's own contexts dominate.
+# Contexts on which the least likely token is found: random tokens, which the usual contexts of no token dominate.
 TEXTS, LENGTH = 4, 64
 
 

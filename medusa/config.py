@@ -51,7 +51,7 @@ class MedusaTrainingConfig(RecipeConfig):
     """What the backbone minimises: forward_kl to the target as it was (self-distillation), or cross_entropy on the
     completions."""
     backbone_weight: float = 1.0
-    """λ_0, the weight of the backbone's own loss; the heads' together have `heads_weight`."""
+    """λ_0, the weight of the backbone's loss; the heads' together have `heads_weight`."""
     heads_weight: float = 0.2
     """The weight of the heads' losses in joint training."""
     head_learning_rate_multiplier: float = 4.0

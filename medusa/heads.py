@@ -4,7 +4,7 @@ Medusa (Cai et al. 2024, section 2.1): head k ≥ 1 sees h_t, the hidden state t
 and predicts token t + k + 1. Here heads count from 0, so head i predicts token t + 2 + i. Hydra heads (Ankner et al.
 2024, section 3) see the embeddings of the tokens between too, t + 1 … t + 1 + i.
 
-Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' own, K heads.
+Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' vocabulary, K heads.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from draftsmith.decode.errors import InputError, at_least, one_of, require
 from draftsmith.decode.tree import Tree
 from draftsmith.train.losses.output_head import OutputHead, head_of
-from draftsmith.train.models import looks_local
+from draftsmith.train.models import require_config
 
 LM_HEADS = ("own", "shared")
 
@@ -116,7 +116,7 @@ class MedusaBlock(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """A linear map to logits, under a name of its own by which sharded training wraps it."""
+    """A linear map to logits, under a name by which sharded training wraps it."""
 
 
 class MedusaHeads(PreTrainedModel):
@@ -162,7 +162,7 @@ class MedusaHeads(PreTrainedModel):
         token_map: Tensor | None = None,
         path: str | None = None,
     ) -> "MedusaHeads":
-        """Return untrained heads for a target: each predicts what the target's own head would.
+        """Return untrained heads for a target: each predicts what the target's head would.
 
         Args:
             target: a causal LM, its head tied or not.
@@ -218,11 +218,8 @@ class MedusaHeads(PreTrainedModel):
         """
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
         options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
-        if Path(path).is_dir() and "subfolder" not in kwargs and not (Path(path) / "config.json").is_file():
-            # The library would fall back on the defaults.
-            raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found no config.json")
-        if looks_local(path) and not Path(path).is_dir():
-            raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found nothing there")
+        if "subfolder" not in kwargs:
+            require_config(path, "Medusa heads")  # the library would fall back on the defaults
         try:
             loaded: Any = super().from_pretrained(path, *args, **options)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
@@ -243,7 +240,7 @@ class MedusaHeads(PreTrainedModel):
         return heads.check_map(f"{path}: token_map")
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """Return None: heads have no embeddings of their own, which FSDP2 would shard apart."""
+        """Return None: heads have no embeddings, which FSDP2 would shard apart."""
         return None
 
     @property
@@ -257,7 +254,7 @@ class MedusaHeads(PreTrainedModel):
         return lm_heads[0] if self.config.original_lm_head else lm_heads[index]
 
     def head(self, index: int) -> OutputHead:
-        """Return the map of head `index` from its block's output to logits over its own vocabulary, (D, H)."""
+        """Return the map of head `index` from its block's output to logits over its vocabulary, (D, H)."""
         lm_head, config = self.lm_head_of(index), self.config
         return OutputHead(lm_head.weight, lm_head.bias, config.logit_scale, config.final_logit_softcapping)
 
@@ -293,7 +290,7 @@ class MedusaHeads(PreTrainedModel):
         return embeddings[..., : index + 1, :].flatten(-2)
 
     def widened(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, (…, V), of those over the heads' own, (…, D)."""
+        """Return logits over the target's vocabulary, (…, V), of those over the heads' vocabulary, (…, D)."""
         if self.token_map is None:
             return logits
         wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))

@@ -68,7 +68,7 @@ def replay_ranks(
         sampler: the processors of T=0, none by default.
         most: ranks to look at, for all heads or for each. Where logits tie, give the tree's widths, for the drafter
             breaks ties among as many.
-        limit: the completion's length limit, where the text ended before it; its own length if None.
+        limit: the completion's length limit, where the text ended before it; the text's length if None.
         chunk: positions whose logits are held at a time, of one head.
         hidden_NH: what `text_states` returns for the text; computed if None.
     """
@@ -106,7 +106,7 @@ def replay_heads(
         sequence: prompt and text, (T,) int64.
         prompt_length: tokens of the prompt, at least 1 and less than T.
         sampler: what the text was written under, at a temperature above 0.
-        limit: the completion's length limit, where the text ended before it; its own length if None.
+        limit: the completion's length limit, where the text ended before it; the text's length if None.
         chunk: positions whose distributions are held at a time, of the target and one head.
     """
     hidden = text_states(target, sequence, prompt_length)

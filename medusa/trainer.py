@@ -115,7 +115,7 @@ class MedusaTrainer(RecipeTrainer):
         return model(inside=lambda: self._replayed(inputs, chosen_BT))
 
     def _joint_loss(self, inputs: dict[str, Tensor], chosen: Tensor) -> Tensor:
-        """Return the weighted sum of the backbone's own loss and of the heads', which learn from what it was."""
+        """Return the weighted sum of the backbone's loss and of the heads', which learn from what it was."""
         config, batch = self.config, texts(inputs)
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
@@ -227,7 +227,7 @@ class MedusaTrainer(RecipeTrainer):
         return head if token_map is None else head.of(token_map.to(head.weight.device))
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make Muon where it is asked for; give heads in joint training a learning rate of their own."""
+        """Make Muon where it is asked for; give heads in joint training another learning rate than the backbone."""
         made = self.optimizer is None
         if made and self.config.optimizer == "muon":
             heads: Any = self.model
@@ -281,7 +281,7 @@ class Positions:
         """(N,)."""
 
     def before(self, hidden: Tensor, heads: MedusaHeads) -> Tensor:
-        """Return what the head sees of hidden states (B, T, H), in the heads' own precision, (N, H)."""
+        """Return what the head sees of hidden states (B, T, H), in the heads' precision, (N, H)."""
         return hidden[:, : self.width][self.chosen].to(heads.dtype)
 
     def teacher(self, hidden: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 The expected accepted length of a tree is the sum over its nodes of the share of rounds that pass through them. Medusa
 (Cai et al. 2024, section 2.3.3) takes heads to be right independently of each other, and multiplies their accuracies.
 Here the joint shares are counted: how often the text's tokens have the ranks (r_0, …, r_j) among the logits of heads
-0 … j, from one and the same start. For equally likely starts the tree that covers most is found exactly. But where
-rounds start depends on the tree, so starts are weighted by its own rounds, and the search repeated.
+0 … j, from one start. For equally likely starts the tree that covers most is computed exactly. But where
+rounds start depends on the tree, so starts are weighted by its rounds, and the search repeated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -178,7 +178,7 @@ def independence_tree(texts: Sequence[TextRanks], nodes: int) -> Tree:
 def search_tree(
     texts: Sequence[TextRanks], nodes: int, selection: Sequence[TextRanks] | None = None, rounds: int = 6
 ) -> Tree:
-    """Search the tree of the greatest τ at T=0: by joint shares, with starts weighted as the tree's own rounds.
+    """Search the tree of the greatest τ at T=0: by joint shares, with starts weighted as the tree's rounds.
 
     Begins with all starts alike, then weights each by the share of the trees so far whose rounds start there, which
     damps a cycle. The best on `selection` is kept, the independence tree among the candidates.

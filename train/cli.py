@@ -48,7 +48,7 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
         parser.add_class_arguments(TrainingArguments, "training")
     try:
         values = vars(parser.instantiate(parser.parse_args(arguments)))
-    except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from the library's own arguments
+    except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
         raise InputError(" ".join(str(error).split())) from error
     return cls(**{f.name: values[f.name] for f in fields if f.init})
 

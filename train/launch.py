@@ -1,4 +1,4 @@
-"""From a config to a finished run: what every recipe's entry point does around its own model."""
+"""From a config to a finished run: what every recipe's entry point does around its model."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -14,7 +14,7 @@ ADAPTER = "default"
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Put adapters on a model's linear maps in place: it stays a PreTrainedModel, whose own weights are frozen."""
+    """Put adapters on a model's linear maps in place: it stays a PreTrainedModel, whose weights are frozen."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -47,11 +47,11 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
 
 @torch.no_grad()
 def merged_state(model: PreTrainedModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return a draft's weights with its adapters merged: W + (alpha ÷ r)·B·A under W's own name.
+    """Return a draft's weights with its adapters merged: W + (alpha ÷ r)·B·A under W's name.
 
     Args:
         model: a draft of `make_draft`, with adapters or without; it is left as it is.
-        state: its state dict where the model in memory is sharded; the model's own if None.
+        state: its state dict where the model in memory is sharded; the model's if None.
 
     Returns:
         What `save_pretrained(state_dict=…)` writes as an ordinary model.

@@ -43,7 +43,7 @@ def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bo
     Raises:
         InputError: none there, or one that is damaged; names the field.
     """
-    _require_config(path, field)
+    require_config(path, field)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -132,13 +132,13 @@ def load_model(
         dtype: one of `float32`, `bfloat16`, `float16`, `float64`, or `auto` (`resolve_dtype`).
         trust_remote_code: run model code that the repository ships.
         device: where to put it; "auto" spreads its layers over all GPUs, and the CPU's memory behind them.
-        quantization: `8bit` or `4bit` weights, by bitsandbytes; the checkpoint's own if None.
+        quantization: `8bit` or `4bit` weights, by bitsandbytes; as the checkpoint is if None.
 
     Raises:
         InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
     one_of(options.DTYPES).check("dtype", dtype)
-    _require_config(path, field)
+    require_config(path, field)
     where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
@@ -212,7 +212,7 @@ def load_tokenizer(
     Raises:
         InputError: no tokenizer there, or one without a pad and an end-of-sequence token.
     """
-    _require_config(path, field)
+    require_config(path, field)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except StrictDataclassError as error:  # of the model's config, which says what tokenizer to load
@@ -306,15 +306,15 @@ def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field
         raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {rows}")
 
 
-def looks_local(path: str | Path) -> bool:
-    """Say whether a path can be no hub id: a missing one would be looked up there, a slow and confusing failure."""
-    local = Path(path)
-    return local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
+def require_config(path: str | Path, field: str) -> None:
+    """Require a directory with config.json, or what can be a hub id: looking another path up there is slow.
 
-
-def _require_config(path: str | Path, field: str) -> None:
+    Raises:
+        InputError: names the field.
+    """
     local = Path(path)
     if local.is_dir() and not (local / "config.json").is_file():
         raise InputError(f"{field}: expected a model directory with config.json, found none in {path}")
-    if looks_local(path) and not local.is_dir():
+    is_no_id = local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
+    if is_no_id and not local.is_dir():
         raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")

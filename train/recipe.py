@@ -52,7 +52,7 @@ class RecipeConfig:
     """The frozen target's dtype: float32, bfloat16, float16 or float64; auto: as it is stored, or float32 where this
     device has no fast arithmetic for that. What is trained is float32, under autocast where `training.bf16` asks."""
     target_device: str | None = None
-    """Where the target lies: by default a whole copy on each process's own device; "auto" spreads one over all GPUs (of
+    """Where the target lies: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of
     a single process); or a device, such as cuda:1."""
     target_quantization: str | None = None
     """8bit or 4bit weights for the target, by bitsandbytes."""

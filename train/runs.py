@@ -1,4 +1,4 @@
-"""What a training run leaves on disk, and how it is found again."""
+"""What a training run leaves on disk, and how the next run finds it."""
 
 import errno
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save raise exceptions of their own, with the system's text or without it.
+        # safetensors and torch.save have further exceptions, with the system's text or without it.
         full = isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
         text = str(error)
         if not (full or "No space left" in text or "File too large" in text or "PytorchStreamWriter failed" in text):

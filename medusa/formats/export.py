@@ -243,7 +243,7 @@ def read_apart(format: str, directory: Path, hidden_NH: Tensor, embeddings_NKH: 
     with tempfile.TemporaryDirectory() as scratch:
         inputs, output = Path(scratch) / "inputs.safetensors", Path(scratch) / "output.safetensors"
         save_file({"hidden": hidden_NH, "embeddings": embeddings_NKH}, inputs)
-        # -P keeps the folder of the file, which has modules of its own, out of the path.
+        # -P keeps the folder of the file, which has other modules, out of the path.
         command = [sys.executable, "-P", str(Path(readers.__file__)), format, str(directory), str(inputs), str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:

@@ -494,7 +494,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
     [
         ({"proposer": "oracle"}, "proposer: expected one of draft, medusa, prompt_lookup,"),
         ({"proposer": "medusa"}, "medusa: expected one with the proposer medusa, found none"),
-        ({"proposer": "medusa", "medusa": "nowhere"}, "nowhere: expected Medusa heads"),
+        ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
         ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),
         ({"proposer": "early_exit", "exit_layers": 3}, "exit_layers: expected at most the target's 2 layers, found 3"),
         ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),

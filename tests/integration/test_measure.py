@@ -698,7 +698,10 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--dtype", "float8"], "dtype: expected one of float32"),
         (["--draft_lenght", "4"], "draft_lenght"),
         (["--draft", json.dumps(2 * [str(root / "draft")])], "draft: expected each draft once, found "),
-        (["--medusa", str(tmp_path / "gone")], "gone: expected Medusa heads"),
+        (
+            ["--medusa", str(tmp_path / "gone")],
+            "Medusa heads: expected a model directory or a hub id, found nothing at",
+        ),
         (["--medusa", str(strangers)], "medusa: expected heads with the target's hidden_size 32, found 8"),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: expected a file of prompts, found nothing there"),
         (["--draft", str(tmp_path / "gone")], "draft: expected a model directory or a hub id, found nothing at"),

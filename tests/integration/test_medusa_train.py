@@ -755,7 +755,7 @@ def test_the_command_trains_or_refuses_in_one_line(pipeline, tmp_path, tokenizer
     (tmp_path / "bad.yaml").write_text(text + "num_head: 3\n")
     assert "num_head" in fails(capsys, ["--config", str(tmp_path / "bad.yaml")])
     for flag, value, message in (
-        ("heads", str(tmp_path / "gone"), f"{tmp_path / 'gone'}: expected Medusa heads"),
+        ("heads", str(tmp_path / "gone"), "Medusa heads: expected a model directory or a hub id, found nothing at"),
         ("draft_vocabulary", "299", "draft_vocabulary: expected at most the"),
     ):
         assert message in fails(capsys, [*flags, f"--{flag}", value])

@@ -307,12 +307,15 @@ DAMAGES = {
     "a config that cannot be": (configured(num_heads=0), "num_heads: expected at least 1, found 0"),
     "a number in words": (configured(hidden_size="eight"), "hidden_size"),
     "no JSON": (lambda directory: (directory / "config.json").write_text("{"), "config.json"),
-    "no config": (lambda directory: (directory / "config.json").unlink(), "found no config.json"),
+    "no config": (
+        lambda directory: (directory / "config.json").unlink(),
+        "expected a model directory with config.json, found none",
+    ),
     "no tensors": (lambda directory: (directory / "model.safetensors").unlink(), "safetensors"),
     "cut short": (cut_short, "expected Medusa heads"),
     "garbage": (lambda directory: (directory / "model.safetensors").write_bytes(b"\x01" * 99), "expected Medusa heads"),
     "a pickle": (pickled, "safetensors"),
-    "nothing": (shutil.rmtree, "expected Medusa heads"),
+    "nothing": (shutil.rmtree, "Medusa heads: expected a model directory or a hub id, found nothing at"),
 }
 
 

@@ -37,7 +37,7 @@ from draftsmith.decode.errors import InputError
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
 LATER = "the chat template writes them otherwise once the conversation goes on"
-ELSEWHERE = "the chat template does not go on from its own generation prompt"
+ELSEWHERE = "the chat template does not go on from its generation prompt"
 UNASKED = "nothing stands before them that they could answer"
 UNTEMPLATED = "without a chat template the user's turns and the last answer are plain text"
 
@@ -120,7 +120,7 @@ class _Turn(NamedTuple):
 class _Encoded:
     """A text and its ids, and which ids lie wholly within a stretch of it.
 
-    The borders are found by encoding what lies on one side, since offsets are trimmed or missing in many tokenizers.
+    The borders come from encoding what lies on one side, since offsets are trimmed or missing in many tokenizers.
     """
 
     def __init__(self, text: str, encode: Callable[[str], list[int]]):
@@ -241,7 +241,7 @@ def _departure(before: str, after: str, tokenizer: PreTrainedTokenizerBase) -> s
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Encode as `apply_chat_template` does: the template writes its own special tokens."""
+    """Encode as `apply_chat_template` does: the template writes the special tokens."""
     ids: Any = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
     return list(ids)
 

@@ -69,7 +69,7 @@ def numbered(dataset: Dataset) -> Dataset:
 def sample_ids(dataset: Dataset, index: Sequence[int]) -> list[str]:
     """Return the ids of the samples in some rows of a data set, of `training_examples` or packed.
 
-    Where they come from several directories, each has its own before it.
+    Where they come from several directories, each has its directory before it.
     """
     rows = dataset.select(index)
 
@@ -85,7 +85,7 @@ def sample_ids(dataset: Dataset, index: Sequence[int]) -> list[str]:
 class GroupedByLength(LengthGroupedSampler):
     """Rows of similar length one behind the other, in an order that the seed and the epoch alone decide.
 
-    The library's own sampler draws from the global generator. So a run that is resumed in a later epoch goes on in
+    The library's sampler draws from the global generator. So a run that is resumed in a later epoch goes on in
     another order, and processes whose generators have come apart (dropout) see some rows twice and others never.
     """
 

@@ -47,7 +47,7 @@ def stdlib_modules(root: Path | None = None) -> list[Module]:
     """Return the standard library's modules, sorted by name.
 
     Args:
-        root: the library's folder; the running interpreter's own by default.
+        root: the library's folder; the running interpreter's by default.
 
     Raises:
         InputError: the folder holds no Python sources (some distributions ship a zipped or stripped library).
@@ -94,7 +94,7 @@ def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, s
 def encoded_prompts(
     source: str | None, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int
 ) -> list[list[int]]:
-    """Return the tokens of some prompts, for benchmarks and checks that run without a file of their own.
+    """Return the tokens of some prompts, for benchmarks and checks that run without a file of prompts.
 
     Args:
         source: prompts, as `read_prompts` takes them; held-out modules of the standard library if None.

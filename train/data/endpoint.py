@@ -6,9 +6,9 @@ the ids, in the first of these forms that it knows:
 * `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids`: vLLM since 0.10.2 (its pull request
   22587) and SGLang (pull request 30917), both on `/v1/completions`;
 * `"logprobs"` with `"return_tokens_as_token_ids": true` gives tokens written `token_id:123`: older vLLM;
-* SGLang's own `/generate` gives `output_ids`, whatever its age; it is used where the URL ends with that name;
+* SGLang's native `/generate` gives `output_ids`, whatever its age; it is used where the URL ends with that name;
 * text, tokenized again: it is decoded once more and the tokens are counted, and where either disagrees with what the
-  server said, the sample is one that may differ from what the target wrote.
+  server answered, the sample is one that may differ from what the target wrote.
 
 Both servers list the end-of-sequence token among the ids; where one does not, it is added.
 """
@@ -154,7 +154,7 @@ def complete_remotely(
 ) -> None:
     """Complete batches of prompts on the server, `config.endpoint_concurrency` at once.
 
-    Each prompt is sampled with a seed of its own, mixed from the run's seed and its id, so that neither the order nor
+    Each prompt is sampled with another seed, mixed from the run's seed and its id, so that neither the order nor
     the batches matter; whether the server honours it is the server's business.
 
     Args:
@@ -314,7 +314,7 @@ def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: 
     if first is not None:
         ids, reason = ids[: first + 1], "stop"
     elif reason == "stop" and ends and ids[-1:] != [tokenizer.eos_token_id]:
-        # Where a server names none, it is the tokenizer's own: vLLM names only the others.
+        # Where a server names none, it is the tokenizer's: vLLM names only the others.
         usual = tokenizer.eos_token_id if tokenizer.eos_token_id in ends else ends[0]
         ids = [*ids, answer.stop_id if answer.stop_id in ends else usual]
         uncertain |= answer.stop_id not in ends and len(ends) > 1

@@ -2,7 +2,7 @@
 
 The target writes them here or on a server, or they were written before and are given. An output directory holds
 `manifest.json` (`"draftsmith.completions/1"`: the settings and inputs that determine every token) and one Parquet shard
-a batch. A shard is written aside and renamed, and a batch is seeded by its own index, so a run that was killed goes on
+a batch. A shard is written aside and renamed, and a batch is seeded by its index, so a run that was killed goes on
 where it stopped and ends with the bytes that an uninterrupted run writes (those of a server as far as it repeats
 itself).
 """
@@ -113,7 +113,7 @@ def complete(
         generation: says how to sample; its `eos_token_id` is a list, or None.
         prompt_ids: B prompts, each at least one token long.
         seed: of the sampling.
-        device: where the model computes; its own if None.
+        device: where the model computes; where its weights are if None.
         synced: go on with empty forwards until every process is done, for a model that is sharded over them.
         bar: a tqdm bar that shows how far the batch is, which can take minutes.
 

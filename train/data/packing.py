@@ -1,7 +1,7 @@
 """Packing: whole samples one behind the other in rows of a bounded length, each as if it were alone.
 
 A packed batch has `position_ids` that restart with each sample, and no attention mask. Where both hold and there is no
-cache, transformers keeps a token from looking beyond its own sample (`masking_utils.find_packed_sequence_indices`), for
+cache, transformers keeps a token from looking beyond its sample (`masking_utils.find_packed_sequence_indices`), for
 the attention implementations that take a mask. Flash attention takes none, and tells samples apart only in a batch of a
 single row (`modeling_flash_attention_utils._is_packed_sequence`): there, train on longer rows, one at a time.
 """

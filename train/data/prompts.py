@@ -96,7 +96,7 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tok
 
     A conversation goes through the tokenizer's chat template with the generation prompt; where there is no template,
     the user turns joined by blank lines are plain text. Plain text is encoded as it is, with the special tokens that
-    the tokenizer adds by itself; a template writes its own, and none are added to those.
+    the tokenizer adds by itself; a template writes them itself, and none are added to those.
 
     Args:
         prompt: the prompt.

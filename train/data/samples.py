@@ -140,6 +140,6 @@ def make_batches(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
 
 
 def mixed_seed(*parts: int | str) -> int:
-    """Return 63 bits that depend on all parts: a seed of its own for each batch or prompt of a run."""
+    """Return 63 bits that depend on all parts: another seed for each batch or prompt of a run."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

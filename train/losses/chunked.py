@@ -219,7 +219,7 @@ class _ChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Hand the gradients over, times the sum's own."""
+        """Hand the gradients over, times the gradient of the sum."""
         outer = grads[0]
         if ctx.gradients is None:
             raise RuntimeError("the loss was differentiated already, and its gradients were handed over")

@@ -1,7 +1,7 @@
 """The one way into a forward: how a loss runs where the weights are.
 
 The chunked loss needs the weight of an output head, not the head's output. But a wrapper holds weights and gradients
-together inside of a forward alone: FSDP2 and DeepSpeed ZeRO-3 gather a module's weights when its own forward begins and
+together inside of a forward alone: FSDP2 and DeepSpeed ZeRO-3 gather a module's weights when its forward begins and
 scatter them when it ends, DDP collects the gradients of what its forward returned, and autocast is on in between. So
 the loss runs inside of the model's forward, and inside of its output head's.
 

@@ -83,7 +83,7 @@ def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
 
 @torch.no_grad()
 def require_split(model: PreTrainedModel, field: str) -> None:
-    """Require that a model's own forward returns `head_of(model)` of `last_hidden`, by trying it.
+    """Require that a model's forward returns `head_of(model)` of `last_hidden`, by trying it.
 
     Raises:
         InputError: it does more to its logits, so that no loss can be taken in pieces of them; names the field.

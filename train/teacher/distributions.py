@@ -28,7 +28,7 @@ class LiveDistributions:
 
     def chunk(self, at: slice) -> Callable[[slice], Tensor]:
         """Take the matrix product of some positions, and return the way to the logits of some of those."""
-        # p has the target's own precision, whatever the draft trains in.
+        # p has the target's precision, whatever the draft trains in.
         with torch.no_grad(), torch.autocast(self.hidden.device.type, enabled=False):
             raw_CV = self.head.project(self.hidden[at])
         return lambda part: self.head.finish(raw_CV[part])
@@ -40,7 +40,7 @@ class CachedDistributions:
 
     Merging outcomes is a channel, through which no f-divergence grows (data processing inequality; Csiszár 1967): a
     divergence of two such buckets is a lower bound of the full one, exact at k = V. Σ min(p, q) is 1 − TVD and
-    so an upper bound, by less than min(p_tail, q_tail): of the tail's own Σ min(p, q) nothing is known but that it is
+    so an upper bound, by less than min(p_tail, q_tail): of Σ min(p, q) over the tail nothing is known but that it is
     at least 0, and the bucket takes min(p_tail, q_tail) for it.
     """
 
@@ -51,7 +51,7 @@ class CachedDistributions:
     log_tail: Tensor
     """The log-probability of all others together, (N,), −∞ where nothing is left."""
     log_p_of_text: Tensor
-    """The log-probability of the text's own token, (N,), which may be any."""
+    """The log-probability of the text's token, (N,), which may be any."""
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, sampler: Sampler, k: int) -> "CachedDistributions":
@@ -97,7 +97,7 @@ class CachedDistributions:
     def bucket(self, log_q_NV: Tensor) -> Tensor:
         """Return log q of the same outcomes, (N, k + 1), of the log-probabilities of all tokens, all finite.
 
-        The tail is summed over its own tokens: 1 − Σ q would lose it where it is small, and its gradient with it.
+        The tail is summed over its tokens: 1 − Σ q would lose it where it is small, and its gradient with it.
         """
         ids_Nk = self.ids.long()
         tail_N1 = log_q_NV.scatter(1, ids_Nk, LOWEST).logsumexp(-1, keepdim=True)
