@@ -85,7 +85,7 @@ def test_decode(pair, tmp_path, capsys):
 
 def test_divergence(tmp_path):
     arguments = ["--tokens", "512", "--vocab_size", "4000", "--hidden", "16", "--target_hidden", "8", "--repeats", "2"]
-    arguments += ["--chunk_size", "16"]
+    arguments += ["--chunk_size", "64"]
     figures = figures_of(divergence.bench, divergence.BenchDivergenceConfig, arguments, tmp_path)
     assert set(figures["seconds"]) == set(figures["peak_bytes"]) == {"eager", "lean"}
     assert figures["gradient_bytes"] == 4 * 16 * (512 + 4000)

@@ -100,10 +100,10 @@ def test_every_proposer_decodes_under_lossy_rules(name, rule, do_sample, dtype):
     target, draft = models(HALVES[dtype])
     ids = prompts(1 if name == "run-ahead" else 3)
     out = speculative_generate(
-        target, PROPOSERS[name](target, draft), ids, draft_length=3, rule=LOSSY[rule], max_new_tokens=NEW,
+        target, PROPOSERS[name](target, draft), ids, draft_length=3, rule=LOSSY[rule], max_new_tokens=NEW // 2,
         do_sample=do_sample,
     )  # fmt: skip
-    assert out.departure.num_tokens == out.counts.num_emitted_tokens == NEW * len(ids)
+    assert out.departure.num_tokens == out.counts.num_emitted_tokens == NEW // 2 * len(ids)
     assert out.departure.total_variation >= 0
 
 
@@ -125,15 +125,10 @@ def test_a_draft_in_half_precision_serves_a_target_in_float32(name, dtype):
 def test_replay_takes_the_targets_own_text(dtype, filters):
     """A token at the cut-off is kept in a forward of one block and cut off in one of the whole text."""
     target, draft = models(HALVES[dtype])
-    sequences, prompt_lengths = [], []
-    for seed in range(6):
-        ids = prompts(8)
-        out = speculative_generate(
-            target, DraftModelProposer(draft), ids, draft_length=3, seed=100 * seed, max_new_tokens=48, do_sample=True,
-            **({"top_k": 0} | filters),
-        )  # fmt: skip
-        sequences += list(out.sequences)
-        prompt_lengths += [ids.shape[1]] * len(ids)
+    ids = prompts(48)
+    options = {"draft_length": 3, "max_new_tokens": 48, "do_sample": True, "top_k": 0} | filters
+    out = speculative_generate(target, DraftModelProposer(draft), ids, **options)
+    sequences, prompt_lengths = list(out.sequences), [ids.shape[1]] * len(ids)
     for proposer in (
         DraftModelProposer(draft),
         MedusaProposer(heads_of(target), Tree.chain(3)),
