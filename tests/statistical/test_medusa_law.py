@@ -127,13 +127,16 @@ PLANTS = {
 }
 
 
+EASY = ("q at another temperature", "the most likely siblings scored with q")  # p < 1e-11 with 3,000 tokens
+
+
 @pytest.mark.parametrize("plant", PLANTS)
 def test_the_test_has_power(target, trained, monkeypatch, plant):
-    """No plant is given more tokens than a right decoder. Heads that are surer than they should be draft."""
+    """No plant is given more tokens than a right decoder, and two half of them. Heads that are too sure draft."""
     law_name, drafter, patches = PLANTS[plant]
     for (module, name), mistake in patches.items():
         monkeypatch.setattr(module, name, mistake)
     heads = copy.deepcopy(trained["medusa"])
     heads.config.logit_scale *= 3
-    result, _ = sampled(target, drafter(heads), law_name, 6_000)
+    result, _ = sampled(target, drafter(heads), law_name, 3_000 if plant in EASY else 6_000)
     assert result.p_value < FALSE_ALARM / 100, result
