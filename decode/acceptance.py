@@ -8,19 +8,31 @@ K drafted tokens, V vocabulary.
 import math
 import warnings
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.sampling import draw
+from draftsmith.decode.sampling import draw, draw_rows
 from draftsmith.decode.tree import ROOT, Tree
 
+Value = TypeVar("Value", covariant=True)
 
-def accept_greedy(chosen: Sequence[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
+
+class ByNode(Protocol[Value]):
+    """What belongs to the root and the nodes of a draft, such as a list or the rows of a tensor (K + 1, V).
+
+    What computes its values as they are asked for is asked once for each.
+    """
+
+    def __getitem__(self, place: int) -> Value: ...
+
+
+def accept_greedy(chosen: ByNode[int], drafted: Sequence[int], tree: Tree) -> tuple[list[int], int]:
     """The exact rule at T=0, where p and q are one-hot: accept while the draft names the target's argmax.
 
     Args:
-        chosen: the target's argmax tokens, K + 1 of them.
+        chosen: the target's argmax tokens, K + 1 of them. Those of the root and of accepted nodes are looked at.
         drafted: the drafted tokens, K.
         tree: the draft's shape.
 
@@ -38,7 +50,7 @@ def accept_greedy(chosen: Sequence[int], drafted: Sequence[int], tree: Tree) -> 
 
 
 def accept_exact(
-    p: Tensor, q: Tensor | None, drafted: Tensor, tree: Tree, generator: torch.Generator | None = None
+    p: ByNode[Tensor], q: Tensor | None, drafted: Tensor, tree: Tree, generator: torch.Generator | None = None
 ) -> tuple[list[int], Tensor]:
     """Speculative sampling on a tree: recursive rejection, sibling by sibling, down from the root.
 
@@ -53,7 +65,7 @@ def accept_exact(
     warning says so. p must be finite.
 
     Args:
-        p: (K + 1, V).
+        p: K + 1 of (V,). Those of the root and of accepted nodes are looked at.
         q: the distribution that each node's token was drawn from, (K, V): for a later sibling q without the earlier
             siblings' tokens, renormalised; all zero where no token was left. None where the draft is deterministic
             (q one-hot); then siblings must be distinct.
@@ -64,23 +76,21 @@ def accept_exact(
     Returns:
         The accepted nodes, from the root's child down, and the token to emit after them, (1,).
     """
-    parents = torch.tensor(tree.parents, dtype=torch.long, device=p.device) + 1
-    # In one transfer: what the first child of every node is tested with.
-    p_x = p[parents, drafted].tolist()
+    root = p[0]
+    # In one transfer: what every node is tested with.
     q_x = [1.0] * len(tree) if q is None else q.gather(1, drafted[:, None])[:, 0].tolist()
     if any(map(math.isnan, q_x)):
         warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
-    r = torch.rand(len(tree), generator=generator, device=p.device, dtype=p.dtype).tolist()
+    r = torch.rand(len(tree), generator=generator, device=root.device, dtype=root.dtype).tolist()
     path: list[int] = []
     node = ROOT
     while True:
-        rest, accepted = p[node + 1], ROOT
-        for i, child in enumerate(tree.children[node + 1]):
+        rest, accepted = root if node == ROOT else p[node + 1], ROOT
+        for child in tree.children[node + 1]:
             token = drafted[child]
-            weight = p_x[child] if i == 0 else float(rest[token])
             # Strict: r can be 0, and a token that the target rules out (p = 0) must not pass then. Where q
             # ran out of tokens before the siblings did (q = 0), nothing was drawn.
-            if q_x[child] > 0 and r[child] * q_x[child] < weight:
+            if q_x[child] > 0 and r[child] * q_x[child] < float(rest[token]):
                 accepted = child
                 break
             if not math.isnan(q_x[child]):
@@ -90,6 +100,51 @@ def accept_exact(
             return path, draw(rest, generator)
         path.append(accepted)
         node = accepted
+
+
+def accept_exact_chains(
+    p_BKV: Tensor, q_BKV: Tensor | None, drafted_BK: Tensor, r_BK: Tensor, u_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`accept_exact` for the chains of a whole batch at once, without a look at any value on the host.
+
+    Shape suffixes: B rows, K drafted tokens, V vocabulary.
+
+    Args:
+        p_BKV: the target's distributions, (B, K + 1, V).
+        q_BKV: what the tokens were drawn from, (B, K, V); None where every draft is deterministic.
+        drafted_BK: the drafted tokens; a shorter chain is filled up with any.
+        r_BK: uniform on [0, 1); 1 behind the end of a shorter chain.
+        u_B: uniform on [0, 1), float64, for the last token.
+
+    Returns:
+        How many tokens are accepted, (B,), and the token after them, (B,).
+    """
+    rows = torch.arange(len(p_BKV), device=p_BKV.device)
+    drafted_BK1 = drafted_BK[..., None]
+    p_x = p_BKV[:, :-1].gather(-1, drafted_BK1)[..., 0]
+    if q_BKV is None:
+        accepted = r_BK < p_x
+    else:
+        q_x = q_BKV.gather(-1, drafted_BK1)[..., 0]
+        # As in `accept_exact`: strict, and where q is zero or not a number nothing was drawn.
+        accepted = (q_x > 0) & (r_BK * q_x < p_x) & (r_BK < 1)
+    count_B = accepted.cumprod(1).sum(1)
+    rest_BV = p_BKV[rows, count_B]
+    if drafted_BK.shape[1]:
+        at_B = count_B.clamp(max=drafted_BK.shape[1] - 1)
+        rejected_B = (count_B < drafted_BK.shape[1]) & (r_BK[rows, at_B] < 1)
+        if q_BKV is None:
+            q_BV = torch.zeros_like(rest_BV).scatter_(1, drafted_BK[rows, at_B, None], 1.0)
+        else:
+            q_BV = q_BKV[rows, at_B].nan_to_num(nan=0.0)
+        rest_BV = torch.where(rejected_B[:, None], residual_rows(rest_BV, q_BV), rest_BV)
+    return count_B, draw_rows(rest_BV, u_B)
+
+
+def residual_rows(p_BV: Tensor, q_BV: Tensor) -> Tensor:
+    """Return `residual` of each row: max(0, p − q), (B, V), or p where that leaves no mass."""
+    rest_BV = (p_BV - q_BV).clamp_(min=0.0)
+    return torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
 
 
 def residual(p: Tensor, q: Tensor | None, x: Tensor) -> Tensor:

@@ -11,11 +11,13 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import (
     DecodeOutput,
     Row,
+    TextBatch,
     collect_output,
     decoded,
     generate_arguments,
     prepare_rows,
 )
+from draftsmith.decode.sampling import draw_rows, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 
@@ -52,27 +54,34 @@ def autoregressive_decode(
 def _write(model: PreTrainedModel, rows: list[Row], compiled: bool) -> None:
     """Write texts to their ends, a token of each at a time."""
     target = CachedModel(model, len(rows), max(len(row.text) for row in rows), compiled=compiled)
-    sampler = rows[0].sampler
+    sampler, texts = rows[0].sampler, TextBatch(rows, 1)
     logits: Tensor | None = None  # after the last tokens, (B, 1, V)
     if len(rows) == 1:
         logits = target.prefill(rows[0].context[None, :])
     else:
         target.prefill_texts([row.context for row in rows])
-    while rows:
+    while True:
+        rows = texts.rows
         if logits is None:
-            last = torch.stack([row.context[-1:] for row in rows])
-            logits = target.feed(last, [row.length - 1 for row in rows])
-        if sampler.do_sample or not sampler.context_free:
-            tokens = [int(row.sampler.next_token(logits[i], row.context, row.generator)) for i, row in enumerate(rows)]
-        else:
-            tokens = sampler.choose(logits[:, 0], []).tolist()
-        for row, broken in zip(rows, logits[:, 0, :].isnan().any(-1).tolist(), strict=True):
+            logits = target.feed(texts.last(), texts.lengths + -1)
+        contexts = [] if sampler.context_free else [row.context for row in rows]
+        scores = scores_of_rows([row.sampler for row in rows], logits[:, 0], contexts)
+        best, tokens = scores.max(-1)
+        if sampler.do_sample:
+            u = uniforms([row.generator for row in rows], [1] * len(rows), scores.new_empty(0, dtype=torch.float64))
+            tokens = draw_rows(scores.softmax(-1), u[:, 0])
+        texts.append(tokens)
+        for row, token, broken in zip(
+            rows, *torch.stack([tokens, best.isnan().to(tokens.dtype)]).tolist(), strict=True
+        ):
             if broken:
                 raise row.not_finite()
-        for row, token in zip(rows, tokens, strict=True):
-            row.emit([token])
+            row.advance([token])
             row.rounds.append(TOKEN)
         left = [i for i, row in enumerate(rows) if not row.done]
-        if 0 < len(left) < len(rows):
+        if not left:
+            return
+        if len(left) < len(rows):
             target.select(left)
-        rows, logits = [rows[i] for i in left], None
+            texts.select(left)
+        logits = None

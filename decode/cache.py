@@ -32,6 +32,35 @@ SLOTS = 64
 UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
 
 
+class Places:
+    """A slot for each row, known on the host; on the device from the first time that it is asked for."""
+
+    def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
+        self.host, self._device, self._tensor = list(host), device, tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The slots, (B,) int64."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self.host, device=self._device)
+        return self._tensor
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows have the same."""
+        return len(set(self.host)) == 1
+
+    def __add__(self, offset: int) -> "Places":
+        # Of one slot for all rows the host's number is enough: nothing is computed on the device.
+        tensor = None if self._tensor is None and self.alike else self.tensor + offset
+        return Places([slot + offset for slot in self.host], self._device, tensor)
+
+    def to(self, device: torch.device) -> "Places":
+        """Return them on another device."""
+        tensor = None if self._tensor is None else self._tensor.to(device)
+        return Places(self.host, device, tensor)
+
+
 class _Block:
     """Where the tokens of the present forward go; all layers share it."""
 
@@ -192,7 +221,7 @@ class CachedModel:
     def feed(
         self,
         tokens: Tensor,
-        starts: Sequence[int],
+        starts: Sequence[int] | Places,
         keep: int | None = None,
         visible: Tensor | None = None,
         depths: Tensor | None = None,
@@ -211,25 +240,26 @@ class CachedModel:
             (B, keep, V).
         """
         k = tokens.shape[1]
-        self._check_rotary(max(starts) + k)
+        places = starts if isinstance(starts, Places) else Places(starts, self._device)
+        self._check_rotary(max(places.host) + k)
         if self._active is not None:
-            tokens, starts, visible, depths = self._spread(tokens, starts, visible, depths)
-        block = self._block
-        block.start = starts[0] if not self.compiled and (len(starts) == 1 or len(set(starts)) == 1) else None
-        block.width = self._slots if self.compiled else max(starts) + k
+            tokens, places, visible, depths = self._spread(tokens, places.host, visible, depths)
+        block, rows = self._block, len(places.host)
+        block.start = places.host[0] if not self.compiled and places.alike else None
+        block.width = self._slots if self.compiled else max(places.host) + k
         if block.start is not None:
             block.slots = self._range[block.start : block.start + k][None, :]
         else:
-            block.slots = torch.tensor(starts, device=self._device)[:, None] + self._range[:k]
+            block.slots = places.tensor[:, None] + self._range[:k]
         positions = block.slots if depths is None else block.slots[:, :1] + depths
         if self.compiled or block.width > self._last + 1:
             # Behind a row's own block, where another's is longer: learned positions may end with the length limit.
             positions = positions.clamp(max=self._last)
         if self._positions is not None:
-            self._positions.scatter_(1, block.slots.expand(len(starts), k), positions.expand(len(starts), k))
+            self._positions.scatter_(1, block.slots.expand(rows, k), positions.expand(rows, k))
         mask: Any = None
         if visible is not None or block.start is None or (depths is not None and self._window):
-            mask = self._mask(visible, positions.expand(len(starts), k))
+            mask = self._mask(visible, positions.expand(rows, k))
         elif k > 1 and not self._window:
             # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
             if k not in self._causal:
@@ -243,27 +273,41 @@ class CachedModel:
             self.hidden = self.hidden[self._active]
         return logits[self._active]
 
-    def keep_path(self, row: int, start: int, path: Sequence[int]) -> None:
-        """Move the accepted tokens of a tree, entries `path` of the block that began at `start`, to behind its first.
+    def keep_paths(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None = None) -> None:
+        """Move the accepted tokens of trees, entries `paths` of the blocks that began at `starts`, to behind the roots.
 
-        They are in their places already where the path is 1, 2, 3, … .
+        They are in their places already where a path is 1, 2, 3, … .
+
+        Args:
+            starts: the slot of each row's root.
+            paths: for each row the places of its accepted tokens in the block.
+            sources: the same on the device, (B, D), where shorter paths go on as a chain does; None makes it.
         """
-        if list(path) == list(range(1, len(path) + 1)):
+        if all(list(path) == list(range(1, len(path) + 1)) for path in paths):
             return
-        row = row if self._active is None else self._active[row]
-        source = start + torch.tensor(path, device=self._device)
-        to = slice(start + 1, start + 1 + len(path))
+        depth = max(map(len, paths))
+        if sources is None:
+            chained = [[*path, *range(len(path) + 1, depth + 1)] for path in paths]
+            sources = torch.tensor(chained, device=self._device)
+        rows = torch.arange(len(paths), device=self._device) if self._active is None else self._active_rows
+        # A block may end with the buffer: what is behind a path then stays where it is.
+        first = starts.tensor[:, None]
+        to = (first + self._range[1 : depth + 1]).clamp(max=self._slots - 1)
+        source = (first + sources).clamp(max=self._slots - 1)
         for layer in self._written:
-            for buffer in (cast(Tensor, layer.keys), cast(Tensor, layer.values)):
-                buffer[row, :, to] = buffer[row][:, source.to(buffer.device)]
+            keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
+            index = rows[:, None].to(keys.device), slice(None), to.to(keys.device)
+            moved = index[0], slice(None), source.to(keys.device)
+            keys[index], values[index] = keys[moved], values[moved]
         if self._positions is not None:
-            self._positions[row, to] = torch.arange(start + 1, start + 1 + len(path), device=self._device)
+            self._positions[rows[:, None], to] = to
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some of the rows alone; in fixed shapes the others go on costing what they cost."""
         if self.compiled:
             active = list(range(self._rows)) if self._active is None else self._active
             self._active = [active[row] for row in rows]
+            self._active_rows = torch.tensor(self._active, device=self._device)
             return
         for layer in self._written:
             layer.keys, layer.values = cast(Tensor, layer.keys)[rows], cast(Tensor, layer.values)[rows]
@@ -289,7 +333,7 @@ class CachedModel:
 
     def _spread(
         self, tokens: Tensor, starts: Sequence[int], visible: Tensor | None, depths: Tensor | None
-    ) -> tuple[Tensor, list[int], Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor, Places, Tensor | None, Tensor | None]:
         """Put the rows that are left into a block for all rows."""
         all_starts, all_tokens = [0] * self._rows, tokens.new_zeros(self._rows, tokens.shape[1])
         all_tokens[self._active] = tokens
@@ -301,7 +345,7 @@ class CachedModel:
                 whole = given.new_zeros(self._rows, *given.shape[1:])
                 whole[self._active] = given
                 spread[i] = whole
-        return all_tokens, all_starts, spread[0], spread[1]
+        return all_tokens, Places(all_starts, self._device), spread[0], spread[1]
 
     def _mask(self, visible: Tensor | None, positions: Tensor) -> Any:
         """Return the additive mask of the block whose tokens have these positions, (B, 1, K, S), by layer type."""
@@ -343,6 +387,11 @@ class CachedModel:
             output = _compiled(self.model)(output_hidden_states=self.wants_hidden, **inputs)
             if self.wants_hidden:
                 self.hidden = output.hidden_states[-1][:, -keep:]
+                if self.hidden.ndim != 3:
+                    raise InputError(
+                        f"compiled: expected the last hidden states to be the head's input (B, T, H), found "
+                        f"{self.hidden.ndim} dimensions in {type(self.model).__name__}: decode eagerly"
+                    )
         elif self.wants_hidden:
             # Not `output_hidden_states`: a long prompt's would be kept of every layer.
             hook = self.model.get_output_embeddings().register_forward_pre_hook(self._see)

@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
+from draftsmith.decode.cache import Places
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
@@ -110,22 +111,82 @@ class Row:
             f"target: expected finite logits, found NaN after {self.length + accepted} tokens of row {self.index}"
         )
 
-    def emit(self, tokens: Sequence[int]) -> list[int]:
-        """Write tokens up to the end of the text, and return those that were written.
+    def advance(self, tokens: Sequence[int]) -> list[int]:
+        """Count tokens that were written behind the text, up to its end, and return those that belong to it.
 
         The text ends with the first new token that meets any criterion.
         """
         start = self.length
-        tokens = list(tokens[: self.room])
-        self.text[start : start + len(tokens)] = torch.tensor(tokens, device=self.text.device)
         for i, token in enumerate(tokens, start=1):
             self.length = start + i
             self.done = self.room == 0 or token in self.eos
             if not self.done and self.criteria:
                 self.done = bool(self.criteria(self.context[None], None).all())  # type: ignore[arg-type]
             if self.done:
-                return tokens[:i]
-        return tokens
+                return list(tokens[:i])
+        return list(tokens)
+
+
+class TextBatch:
+    """The texts of some rows in one tensor, so that what a round writes goes to the device at once.
+
+    Args:
+        rows: texts to be written; each row's `text` becomes a view.
+        block: tokens that one round writes to a row at most.
+    """
+
+    def __init__(self, rows: Sequence[Row], block: int):
+        self.rows = list(rows)
+        longest = max(len(row.text) for row in rows)
+        self._tokens = rows[0].text.new_zeros(len(rows), longest + block)
+        for row, tokens in zip(rows, self._tokens, strict=True):
+            tokens[: row.length] = row.context
+            row.text = tokens[: len(row.text)]
+        self.lengths = Places([row.length for row in rows], self._tokens.device)
+        """How much of each row is written."""
+
+    def last(self) -> Tensor:
+        """Return each row's last token, (B, 1)."""
+        if len(self.rows) == 1:
+            return self.rows[0].context[None, -1:]
+        return self._tokens.gather(1, self.lengths.tensor[:, None] - 1)
+
+    def append(self, tokens_B: Tensor) -> None:
+        """Write one token behind each row, (B,)."""
+        self._tokens.scatter_(1, self.lengths.tensor[:, None], tokens_B[:, None])
+        self.lengths = self.lengths + 1
+
+    def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor:
+        """Write tokens behind each row, in one transfer, which the places of the accepted nodes go with.
+
+        Args:
+            tokens: at most as many for each row as it has room for.
+            paths: the places in its block of each row's accepted nodes.
+
+        Returns:
+            The same places, (B, D): where a path ends, those that a chain would have.
+        """
+        width, depth = max(map(len, tokens)), max(map(len, paths))
+        lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
+        packet = torch.tensor(
+            [
+                [length, *new, *[0] * (width - len(new)), *path, *range(len(path) + 1, depth + 1)]
+                for length, new, path in zip(lengths, tokens, paths, strict=True)
+            ],
+            device=self._tokens.device,
+        )
+        columns = self.lengths.tensor[:, None] + torch.arange(width, device=self._tokens.device)
+        self._tokens.scatter_(1, columns, packet[:, 1 : 1 + width])
+        self.lengths = Places(lengths, packet.device, packet[:, 0])
+        return packet[:, 1 + width :]
+
+    def select(self, places: Sequence[int]) -> None:
+        """Go on with some of the rows."""
+        self.rows = [self.rows[place] for place in places]
+        self._tokens = self._tokens[places]
+        for row, tokens in zip(self.rows, self._tokens, strict=True):
+            row.text = tokens[: len(row.text)]
+        self.lengths = Places([row.length for row in self.rows], self._tokens.device)
 
 
 # Where a processor keeps a length that `generate` counted with the padding.

@@ -1,22 +1,22 @@
 """Which drafted tokens are accepted: by the lossless rule, or by lossy ones that say how far they depart from p."""
 
-from collections.abc import Callable
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.acceptance import accept_exact, accept_greedy
+from draftsmith.decode.acceptance import accept_exact, accept_exact_chains, accept_greedy
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Proposal
-from draftsmith.decode.sampling import Sampler, draw
+from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
+from draftsmith.decode.sampling import Sampler, draw, uniforms
 from draftsmith.decode.tree import ROOT, Tree
 
 Generator = torch.Generator | None
 """A source of randomness; the global one if None."""
-
-
 NO_TOKEN = -1
 """In place of a token: the target's logits are not numbers, and no token follows from them."""
 
@@ -30,21 +30,24 @@ class Verdict:
     token: int
     """The token to emit after them: a correction, or the bonus token after a leaf. `NO_TOKEN` where a distribution of
     the target's on the way is not one."""
+    accepted: list[int] | None = None
+    """The accepted tokens; None where the rule did not look at them."""
     departures: list[tuple[float, bool]] | None = None
     """Lossy rules: for each token, accepted ones and the last, TV(its distribution, p), and at T=0 whether it is not
     the argmax."""
 
 
-class Rule(Protocol):
-    """Verifies drafts, one row's at a time."""
+class Rule(ABC):
+    """Verifies drafts."""
 
     lossy: bool
     """Whether the output's distribution may differ from the target's. Lossy rules verify no drawn siblings."""
 
+    @abstractmethod
     def verify(
-        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
+        self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
-        """Return which of the drafted tokens are accepted, and the token after them.
+        """Return which of one row's drafted tokens are accepted, and the token after them.
 
         Args:
             sampler: how the target's logits become p.
@@ -54,33 +57,131 @@ class Rule(Protocol):
             generator: the row's source of randomness.
         """
 
+    def verify_batch(
+        self,
+        samplers: Sequence[Sampler],
+        logits: Tensor,
+        contexts: Sequence[Sequence[Tensor]],
+        proposals: Sequence[Proposal],
+        generators: Sequence[Generator],
+    ) -> list[Verdict]:
+        """Return `verify`'s verdict for each row; a rule that can verify all rows at once does so here.
+
+        Args:
+            samplers: each row's.
+            logits: the target's, (B, K + 1, V), where K is the largest draft's tokens.
+            contexts: each row's.
+            proposals: each row's.
+            generators: each row's.
+        """
+        rows = zip(samplers, logits, contexts, proposals, generators, strict=True)
+        return [
+            self.verify(sampler, logits_KV[: 1 + len(proposal.tokens)], texts, proposal, generator)
+            for sampler, logits_KV, texts, proposal, generator in rows
+        ]
+
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Rule):
     """The lossless rule: the output has the target's distribution, whatever was drafted (see `accept_exact`)."""
 
     lossy = False
 
     def verify(
-        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
+        self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
-        """Accept by rejection sampling, or at T=0 while the draft names the argmax."""
-        scores = sampler.scores(logits, contexts)
+        """Accept by rejection sampling, or at T=0 while the draft names the argmax.
+
+        Only the contexts on the accepted path are processed: what the processors cost is paid for them alone.
+        """
+        p = _Processed(sampler, logits, contexts)
         if not sampler.do_sample:
-            best, chosen = scores.max(-1)
-            tokens, broken = torch.stack([chosen, best.isnan().to(chosen.dtype)]).tolist()
-            path, token = accept_greedy(tokens, proposal.tokens.tolist(), proposal.tree)
-            return Verdict(path, NO_TOKEN if any(broken[node + 1] for node in (ROOT, *path)) else token)
-        p = scores.softmax(-1)
-        path, last = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
-        # A node's distribution is numbers altogether or not at all, and a token that is not one is never accepted.
-        after = p[path[-1] + 1 if path else 0, :1].isnan().to(last.dtype)
-        token, broken_last = torch.cat([last, after]).tolist()
-        return Verdict(path, NO_TOKEN if broken_last else token)
+            path, token = accept_greedy(p, proposal.tokens.tolist(), proposal.tree)
+        else:
+            path, last = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
+            token = int(last)
+        return Verdict(path, NO_TOKEN if p.broken else token)
+
+    def verify_batch(
+        self,
+        samplers: Sequence[Sampler],
+        logits: Tensor,
+        contexts: Sequence[Sequence[Tensor]],
+        proposals: Sequence[Proposal],
+        generators: Sequence[Generator],
+    ) -> list[Verdict]:
+        """Verify all rows at once where processors look at nothing but the scores: one transfer for all of them."""
+        sampler = samplers[0]
+        if not sampler.context_free:
+            return super().verify_batch(samplers, logits, contexts, proposals, generators)
+        if not sampler.do_sample:
+            return _greedy_verdicts(sampler, logits, proposals)
+        if all(proposal.tree.is_chain for proposal in proposals):
+            return _chain_verdicts(sampler, logits, proposals, generators)
+        return super().verify_batch(samplers, logits, contexts, proposals, generators)
+
+
+class _Processed:
+    """The target's distributions of one row's draft, or at T=0 its argmax tokens, computed where they are looked at."""
+
+    def __init__(self, sampler: Sampler, logits_KV: Tensor, contexts: Sequence[Tensor]):
+        self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
+        self.broken = False
+        """Whether one of them is not a number."""
+
+    def __getitem__(self, place: int) -> Any:
+        contexts = [] if self._sampler.context_free else [self._contexts[place]]
+        scores_V = self._sampler.scores(self._logits_KV[place : place + 1], contexts)[0]
+        if self._sampler.do_sample:
+            p_V = scores_V.softmax(-1)
+            self.broken |= bool(p_V[0].isnan())  # numbers altogether or not at all
+            return p_V
+        best, chosen = scores_V.max(-1)
+        token, broken = torch.stack([chosen, best.isnan().to(chosen.dtype)]).tolist()
+        self.broken |= bool(broken)
+        return token
+
+
+def _greedy_verdicts(sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal]) -> list[Verdict]:
+    """At T=0: the argmax of every position, and the drafted tokens, in one transfer."""
+    best, chosen = sampler.scores(logits.flatten(0, 1), []).max(-1)
+    size = logits.shape[1]
+    parts = [chosen.view(-1, size), best.isnan().view(-1, size).to(chosen.dtype)]
+    rows = torch.cat([*parts, tokens_of(proposals, size - 1)], 1).tolist()
+    verdicts = []
+    for row, proposal in zip(rows, proposals, strict=True):
+        drafted, broken = row[2 * size :], row[size : 2 * size]
+        path, token = accept_greedy(row[:size], drafted, proposal.tree)
+        wrong = any(broken[node + 1] for node in (ROOT, *path))
+        verdicts.append(Verdict(path, NO_TOKEN if wrong else token, [drafted[node] for node in path]))
+    return verdicts
+
+
+def _chain_verdicts(
+    sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], generators: Sequence[Generator]
+) -> list[Verdict]:
+    """Chains under sampling, decided on the device: counts and tokens in one transfer."""
+    size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
+    p = sampler.scores(logits.flatten(0, 1), []).softmax(-1).view(logits.shape)
+    r = torch.nn.functional.pad(uniforms(generators, counts, p), (0, size - max(counts)), value=1.0)
+    u = uniforms(generators, [1] * len(counts), p.new_empty(0, dtype=torch.float64))[:, 0]
+    drafted, q = tokens_of(proposals, size), probabilities_of(proposals, size)
+    count, token = accept_exact_chains(p, q, drafted, r, u)
+    broken = p[torch.arange(len(p), device=p.device), count, 0].isnan()
+    parts = [count, token, broken.to(token.dtype)]
+    if q is not None:
+        parts.append(q[..., 0].isnan().any(-1).to(token.dtype))
+    rows = torch.cat([torch.stack(parts, 1), drafted], 1).tolist()
+    if q is not None and any(row[3] for row in rows):
+        warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
+    return [
+        Verdict(list(range(row[0])), NO_TOKEN if row[2] else row[1], row[len(parts) : len(parts) + row[0]])
+        for row in rows
+    ]
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Rule):
     """Lossy: accept a drafted token while the target's probability of it is above a level.
 
     In a tree the longest accepted path wins. At T=0 the probability is that of the processed logits at temperature 1.
@@ -98,7 +199,7 @@ class Threshold:
         return p.new_full(p.shape[:1], self.level)
 
     def verify(
-        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
+        self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept the longest path of tokens above their levels."""
         scores = sampler.scores(logits, contexts)
@@ -150,7 +251,7 @@ class Typical(Threshold):
 
 
 @dataclass(frozen=True)
-class Cascade:
+class Cascade(Rule):
     """Lossy: drafted tokens stand unverified while the drafter is confident; the target speaks where it is not.
 
     Confidence is max q, the probability of the drafter's most likely token. The target's forward over the tokens that
@@ -165,7 +266,7 @@ class Cascade:
             raise InputError(f"level: expected a value between 0 and 1, found {self.level}")
 
     def verify(
-        self, sampler: Sampler, logits: Tensor, contexts: list[Tensor], proposal: Proposal, generator: Generator
+        self, sampler: Sampler, logits: Tensor, contexts: Sequence[Tensor], proposal: Proposal, generator: Generator
     ) -> Verdict:
         """Accept the tokens before the first one that the drafter was unsure about."""
         if proposal.confidence is None and len(proposal.tree):
@@ -220,7 +321,7 @@ def _verdict(
     # Of the scores: softmax rounds near-ties to ties.
     token = int(draw(p[last + 1], generator) if sampler.do_sample else scores[last + 1].argmax())
     if bool(p[[node + 1 for node in (ROOT, *path)], 0].isnan().any()):
-        return Verdict(path, NO_TOKEN, [])
+        return Verdict(path, NO_TOKEN)
     departures = []
     for node, child in zip([ROOT, *path], [*path, None], strict=True):
         p_here = p[node + 1]
@@ -233,7 +334,7 @@ def _verdict(
             departures.append((float((emitted - p_here).abs().sum()) / 2, False))
         else:  # a certain token has a one-hot distribution, one that the target drew has p
             departures.append((0.0 if child is None else 1 - float(p_here[proposal.tokens[child]]), False))
-    return Verdict(path, token, departures)
+    return Verdict(path, token, departures=departures)
 
 
 def _refuse_drawn_siblings(tree: Tree, node: int) -> None:

@@ -173,6 +173,35 @@ def draw(p_V: Tensor, generator: torch.Generator | None) -> Tensor:
     return torch.searchsorted(cumulative, u, right=True).clamp_(max=len(p_V) - 1)
 
 
+def uniforms(generators: Sequence[torch.Generator | None], counts: Sequence[int], like: Tensor) -> Tensor:
+    """Return numbers uniform on [0, 1), of `like`'s dtype and device: row i's generator draws its first `counts[i]`.
+
+    So a row spends the random numbers that it would spend alone.
+
+    Returns:
+        (B, max(counts)); what is beyond a row's count is 1, which nothing is accepted with.
+    """
+    most = max(counts)
+    rows = []
+    for generator, count in zip(generators, counts, strict=True):
+        device = like.device if generator is None else generator.device
+        row = torch.rand(count, generator=generator, device=device, dtype=like.dtype)
+        rows.append(row if count == most else torch.nn.functional.pad(row, (0, most - count), value=1.0))
+    return torch.stack(rows).to(like.device)
+
+
+def draw_rows(p_BV: Tensor, u_B: Tensor) -> Tensor:
+    """Draw one token from each distribution (B, V), or unnormalised one; returns (B,) int64. See `draw`.
+
+    Args:
+        p_BV: the distributions. From one that is not a number any token comes.
+        u_B: uniform on [0, 1), float64.
+    """
+    cumulative = p_BV.cumsum(-1, dtype=torch.float64)
+    tokens = torch.searchsorted(cumulative, u_B[:, None] * cumulative[:, -1:], right=True)
+    return tokens[:, 0].clamp_(max=p_BV.shape[-1] - 1)
+
+
 def draw_without_replacement(q_V: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Draw siblings of a tree, each from what its earlier ones left.
 

@@ -4,7 +4,7 @@ Under the exact rule the output is that of plain decoding of the target, token f
 otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,21 +12,22 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import CachedModel, check_model, padded
+from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import (
     DecodeOutput,
     Departure,
     Row,
+    TextBatch,
     collect_output,
     decoded,
     generate_arguments,
     prepare_rows,
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
-from draftsmith.decode.rules import NO_TOKEN, Rule, as_rule
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, tokens_of
+from draftsmith.decode.rules import NO_TOKEN, Rule, Verdict, as_rule
 
 
 @dataclass(frozen=True)
@@ -152,78 +153,117 @@ def _write(
     p is the target's distribution and q the proposer's, both warped by the sampler.
     """
     max_length, vocab_size = max(len(row.text) for row in rows), model.config.get_text_config().vocab_size
-    sampler, generators = rows[0].sampler, [row.generator for row in rows]
-    samplers = [row.sampler for row in rows]
+    sampler, samplers = rows[0].sampler, [row.sampler for row in rows]
     task = Task(
-        sampler, vocab_size, generators, max_length, plan.longest, not rule.lossy, compiled, target=model,
+        sampler,
+        vocab_size,
+        [row.generator for row in rows],
+        max_length,
+        plan.longest,
+        draw_siblings=not rule.lossy,
+        compiled=compiled,
+        target=model,
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
-    )  # fmt: skip
+    )
     largest = proposer.start(task)
     target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, proposer.wants_hidden)
     plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
+    texts = TextBatch(rows, 1 + largest)
     while True:
+        rows = texts.rows
         # Draft γ tokens from q, but leave room for the target's own.
         drafts = plan.propose(model, proposer, [row.context for row in rows], [row.room - 1 for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
-        logits = _verify(target, rows, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts))
-        outcomes = []
-        for i, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
-            # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
-            p_logits = logits[i, : 1 + len(draft.tokens)]
-            contexts = [] if sampler.context_free else _contexts(row, draft)
-            verdict = rule.verify(row.sampler, p_logits, contexts, draft, row.generator)
+        logits = _verify(target, texts, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts))
+        # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
+        contexts = [Contexts(row.context, draft) for row, draft in zip(rows, drafts, strict=True)]
+        samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
+        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators)
+        for row, verdict in zip(rows, verdicts, strict=True):
             if verdict.token == NO_TOKEN:
                 raise row.not_finite(len(verdict.path))
-            hidden = None if target.hidden is None else target.hidden[i, : len(p_logits)]
-            outcomes.append(Outcome(verdict.path, p_logits, hidden))
-            target.keep_path(i, row.length - 1, [node + 1 for node in verdict.path])
-            # Emit them, up to the end of the text.
-            accepted = draft.tokens[verdict.path].tolist() if verdict.path else []
-            tokens = row.emit([*accepted, verdict.token])
-            counts = Counts.of_round(draft.tree, len(accepted), len(tokens))
+        paths, starts = [verdict.path for verdict in verdicts], texts.lengths + -1
+        emitted = [_emitted(*told) for told in zip(rows, verdicts, drafts, strict=True)]
+        kept = [[node + 1 for node in path] for path in paths]
+        target.keep_paths(starts, kept, texts.write(emitted, kept))
+        # Emit them, up to the end of the text.
+        for row, draft, verdict, tokens in zip(rows, drafts, verdicts, emitted, strict=True):
+            tokens = row.advance(tokens)
+            counts = Counts.of_round(draft.tree, len(verdict.path), len(tokens))
             row.rounds.append(counts)
             for distance, wrong in (verdict.departures or [])[: len(tokens)]:
                 row.departure += Departure(distance, int(wrong), 1)
             plan.observe(counts.num_accepted_tokens, len(counts.num_draft_tokens_per_pos))
             if observer is not None:
                 leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]
-                bonus = leaf and len(draft.tree) > 0 and len(tokens) > len(accepted)
+                bonus = leaf and len(draft.tree) > 0 and len(tokens) > len(verdict.path)
                 observer(Round(row.index, tokens, counts, bonus, row.done))
         left = [i for i, row in enumerate(rows) if not row.done]
         if not left:
             return
-        proposer.commit(outcomes)
+        proposer.commit(_outcomes(paths, drafts, logits, target.hidden))
         if len(left) < len(rows):
-            rows = [rows[i] for i in left]
+            texts.select(left)
             target.select(left)
             proposer.select(left)
 
 
-def _verify(target: CachedModel, rows: list[Row], drafts: list[Proposal], width: int) -> Tensor:
+def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], width: int) -> Tensor:
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
-    chains = all(draft.tree.is_chain for draft in drafts)
+    rows, chains = texts.rows, all(draft.tree.is_chain for draft in drafts)
     if target.is_empty:
         if len(rows) == 1 and chains and not target.compiled:
             # The prompt and the first draft in one forward.
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
         target.prefill_texts([row.context for row in rows])
-    blocks = padded([torch.cat([row.context[-1:], d.tokens]) for row, d in zip(rows, drafts, strict=True)], width + 1)
-    starts = [row.length - 1 for row in rows]
+    blocks = torch.cat([texts.last(), tokens_of(drafts, width)], 1)
+    starts = texts.lengths + -1
     if chains:
         return target.feed(blocks, starts)
+    trees = [draft.tree for draft in drafts]
+    if all(tree is trees[0] for tree in trees) and len(trees[0]) == width:
+        visible, depths = trees[0].on(blocks.device)
+        return target.feed(blocks, starts, visible=visible, depths=depths)
     visible = torch.eye(width + 1, dtype=torch.bool).repeat(len(rows), 1, 1)
     depths = torch.zeros(len(rows), width + 1, dtype=torch.long)
-    for i, draft in enumerate(drafts):
-        size = len(draft.tree) + 1
-        visible[i, :size, :size] = draft.tree.visible
-        depths[i, 1:size] = torch.tensor(draft.tree.depths)
+    for i, tree in enumerate(trees):
+        size = len(tree) + 1
+        visible[i, :size, :size] = tree.visible
+        depths[i, 1:size] = torch.tensor(tree.depths)
     return target.feed(blocks, starts, visible=visible.to(blocks.device), depths=depths.to(blocks.device))
 
 
-def _contexts(row: Row, draft: Proposal) -> list[Tensor]:
-    """Return the tokens before each position of the block: the text, and the path of drafted tokens to it."""
-    paths = [draft.tree.path(node) for node in range(-1, len(draft.tree))]
-    return [torch.cat([row.context, draft.tokens[path]]) if path else row.context for path in paths]
+class Contexts(Sequence[Tensor]):
+    """The tokens before each position of a block, (T_j,): the text, and the path of drafted tokens to it."""
+
+    def __init__(self, text: Tensor, draft: Proposal):
+        self._text, self._draft = text, draft
+
+    def __len__(self) -> int:
+        return 1 + len(self._draft.tokens)
+
+    def __getitem__(self, place: Any) -> Any:
+        if not place:
+            return self._text
+        return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(range(len(self))[place] - 1)]])
+
+
+def _emitted(row: Row, verdict: Verdict, draft: Proposal) -> list[int]:
+    """Return the accepted tokens and the one after them, as far as there is room."""
+    accepted = verdict.accepted
+    if accepted is None:
+        accepted = draft.tokens[verdict.path].tolist() if verdict.path else []
+    return [*accepted, verdict.token][: row.room]
+
+
+def _outcomes(
+    paths: Sequence[list[int]], drafts: Sequence[Proposal], logits: Tensor, hidden: Tensor | None
+) -> list[Outcome]:
+    sizes = [1 + len(draft.tokens) for draft in drafts]
+    return [
+        Outcome(path, logits[i, :size], None if hidden is None else hidden[i, :size])
+        for i, (path, size) in enumerate(zip(paths, sizes, strict=True))
+    ]
 
 
 def _streaming(streamer: Any, observer: Observer | None) -> Observer:

@@ -155,6 +155,16 @@ class Tree:
             visible[node + 1] |= visible[parent + 1]
         return visible
 
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return `visible` and the depths of the root and the nodes, (K + 1,), on a device, where they are kept."""
+        if device not in self._on_devices:
+            self._on_devices[device] = self.visible.to(device), torch.tensor((0, *self.depths), device=device)
+        return self._on_devices[device]
+
+    @cached_property
+    def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor]]:
+        return {}
+
     def pruned(self, depth: int) -> "tuple[Tree, list[int]]":
         """Return the tree without what lies deeper than `depth`, and the nodes that are left."""
         if depth >= self.depth:

@@ -27,7 +27,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, Verdict, as_rule
-from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Observer, Round, speculative_generate
 
 PARTS = ("draft", "target", "accept", "sync", "rest")
@@ -292,24 +291,20 @@ class _TimedProposer(Proposer):
             self._proposer.select(rows)
 
 
-class _TimedRule:
+class _TimedRule(Rule):
     """A rule whose verdicts are timed."""
 
     def __init__(self, rule: Rule, profile: Profile):
         self.lossy = rule.lossy
         self._rule, self._profile = rule, profile
 
-    def verify(
-        self,
-        sampler: Sampler,
-        logits: Tensor,
-        contexts: list[Tensor],
-        proposal: Proposal,
-        generator: torch.Generator | None,
-    ) -> Verdict:
+    def verify(self, *args: Any) -> Verdict:
+        return self._rule.verify(*args)
+
+    def verify_batch(self, *args: Any) -> list[Verdict]:
         self._profile._verified()
         with self._profile._span("accept", "verify"):
-            return self._rule.verify(sampler, logits, contexts, proposal, generator)
+            return self._rule.verify_batch(*args)
 
 
 def chrome_trace(profiles: Sequence[Profile]) -> dict[str, Any]:

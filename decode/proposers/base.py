@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache import padded
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_walk
 from draftsmith.decode.replay.texts import Distributions, WrittenText
@@ -49,6 +50,46 @@ class Proposal:
         return Proposal(
             self.tokens[kept], None if q is None else q[kept], tree, None if confidence is None else confidence[kept]
         )
+
+
+class Drafts(list[Proposal]):
+    """The drafts of a batch, for a proposer that has their tensors together.
+
+    Args:
+        proposals: a draft for each row.
+        tokens: all of their tokens, (B, K); what is beyond a shorter draft may be anything.
+        probabilities: all of their distributions, (B, K, V).
+    """
+
+    def __init__(self, proposals: Sequence[Proposal], tokens: Tensor, probabilities: Tensor | None):
+        super().__init__(proposals)
+        self.tokens, self.probabilities = tokens, probabilities
+
+
+def tokens_of(proposals: Sequence[Proposal], width: int) -> Tensor:
+    """Return the drafted tokens of a batch, (B, width); zeros beyond a shorter draft where they are not at hand."""
+    if isinstance(proposals, Drafts) and proposals.tokens.shape[1] == width:
+        return proposals.tokens
+    return padded([proposal.tokens for proposal in proposals], width)
+
+
+def probabilities_of(proposals: Sequence[Proposal], width: int) -> Tensor | None:
+    """Return the distributions that chains were drawn from, (B, width, V); None where all drafts are deterministic.
+
+    Those of a deterministic draft among others are one-hot.
+    """
+    if isinstance(proposals, Drafts) and (proposals.probabilities is None or proposals.probabilities.shape[1] == width):
+        return proposals.probabilities
+    given = [proposal.probabilities for proposal in proposals if proposal.probabilities is not None]
+    if not given:
+        return None
+    together = given[0].new_zeros(len(proposals), width, given[0].shape[1])
+    for row, proposal in zip(together, proposals, strict=True):
+        if proposal.probabilities is None:
+            row[: len(proposal.tokens)].scatter_(1, proposal.tokens[:, None], 1.0)
+        else:
+            row[: len(proposal.tokens)] = proposal.probabilities
+    return together
 
 
 @dataclass(frozen=True)

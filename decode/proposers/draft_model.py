@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import CachedModel, Places, check_model
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree
 from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
-from draftsmith.decode.sampling import Sampler, align_vocabulary, draw, prefixes, scores_of_rows
+from draftsmith.decode.sampling import Sampler, align_vocabulary, draw_rows, prefixes, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Tree
 
 Stop = Callable[[Tensor], bool]
@@ -88,7 +88,7 @@ class DraftModelProposer(Proposer):
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
-        self._lengths = [len(context) for context in contexts]
+        self._lengths = Places([len(context) for context in contexts], self.draft_model.device)
         depth = max(draft_lengths)
         if depth < 1:
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
@@ -97,6 +97,7 @@ class DraftModelProposer(Proposer):
         home, device = contexts[0].device, self.draft_model.device
         texts = [context.to(device) for context in contexts]
         logits = self._feed_texts(texts)
+        drafts: list[Proposal]
         if self.tree is None:
             drafts = self._chains(texts, draft_lengths, logits)
         elif isinstance(self.tree, Tree):
@@ -107,11 +108,13 @@ class DraftModelProposer(Proposer):
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep what was accepted and fed; the last token of a path never was."""
+        paths = []
         for row, outcome in enumerate(outcomes):
             slots = [self._fed[row][node] for node in outcome.path]
             slots = slots[: slots.index(-1)] if -1 in slots else slots
-            self._model.keep_path(row, self._lengths[row] - 1, [slot + 1 for slot in slots])
-            self._cached[row] = min(self._cached[row], self._lengths[row]) + len(slots)
+            paths.append([slot + 1 for slot in slots])
+            self._cached[row] = min(self._cached[row], self._lengths.host[row]) + len(slots)
+        self._model.keep_paths(self._lengths + -1, paths)
 
     def select(self, rows: Sequence[int]) -> None:
         """Drop the other rows from the cache."""
@@ -162,7 +165,7 @@ class DraftModelProposer(Proposer):
         That is one token, or two after full acceptance, when the last drafted one was never fed; a row that lacks one
         where another lacks two has its last cached token fed again, into its own slot.
         """
-        lengths = self._lengths
+        lengths = self._lengths.host
         lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
         first = not any(self._cached)
         if first and len(contexts) == 1 and not self._model.compiled:
@@ -174,7 +177,7 @@ class DraftModelProposer(Proposer):
             if self._model.compiled:  # rounds without a draft leave more: few sizes, few compilations
                 lacking = min(max(2, 1 << (lacking - 1).bit_length()), *lengths)
             block = torch.stack([context[-lacking:] for context in contexts])
-            logits = self._model.feed(block, [length - lacking for length in lengths], keep=1)
+            logits = self._model.feed(block, self._lengths + -lacking, keep=1)
         self._cached = list(lengths)
         return self._aligned(logits)[:, 0]
 
@@ -189,53 +192,46 @@ class DraftModelProposer(Proposer):
     def _wants_confidence(self) -> bool:
         return not self._task.draw_siblings  # a lossy rule may ask for it
 
-    def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> list[Proposal]:
-        sampler, drawn = self._task.sampler, self._draws
-        texts = list(contexts)
-        drafted: list[list[Tensor]] = [[] for _ in contexts]
-        distributions: list[list[Tensor]] = [[] for _ in contexts]
-        confidences: list[list[Tensor]] = [[] for _ in contexts]
-        going = [k > 0 for k in draft_lengths]
+    def _chains(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor) -> Drafts:
+        """Draft all rows a token at a time; what a row drafts beyond its length is left out at the end."""
+        samplers, drawn, texts = self._samplers, self._draws, list(contexts)
+        lengths, going = list(draft_lengths), [k > 0 for k in draft_lengths]
+        chosen: list[Tensor] = []  # (B,) at each step
+        distributions: list[Tensor] = []  # (B, V)
+        if drawn:
+            u_BK = uniforms(self._generators, draft_lengths, logits.new_empty(0, dtype=torch.float64))
         for step in range(max(draft_lengths)):
-            # One call for all rows wherever the sampler looks at the scores alone.
-            scores = scores_of_rows(self._samplers, logits, texts)
-            q = scores.softmax(-1) if drawn or self.stop or self._wants_confidence else None
-            chosen = None if drawn else scores.argmax(-1)
-            tokens = []
-            for row in range(len(texts)):
-                if going[row] and self.stop is not None and q is not None and self.stop(q[row]):
-                    going[row] = False
-                if chosen is not None:
-                    token = chosen[row : row + 1]
-                elif going[row]:
-                    token = draw(q[row], self._generators[row])  # type: ignore[index]
-                else:
-                    token = texts[row][-1:]
-                tokens.append(token)
-                if going[row]:
-                    drafted[row].append(token)
-                    if drawn:
-                        distributions[row].append(q[row])  # type: ignore[index]
-                    if q is not None:
-                        confidences[row].append(q[row].max())
-            going = [alive and step + 1 < k for alive, k in zip(going, draft_lengths, strict=True)]
+            scores = scores_of_rows(samplers, logits, texts)
+            if drawn or self.stop or self._wants_confidence:
+                distributions.append(scores.softmax(-1))
+            if self.stop is not None:
+                for row in range(len(texts)):
+                    if going[row] and self.stop(distributions[-1][row]):
+                        going[row], lengths[row] = False, step
+            chosen.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else scores.argmax(-1))
+            going = [alive and step + 1 < k for alive, k in zip(going, lengths, strict=True)]
             if not any(going):
                 break
-            logits = self._aligned(self._model.feed(torch.stack(tokens), [n + step for n in self._lengths]))[:, 0]
-            if not sampler.context_free:
-                texts = [torch.cat([text, token]) for text, token in zip(texts, tokens, strict=True)]
+            fed = chosen[-1][:, None]
+            logits = self._aligned(self._model.feed(fed, self._lengths + step))[:, 0]
+            if not samplers[0].context_free:
+                texts = [torch.cat([text, token]) for text, token in zip(texts, fed, strict=True)]
+        tokens_BK = torch.stack(chosen, 1)
+        q_BKV = torch.stack(distributions, 1) if distributions else None
+        confidence_BK = None if q_BKV is None else q_BKV.amax(-1)
         # What was drafted last was not fed.
-        self._fed = [[*range(len(row) - 1), -1] for row in drafted]
-        none = contexts[0].new_zeros(0)
-        return [
+        self._fed = [[*range(k - 1), -1] if k else [] for k in lengths]
+        proposals = [
             Proposal(
-                torch.cat(drafted[row]) if drafted[row] else none,
-                torch.stack(distributions[row]) if distributions[row] else None,
-                Tree.chain(len(drafted[row])),
-                torch.stack(confidences[row]) if confidences[row] else None,
+                tokens_BK[row, :k],
+                q_BKV[row, :k] if drawn and k and q_BKV is not None else None,
+                Tree.chain(k),
+                None if confidence_BK is None else confidence_BK[row, :k],
             )
-            for row in range(len(contexts))
+            for row, k in enumerate(lengths)
         ]
+        longest = max(lengths)
+        return Drafts(proposals, tokens_BK[:, :longest], q_BKV[:, :longest] if drawn and q_BKV is not None else None)
 
     def _static_trees(
         self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor
@@ -285,5 +281,5 @@ class DraftModelProposer(Proposer):
         `visible` says which of the nodes fed so far, these too, each of them attends to, (F, N) or (B, F, N).
         """
         depths = torch.full((tokens.shape[1],), depth - 1 - behind, device=tokens.device)
-        starts = [length + behind for length in self._lengths]
+        starts = self._lengths + behind
         return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))

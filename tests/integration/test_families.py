@@ -24,7 +24,7 @@ from draftsmith.decode import (
     cache,
     speculative_generate,
 )
-from draftsmith.decode.cache import CachedModel, check_model, padded
+from draftsmith.decode.cache import CachedModel, Places, check_model, padded
 from draftsmith.decode.rules import Rule
 
 NEW = 12
@@ -283,10 +283,10 @@ def test_cached_forwards_are_fresh_ones(name, lengths):
             logits = torch.cat([first, second], 1)
         for row, tree in enumerate(shapes):  # a row's entries behind its own tree mean nothing
             assert_same(logits[row : row + 1, : 1 + len(tree)], model, [expected[row][: 1 + len(tree)]])
-        for row, tree in enumerate(shapes):
-            # A leaf, an inner node or none at all, and a token that was not fed.
-            path = tree.path((len(tree) - 1, 2, -1, 1)[(round + row * ragged) % 4])
-            cached.keep_path(row, starts[row], [node + 1 for node in path])
+        # A leaf, an inner node or none at all, and a token that was not fed.
+        kept = [t.path((len(t) - 1, 2, -1, 1)[(round + row * ragged) % 4]) for row, t in enumerate(shapes)]
+        cached.keep_paths(Places(starts, blocks.device), [[node + 1 for node in path] for path in kept])
+        for row, path in enumerate(kept):
             correction = torch.randint(1, VOCAB, (1,), generator=generator)
             texts[row] = torch.cat([texts[row], drafted[row, path], correction])
         if round == 5 and len(texts) > 1:

@@ -249,7 +249,12 @@ def test_the_heads_input_is_the_last_hidden_state(name):
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     output = model(ids, output_hidden_states=True)
     hook.remove()
-    assert torch.equal(output.hidden_states[-1], seen[0])
+    if name == "gemma3n":  # four streams, which only the decoder makes one: refused where forwards are compiled
+        heads = MedusaHeads.of_target(model, 2)
+        with pytest.raises(InputError, match="compiled: expected the last hidden states"):
+            speculative_generate(model, MedusaProposer(heads), ids, compiled=True, **GREEDY)
+    else:
+        assert torch.equal(output.hidden_states[-1], seen[0])
     torch.testing.assert_close(last_hidden(model, input_ids=ids), seen[0])
 
 

@@ -482,7 +482,7 @@ class SampledT0(Sampler):
         return self.scores(logits_KV, contexts).softmax(-1).multinomial(1)[:, 0]
 
 
-class Changed:
+class Changed(Rule):
     """The exact rule, of another sampler, other logits or other contexts than it is given."""
 
     lossy = False
@@ -495,11 +495,13 @@ class Changed:
         return Exact().verify(**(given | self.change(**given)), generator=generator)
 
 
-class TakesTheFirst(Exact):
+class TakesTheFirst(Rule):
     """Commits the first drafted token unverified."""
 
+    lossy = False
+
     def verify(self, sampler, logits, contexts, proposal, generator):
-        verdict = super().verify(sampler, logits, contexts, proposal, generator)
+        verdict = Exact().verify(sampler, logits, contexts, proposal, generator)
         if verdict.path or not len(proposal.tokens):
             return verdict
         return Verdict([0], int(logits[1].argmax()))
@@ -528,7 +530,7 @@ def with_replacement(q, count, generator):
 def only_the_last_ends(row, tokens):
     """Looks for the end of the text in a block's last token alone."""
     eos, row.eos = row.eos, row.eos if tokens[-1] in row.eos else frozenset()
-    written = real_emit(row, tokens)
+    written = real_advance(row, tokens)
     row.eos = eos
     return written
 
@@ -542,13 +544,17 @@ def counts_past_the_end(draft, accepted, emitted):
     return replace(real_round(draft, accepted, max(emitted, accepted + 1)), num_emitted_tokens=emitted)
 
 
+def on_host(starts) -> list[int]:
+    return starts.host if isinstance(starts, cache.Places) else list(starts)
+
+
 def feeds_one_slot_late(model, tokens, starts, *args, **kwargs):
     """The target drops one token less than was rejected."""
-    return real_feed(model, tokens, [start + (start > 10) for start in starts], *args, **kwargs)
+    return real_feed(model, tokens, [start + (start > 10) for start in on_host(starts)], *args, **kwargs)
 
 
 def feeds_at_the_first_rows_length(model, tokens, starts, *args, **kwargs):
-    return real_feed(model, tokens, [starts[0]] * len(starts), *args, **kwargs)
+    return real_feed(model, tokens, on_host(starts)[:1] * len(tokens), *args, **kwargs)
 
 
 def feeds_nodes_as_a_chain(model, tokens, starts, keep=None, visible=None, depths=None):
@@ -561,7 +567,7 @@ def without_windows(model, *args, **kwargs):
     model._window = 10**6
 
 
-residual, real_siblings, real_emit = acceptance.residual, sampling.draw_without_replacement, generation.Row.emit
+residual, real_siblings, real_advance = acceptance.residual, sampling.draw_without_replacement, generation.Row.advance
 real_round, real_feed, real_cache = Counts.of_round, cache.CachedModel.feed, cache.CachedModel.__init__
 
 MISTAKES = {
@@ -579,7 +585,7 @@ MISTAKES = {
     "the draft keeps a rejected token": (7, {"proposer": KeepsARejectedToken}),
     "the target keeps a rejected token": (7, {(cache.CachedModel, "feed"): feeds_one_slot_late}),
     "the first drafted token is not verified": (8, {"rule": TakesTheFirst()}),
-    "an end inside a block is not seen": (8, {(generation.Row, "emit"): only_the_last_ends}),
+    "an end inside a block is not seen": (8, {(generation.Row, "advance"): only_the_last_ends}),
     "the bonus counts as accepted": (9, {(Counts, "of_round"): counts_the_bonus}),
     "drafts past the end count": (9, {(Counts, "of_round"): counts_past_the_end}),
     "padding is drafted": (10, {(draft_model, "align_vocabulary"): lambda logits, size: logits}),
@@ -595,7 +601,7 @@ MISTAKES = {
     "positions count nodes": (14, {(cache.CachedModel, "feed"): feeds_nodes_as_a_chain}),
     "siblings drawn with replacement": (14, {(draft_tree, "draw_without_replacement"): with_replacement}),
     "siblings tried against p": (14, {(acceptance, "residual"): lambda p, q, x: p}),
-    "processors do not see drafted tokens": (15, {"rule": Changed(lambda contexts, **_: {"contexts": contexts[:1] * len(contexts)})}),
+    "processors do not see drafted tokens": (15, {"rule": Changed(lambda contexts, **_: {"contexts": [contexts[0]] * len(contexts)})}),
     "no n-gram is repeated": (16, {(repetition, "count_repeated_ngrams"): lambda *args: (0, 57)}),
 }  # fmt: skip
 

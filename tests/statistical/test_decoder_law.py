@@ -25,7 +25,7 @@ from draftsmith.decode.measurement.distribution_test import (
     distribution_test,
     sample_texts,
 )
-from draftsmith.decode.sampling import Sampler, draw
+from draftsmith.decode.sampling import Sampler, draw_rows
 
 FALSE_ALARM = 1e-4
 VOCAB = 13
@@ -144,27 +144,27 @@ PLANTS = {
     "residual by softmax": (
         "T=1",
         DraftModelProposer,
-        {(acceptance, "residual"): lambda p, q, x: (p - q).softmax(-1)},
+        {(acceptance, "residual_rows"): lambda p, q: (p - q).softmax(-1)},
     ),
     "no residual after lookup": (
         "T=0.7 top-p",
         lambda draft: PromptLookupProposer(),
-        {(acceptance, "residual"): lambda p, q, x: p},
+        {(acceptance, "residual_rows"): lambda p, q: p},
     ),
     "processors that do not see the drafted tokens": (
         "penalties",
         DraftModelProposer,
-        {(speculative, "_contexts"): lambda row, draft: [row.context] * (len(draft.tokens) + 1)},
+        {(speculative, "Contexts"): lambda text, draft: [text] * (len(draft.tokens) + 1)},
     ),
     "a bonus by argmax": (
         "T=1",
         DraftModelProposer,
-        {(acceptance, "draw"): lambda p, generator: p.argmax(-1, keepdim=True)},
+        {(acceptance, "draw_rows"): lambda p, u: p.argmax(-1)},
     ),
     "one random number for all corrections": (
         "T=1",
         DraftModelProposer,
-        {(acceptance, "draw"): lambda p, generator: draw(p, torch.Generator().manual_seed(1))},
+        {(acceptance, "draw_rows"): lambda p, u: draw_rows(p, torch.full_like(u, 0.25))},
     ),
 }
 

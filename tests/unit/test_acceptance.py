@@ -1,9 +1,12 @@
 """The acceptance rules with hand-set distributions: never, always, sometimes accepted."""
 
+import warnings
+
 import pytest
 import torch
 
-from draftsmith.decode.acceptance import accept_exact, accept_greedy, residual
+from draftsmith.decode.acceptance import accept_exact, accept_exact_chains, accept_greedy, residual
+from draftsmith.decode.sampling import uniforms
 from draftsmith.decode.tree import Tree
 
 
@@ -201,3 +204,30 @@ def test_a_tree_leaves_its_arguments_as_they_are():
     lengths = {len(accept_exact(p, q, drafted, TWO_DEEP, generator)[0]) for _ in range(50)}
     assert lengths == {0, 1, 2}
     assert all(map(torch.equal, before, (p, q, drafted)))
+
+
+@pytest.mark.parametrize("lengths", [[4, 4, 4, 4], [4, 2, 0, 3]])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_chains_of_a_batch_are_verified_as_each_alone(lengths, deterministic):
+    """Token for token, with the same random numbers: q that is p, that is not a number, that is anything."""
+    rows, size, vocab = len(lengths), 4, 11
+    for trial in range(60):
+        torch.manual_seed(trial)
+        p = (2 * torch.randn(rows, size + 1, vocab)).softmax(-1)
+        q = (2 * torch.randn(rows, size, vocab)).softmax(-1)
+        if trial % 3 == 0:
+            q = p[:, :-1].clone()
+        drafted = torch.multinomial(q.flatten(0, 1), 1).view(rows, size)
+        if trial % 4 == 0:
+            q[1, 1] = float("nan")
+        generators = [torch.Generator().manual_seed(100 * trial + row) for row in range(rows)]
+        r = uniforms(generators, lengths, p)
+        u = uniforms(generators, [1] * rows, p.new_empty(0, dtype=torch.float64))[:, 0]
+        counts, tokens = accept_exact_chains(p, None if deterministic else q, drafted, r, u)
+        for row, k in enumerate(lengths):
+            generator = torch.Generator().manual_seed(100 * trial + row)
+            one_q = None if deterministic else q[row, :k]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                accepted, token = on_chain(p[row, : k + 1], one_q, drafted[row, :k], generator)
+            assert (accepted, int(token)) == (int(counts[row]), int(tokens[row]))

@@ -223,5 +223,5 @@ def test_each_part_gets_back_the_time_that_it_took(clock, monkeypatch, accepted,
         assert table.plain_overhead_seconds[rows] == pytest.approx(WARPING)
         own = table.drafters["timed"][rows]
         assert [own.start, own.step, own.prefill] == pytest.approx([START, STEP * rows, FIRST])
-        # Each row's verdict applies the law by itself.
-        assert own.overhead == pytest.approx(REST + rows * WARPING)
+        # All rows' verdicts apply the processors in one call.
+        assert own.overhead == pytest.approx(REST + WARPING)

@@ -209,9 +209,9 @@ def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
 
     real = speculative._verify
 
-    def shifted(target, rows, drafts, *args):
-        logits = real(target, rows, drafts, *args)
-        for i, row in enumerate(rows):
+    def shifted(target, texts, drafts, *args):
+        logits = real(target, texts, drafts, *args)
+        for i, row in enumerate(texts.rows):
             # From its fourth new token on, the row of the longest prompt goes astray.
             if len(row.context) >= 8 and len(row.text) == 17:
                 logits[i, 0] = -logits[i, 0]

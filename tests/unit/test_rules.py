@@ -598,7 +598,7 @@ def test_the_lossy_rules_do_depart(law_of):
         assert check_departures(law_of(rule, p, most_likely(q, Tree.chain(2))), p) > 0.05
 
 
-class Misstates:
+class Misstates(rules.Rule):
     """A lossy rule whose departures are not those of what it emits."""
 
     lossy = True
