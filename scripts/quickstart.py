@@ -73,7 +73,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
     write_prompts(output / "prompts/measured.jsonl", measured)
     fields = {"draft": output / "draft", "baseline_draft": STOCK, "medusa": output / "medusa", "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
-    fields |= {"replay_limit": config.replayed_prompts, "dtype": "auto"}
+    fields |= {"replay_limit": config.replayed_prompts}
     report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)
     return report
