@@ -54,20 +54,6 @@ def vllm(body: dict, ids: list[int], reason: str, text: str = "", **choice) -> d
     }
 
 
-def older_vllm(body: dict, ids: list[int], reason: str, text: str = "") -> dict:
-    answer = vllm(body | {"return_token_ids": None}, ids, reason, text)
-    del answer["choices"][0]["token_ids"], answer["choices"][0]["prompt_token_ids"]
-    if body.get("return_tokens_as_token_ids"):
-        tokens = [f"token_id:{i}" for i in ids]
-        answer["choices"][0]["logprobs"] = {
-            "text_offset": [0] * len(ids),
-            "token_logprobs": [-0.5] * len(ids),
-            "tokens": tokens,
-            "top_logprobs": [{token: -0.5} for token in tokens],
-        }
-    return answer
-
-
 def sglang(body: dict, ids: list[int], reason: str, text: str = "") -> dict:
     asked = body.get("return_token_ids")
     choice = {
@@ -115,8 +101,9 @@ def older_sglang(body: dict, ids: list[int], reason: str, text: str = "") -> dic
 
 def plain(body: dict, ids: list[int], reason: str, text: str = "") -> dict:
     """OpenAI's shape and nothing else."""
-    answer = older_vllm(body | {"return_tokens_as_token_ids": None}, ids, reason, text)
-    del answer["choices"][0]["stop_reason"]
+    answer = vllm(body | {"return_token_ids": None}, ids, reason, text)
+    for name in ("token_ids", "prompt_token_ids", "stop_reason"):
+        del answer["choices"][0][name]
     return answer
 
 

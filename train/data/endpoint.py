@@ -1,14 +1,13 @@
 """Completions from an inference server: prompts go out as token ids, and token ids come back.
 
 Text would have to be tokenized again, and what comes out need not be what the target wrote. So the server is asked for
-the ids, in the first of these forms that it knows:
+the ids:
 
 * `"return_token_ids": true` gives `choices[].token_ids` and `prompt_token_ids`: vLLM since 0.10.2 (its pull request
   22587) and SGLang (pull request 30917), both on `/v1/completions`;
-* `"logprobs"` with `"return_tokens_as_token_ids": true` gives tokens written `token_id:123`: older vLLM;
 * SGLang's native `/generate` gives `output_ids`, whatever its age; it is used where the URL ends with that name;
-* text, tokenized again: it is decoded once more and the tokens are counted, and where either disagrees with what the
-  server answered, the sample is one that may differ from what the target wrote.
+* of other servers the text is tokenized again: it is decoded once more and the tokens are counted, and where either
+  disagrees with what the server answered, the sample is one that may differ from what the target wrote.
 
 Both servers list the end-of-sequence token among the ids; where one does not, it is added.
 """
@@ -28,7 +27,6 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.data.samples import Batch, Completion, Sample, mixed_seed
 
-FORMS = ("token_ids", "logprobs", "text")
 FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
 
 logger = logging.getLogger(__name__)
@@ -192,42 +190,40 @@ def complete_remotely(
 
 @dataclass
 class Source:
-    """The target on a server: knows in which form its ids come."""
+    """The target on a server."""
 
     server: Server
     model: str
     vocabulary: Vocabulary
-    form: int = 0
+    warned: bool = False
+    """That the server gives no ids."""
 
     async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
-        name, prompt_ids, what = sample.prompt.id, sample.ids, f"a completion of prompt {sample.prompt.id!r}"
-        while True:
-            form = self.form
-            body = await self.server.call("/completions", what, self.request(name, prompt_ids, FORMS[form]))
-            answer = read_native(body) if self.server.native else read_openai(body)
-            if answer is None or answer.finish_reason not in {"stop", "length"}:
-                found = "an answer of another shape" if answer is None else f"finish_reason {answer.finish_reason!r}"
-                raise InputError(f"endpoint: expected {what} from {self.server.url}, found {found}")
-            if answer.prompt_ids is not None and answer.prompt_ids != prompt_ids:
-                raise InputError(
-                    f"endpoint: expected {what} after its {len(prompt_ids)} tokens as sent, found that "
-                    f"{self.server.url} put it after {len(answer.prompt_ids)} others"
-                )
-            if answer.token_ids is not None or FORMS[form] == "text":
-                return settle(answer, prompt_ids, self.vocabulary, f"prompt {name!r}")
-            known, self.form = self.form, max(self.form, 2 if self.server.native else form + 1)
-            if FORMS[self.form] == "text" and self.form > known:  # not once a worker
-                logger.warning("%s: gives no token ids, so its text is tokenized again", self.server.url)
+        name, url = f"prompt {sample.prompt.id!r}", self.server.url
+        body = await self.server.call("/completions", f"a completion of {name}", self.request(sample))
+        answer = read_native(body) if self.server.native else read_openai(body)
+        if answer is None or answer.finish_reason not in {"stop", "length"}:
+            found = "an answer of another shape" if answer is None else f"finish_reason {answer.finish_reason!r}"
+            raise InputError(f"endpoint: expected a completion of {name} from {url}, found {found}")
+        if answer.prompt_ids is not None and answer.prompt_ids != sample.ids:
+            raise InputError(
+                f"endpoint: expected a completion of {name} after its {len(sample.ids)} tokens as sent, found that "
+                f"{url} put it after {len(answer.prompt_ids)} others"
+            )
+        if answer.token_ids is None and not self.warned:
+            self.warned = True
+            logger.warning("%s: gives no token ids, so its text is tokenized again", url)
+        return settle(answer, sample.ids, self.vocabulary, name)
 
-    def request(self, name: str, prompt_ids: list[int], form: str) -> dict[str, Any]:
+    def request(self, sample: Sample) -> dict[str, Any]:
         """Return the body that asks for one completion.
 
         Everything that shapes the distribution is written out: both servers fill what is left open from the model's
         generation_config.json, as `generate` does.
         """
         config = self.server.config
-        mixed = mixed_seed(config.seed, name) >> 32  # servers take 31 bits
+        mixed = mixed_seed(config.seed, sample.prompt.id) >> 32  # servers take 31 bits
         seed = {"sampling_seed" if self.server.native else "seed": mixed} if config.temperature > 0 else {}
         sampling: dict[str, Any] = {
             "temperature": config.temperature,
@@ -243,32 +239,17 @@ class Source:
             "spaces_between_special_tokens": False,
         }
         if self.server.native:
-            return {
-                "input_ids": prompt_ids,
-                "sampling_params": {"max_new_tokens": config.max_new_tokens} | sampling | seed,
-            }
-        asking: dict[str, dict[str, Any]] = {
-            "token_ids": {"return_token_ids": True},
-            "logprobs": {"logprobs": 0, "return_tokens_as_token_ids": True},
-            "text": {},
-        }
-        return (
-            {"model": self.model, "prompt": prompt_ids, "max_tokens": config.max_new_tokens}
-            | sampling
-            | seed
-            | asking[form]
-        )
+            sampling = {"max_new_tokens": config.max_new_tokens} | sampling | seed
+            return {"input_ids": sample.ids, "sampling_params": sampling}
+        asked = {"model": self.model, "prompt": sample.ids, "max_tokens": config.max_new_tokens}
+        return asked | sampling | seed | {"return_token_ids": True}
 
 
 def read_openai(body: Any) -> Answer | None:
     """Read an answer of `/v1/completions`; None where it has another shape."""
     try:
         choice = body["choices"][0]
-        tokens = (choice.get("logprobs") or {}).get("tokens") or []
-        written = [str(token).removeprefix("token_id:") for token in tokens if str(token).startswith("token_id:")]
         ids = choice.get("token_ids")
-        if ids is None and tokens and len(written) == len(tokens):
-            ids = [int(token) for token in written]
         return Answer(
             text=str(choice["text"]),
             finish_reason=choice["finish_reason"],
