@@ -250,8 +250,7 @@ class MedusaHeads(PreTrainedModel):
 
     def lm_head_of(self, index: int) -> LMHead:
         """Return the language-model head of head `index`."""
-        lm_heads = self.all_lm_heads
-        return lm_heads[0] if self.config.original_lm_head else lm_heads[index]
+        return self.all_lm_heads[0 if self.config.original_lm_head else index]
 
     def head(self, index: int) -> OutputHead:
         """Return the map of head `index` from its block's output to logits over its vocabulary, (D, H)."""

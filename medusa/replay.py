@@ -28,6 +28,9 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.losses.output_head import head_of, last_hidden
 
+CHUNK = 512
+"""Positions whose logits are held at a time, of the target and one head."""
+
 
 @dataclass(frozen=True)
 class ReplayedHeads:
@@ -55,7 +58,6 @@ def replay_ranks(
     sampler: Sampler | None = None,
     most: int | Sequence[int] = MOST_RANKS,
     limit: int | None = None,
-    chunk: int = 512,
     hidden_NH: Tensor | None = None,
 ) -> TextRanks:
     """Return the ranks of a text's tokens among the heads' logits, which give every tree's counts at T=0.
@@ -69,7 +71,6 @@ def replay_ranks(
         most: ranks to look at, for all heads or for each. Where logits tie, give the tree's widths, for the drafter
             breaks ties among as many.
         limit: the completion's length limit, where the text ended before it; the text's length if None.
-        chunk: positions whose logits are held at a time, of one head.
         hidden_NH: what `text_states` returns for the text; computed if None.
     """
     sampler = Sampler.of(0) if sampler is None else sampler
@@ -80,8 +81,8 @@ def replay_ranks(
     tokens = sequence[len(sequence) - n :]
     limit = n if limit is None else limit
     ranks = np.full((n, len(cuts)), NONE, dtype=np.int16)
-    for first in range(1, n, chunk):
-        for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, sampler, first, min(first + chunk, n)):
+    for first in range(1, n, CHUNK):
+        for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, sampler, first, min(first + CHUNK, n)):
             token_ranks = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
             ranks[begin - i : end - i, i] = token_ranks.cpu().numpy()
     ranks[~drafted_from(n, len(cuts), limit)] = NONE
@@ -96,25 +97,17 @@ def replay_heads(
     prompt_length: int,
     sampler: Sampler,
     limit: int | None = None,
-    chunk: int = 512,
 ) -> ReplayedHeads:
     """Return the acceptance probabilities of a chain of all heads on a text, a_{s,j} = min(1, q_j(x) / p(x)).
 
-    Args:
-        target: the model that wrote it.
-        heads: of this target.
-        sequence: prompt and text, (T,) int64.
-        prompt_length: tokens of the prompt, at least 1 and less than T.
-        sampler: what the text was written under, at a temperature above 0.
-        limit: the completion's length limit, where the text ended before it; the text's length if None.
-        chunk: positions whose distributions are held at a time, of the target and one head.
+    Arguments are those of `replay_ranks`; the text was written under `sampler`, at a temperature above 0.
     """
     hidden = text_states(target, sequence, prompt_length)
     n, count = len(hidden), heads.config.num_heads
     tokens, project = sequence[prompt_length:], head_of(target)
     a, common = torch.zeros(n, count), torch.zeros(n, count)
-    for first in range(1, n, chunk):
-        last = min(first + chunk, n)
+    for first in range(1, n, CHUNK):
+        last = min(first + CHUNK, n)
         x = tokens[first:last].to(hidden.device)
         p = sampler.probabilities(project(hidden[first:last]), _contexts(sampler, sequence, n, first, last))
         for i, begin, end, scores in _scores(target, heads, hidden, sequence, sampler, first, last):

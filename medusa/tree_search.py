@@ -19,6 +19,8 @@ from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import ROOT, Tree
 
 Path = tuple[int, ...]
+MOST_CANDIDATES = 6
+"""Trees that the joint search tries at most."""
 
 # The tree of 63 nodes of the Medusa repository, `mc_sim_7b_63`, in its order: the likelier first.
 REFERENCE_TREE: tuple[Path, ...] = (
@@ -175,9 +177,7 @@ def independence_tree(texts: Sequence[TextRanks], nodes: int) -> Tree:
     return Tree.from_accuracies(accuracies.tolist(), nodes)
 
 
-def search_tree(
-    texts: Sequence[TextRanks], nodes: int, selection: Sequence[TextRanks] | None = None, rounds: int = 6
-) -> Tree:
+def search_tree(texts: Sequence[TextRanks], nodes: int, selection: Sequence[TextRanks] | None = None) -> Tree:
     """Search the tree of the greatest τ at T=0: by joint shares, with starts weighted as the tree's rounds.
 
     Begins with all starts alike, then weights each by the share of the trees so far whose rounds start there, which
@@ -187,7 +187,6 @@ def search_tree(
         texts: to search on.
         nodes: of the tree; fewer come back where more would add nothing.
         selection: other texts, to select a candidate on; those searched on if None.
-        rounds: candidates of the joint search at most.
 
     Raises:
         InputError: `nodes` below 1, or texts in which no head names a token.
@@ -195,7 +194,7 @@ def search_tree(
     selection = texts if selection is None else selection
     weights = [np.ones(len(text)) for text in texts]
     candidates: list[Tree] = []
-    for turn in range(1, rounds + 1):
+    for turn in range(1, MOST_CANDIDATES + 1):
         tree = heaviest_tree(path_masses(texts, weights), nodes)
         if candidates and tree == candidates[-1]:
             break

@@ -16,7 +16,7 @@ from draftsmith.decode.replay.ranks import NONE, TextRanks, ranks_of
 from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa import MedusaHeads, MedusaProposer, replay
 from draftsmith.medusa.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
 
 PROMPT, NEW = 6, 24
@@ -30,6 +30,11 @@ TREES = {
     # Its nodes are not numbered by depth.
     "depth first": Tree((-1, 0, 1, 1, 0, -1, 5, 6)),
 }
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    monkeypatch.setattr(replay, "CHUNK", 5)
 
 
 def rounds_of(accepts, depth: int) -> int:
@@ -125,7 +130,7 @@ def test_greedy_replay_is_the_decoders_counts(repeating, kind, ended):
             options["eos_token_id"] = plain[3 + 4 * seed]
         text = autoregressive_generate(repeating, ids, **options).sequences[0]
         lengths.add(len(text) - PROMPT)
-        ranks = replay_ranks(repeating, heads, text, PROMPT, most=6, limit=NEW, chunk=5)
+        ranks = replay_ranks(repeating, heads, text, PROMPT, most=6, limit=NEW)
         for name, tree in TREES.items():
             proposer = MedusaProposer(heads, tree)
             out = speculative_generate(repeating, proposer, ids, draft_length=tree.depth, **options)
@@ -193,8 +198,8 @@ def test_ranks_and_laws_are_those_of_a_loop_over_starts(repeating, hydra):
     """The slow reference: one head, one start at a time, from the definition."""
     heads, sampler = agreeing_heads(repeating, hydra=hydra), Sampler.of(0.7)
     text = autoregressive_generate(repeating, prompt(1), max_new_tokens=9, do_sample=False).sequences[0]
-    ranks = replay_ranks(repeating, heads, text, PROMPT, most=13, limit=30, chunk=4).ranks
-    replayed = replay_heads(repeating, heads, text, PROMPT, sampler, limit=30, chunk=4)
+    ranks = replay_ranks(repeating, heads, text, PROMPT, most=13, limit=30).ranks
+    replayed = replay_heads(repeating, heads, text, PROMPT, sampler, limit=30)
     with torch.no_grad():
         output = repeating(text[None], output_hidden_states=True)
         hidden, embeddings = output.hidden_states[-1][0], repeating.get_input_embeddings()(text)
