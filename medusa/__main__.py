@@ -28,12 +28,12 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
             heads = MedusaHeads.of_target(
                 target,
                 config.num_heads,
-                config.num_layers,
-                config.lm_heads,
-                bias=config.bias,
-                hydra=config.hydra,
                 token_map=None if count is None else frequent_tokens(train, count),
-                path=config.target,
+                num_hidden_layers=config.num_layers,
+                medusa_fc_bias=config.bias,
+                original_lm_head=config.lm_heads == "shared",
+                hydra=config.hydra,
+                base_model_name_or_path=config.target,
             ).float()
     if config.packing:
         require_packing(target, "target", config.training.per_device_train_batch_size)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
 
 BACKBONES = ("frozen", "lora", "full")
+LM_HEADS = ("own", "shared")
 
 
 @dataclass
@@ -60,7 +61,6 @@ class MedusaTrainingConfig(RecipeConfig):
     """The share of the steps in which heads are trained alone, before the backbone is trained with them."""
 
     def __post_init__(self) -> None:
-        from draftsmith.medusa.heads import LM_HEADS
         from draftsmith.train.losses.objective import BLOCK_TERMS
 
         super().__post_init__()

@@ -15,12 +15,10 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode.errors import InputError, at_least, one_of, require
+from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.tree import Tree
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.models import require_config
-
-LM_HEADS = ("own", "shared")
 
 
 class MedusaConfig(PretrainedConfig):
@@ -152,32 +150,19 @@ class MedusaHeads(PreTrainedModel):
 
     @classmethod
     def of_target(
-        cls,
-        target: PreTrainedModel,
-        num_heads: int = 4,
-        num_layers: int = 1,
-        lm_heads: str = "own",
-        bias: bool = False,
-        hydra: bool = False,
-        token_map: Tensor | None = None,
-        path: str | None = None,
+        cls, target: PreTrainedModel, num_heads: int = 4, token_map: Tensor | None = None, **shape: Any
     ) -> "MedusaHeads":
         """Return untrained heads for a target: each predicts what the target's head would.
 
         Args:
-            target: a causal LM, its head tied or not.
+            target: a causal LM, its head tied or not; each language-model head is a copy of that.
             num_heads: K.
-            num_layers: residual blocks a head.
-            lm_heads: "own", a copy of the target's head for each, or "shared", one copy for all.
-            bias: whether the blocks have biases.
-            hydra: whether heads see the tokens that were drafted before them.
             token_map: ids of the target's that heads may draft, (D,) int64, each once; all if None.
-            path: the target's name, kept in the config.
+            **shape: further fields of `MedusaConfig`, such as `num_hidden_layers` or `hydra`.
 
         Raises:
             InputError: counts below 1, or a token map with an id twice or beyond the vocabulary.
         """
-        one_of(LM_HEADS).check("lm_heads", lm_heads)
         head = head_of(target)
         vocab_size, hidden_size = head.weight.shape
         if token_map is not None:
@@ -187,15 +172,11 @@ class MedusaHeads(PreTrainedModel):
             hidden_size=hidden_size,
             vocab_size=vocab_size,
             num_heads=num_heads,
-            num_hidden_layers=num_layers,
             truncated_vocab_size=vocab_size if token_map is None else len(token_map),
-            medusa_fc_bias=bias,
-            original_lm_head=lm_heads == "shared",
             lm_head_bias=head.bias is not None,
             logit_scale=head.scale,
             final_logit_softcapping=head.softcap,
-            hydra=hydra,
-            base_model_name_or_path=path,
+            **shape,
         )
         heads = cls(config)
         with torch.no_grad():

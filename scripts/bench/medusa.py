@@ -103,7 +103,12 @@ def _train_and_replay(
         **options,
     )
     heads = MedusaHeads.of_target(
-        target, NUM_HEADS, recipe.num_layers, recipe.lm_heads, hydra=recipe.hydra, path=config.target
+        target,
+        NUM_HEADS,
+        num_hidden_layers=recipe.num_layers,
+        original_lm_head=recipe.lm_heads == "shared",
+        hydra=recipe.hydra,
+        base_model_name_or_path=config.target,
     )
     backbone = load_model(config.target, device="cpu") if joint else target
     trainer = MedusaTrainer(heads, backbone, load_tokenizer(config.target), recipe, train)

@@ -344,7 +344,8 @@ def test_dtypes_are_compared_with_what_is_stored(pair_dirs, tokenizer, capsys, m
 def save_heads(path, tokenizer, choices=((0,), (1,), (0, 0)), **shape):
     """Heads for the target of `pair_dirs`, whose default tree needs both of them."""
     config = {"num_heads": 2} | {key: shape.pop(key) for key in ("num_heads", "token_map") if key in shape}
-    heads = MedusaHeads.of_target(tiny_llama(0, **{"vocab_size": len(tokenizer)} | shape), path="t", **config)
+    target = tiny_llama(0, **{"vocab_size": len(tokenizer)} | shape)
+    heads = MedusaHeads.of_target(target, base_model_name_or_path="t", **config)
     heads.config.medusa_choices = [list(choice) for choice in choices]
     heads.save_pretrained(path)
 

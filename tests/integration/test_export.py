@@ -36,7 +36,9 @@ def ran(capsys, *argv: object, code: int = 0) -> tuple[list[str], str]:
 @pytest.fixture
 def heads_dir(tmp_path, pair_dirs) -> Path:
     """Noisy heads of the pair's target, in our own format."""
-    heads = MedusaHeads.of_target(load_model(pair_dirs[0], device="cpu"), K, bias=True, path=str(pair_dirs[0]))
+    heads = MedusaHeads.of_target(
+        load_model(pair_dirs[0], device="cpu"), K, medusa_fc_bias=True, base_model_name_or_path=str(pair_dirs[0])
+    )
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in heads.parameters():

@@ -42,7 +42,7 @@ PENALISED = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
 KEPT = torch.arange(1, VOCAB, 2)
 KINDS = {
     "medusa": {},
-    "shared": {"lm_heads": "shared", "num_layers": 2, "bias": True},
+    "shared": {"original_lm_head": True, "num_hidden_layers": 2, "medusa_fc_bias": True},
     "hydra": {"hydra": True},
     "truncated": {"token_map": KEPT},
 }

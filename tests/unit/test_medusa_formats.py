@@ -44,7 +44,14 @@ def made(
     layers: int = 1, shared: bool = False, bias: bool = False, token_map=None, hydra=False, **config
 ) -> MedusaHeads:
     heads = MedusaHeads.of_target(
-        tiny_llama(), K, layers, "shared" if shared else "own", bias, hydra, token_map, path="org/target"
+        tiny_llama(),
+        K,
+        token_map,
+        num_hidden_layers=layers,
+        original_lm_head=shared,
+        medusa_fc_bias=bias,
+        hydra=hydra,
+        base_model_name_or_path="org/target",
     )
     for name, value in config.items():
         setattr(heads.config, name, value)

@@ -61,7 +61,9 @@ def with_bias(model):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"lm_heads": "shared"}, {"hydra": True, "num_layers": 2, "bias": True}], ids=str
+    "options",
+    [{}, {"original_lm_head": True}, {"hydra": True, "num_hidden_layers": 2, "medusa_fc_bias": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("name", TARGETS)
 def test_untrained_heads_are_the_targets_own(name, options):
@@ -85,7 +87,7 @@ def test_untrained_heads_are_the_targets_own(name, options):
 
 def test_own_heads_are_separate_and_a_shared_one_is_one():
     target = tiny_llama(0)
-    own, shared = (MedusaHeads.of_target(target, K, lm_heads=kind) for kind in ("own", "shared"))
+    own, shared = (MedusaHeads.of_target(target, K, original_lm_head=shared) for shared in (False, True))
     assert len({head.weight.data_ptr() for head in own.all_lm_heads}) == len(own.all_lm_heads) == K
     assert len(shared.all_lm_heads) == 1
     assert all(shared.lm_head_of(i) is shared.lm_head for i in range(K))
@@ -230,8 +232,6 @@ def test_bad_arguments_of_the_target_are_refused():
         with pytest.raises(InputError) as error:
             MedusaHeads.of_target(target, K, token_map=torch.tensor(ids))
         assert str(error.value) == "token_map: expected different ids below 97, found others"
-    with pytest.raises(InputError, match="lm_heads: expected one of own, shared, found 'both'"):
-        MedusaHeads.of_target(target, K, lm_heads="both")
     with pytest.raises(InputError, match="num_heads: expected at least 1, found 0"):
         MedusaHeads.of_target(target, 0)
     MedusaHeads.of_target(target, K).check_fits(tiny_llama(5))

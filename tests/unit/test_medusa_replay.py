@@ -113,7 +113,7 @@ def prompt(seed: int, rows: int = 1, vocab_size: int = 13) -> torch.Tensor:
 KINDS = {
     "medusa": {},
     "hydra": {"hydra": True},
-    "shared, two layers": {"lm_heads": "shared", "num_layers": 2, "bias": True},
+    "shared, two layers": {"original_lm_head": True, "num_hidden_layers": 2, "medusa_fc_bias": True},
     "truncated": {"token_map": torch.tensor([12, 1, 2, 5, 7, 9, 3, 0])},
 }
 
