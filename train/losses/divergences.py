@@ -50,12 +50,7 @@ def tvd(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
 
 
 DIVERGENCES: dict[str, PerToken] = {
-    "forward_kl": forward_kl,
-    "reverse_kl": reverse_kl,
-    "jsd": jsd,
-    "skew_kl": skew_kl,
-    "skew_reverse_kl": skew_reverse_kl,
-    "tvd": tvd,
+    each.__name__: each for each in (forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd)
 }
 NAMES = (*DIVERGENCES, "cross_entropy")
 
