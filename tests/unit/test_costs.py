@@ -106,7 +106,7 @@ def test_a_damaged_table_is_refused_in_one_line(field, value):
 
 
 def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
-    target = tiny_llama(0)
+    target = tiny_llama(0, layers=1)
     target.generation_config.eos_token_id = 5
     target.generation_config.repetition_penalty = 1.1
     before = copy.deepcopy(target.generation_config.to_dict())
@@ -115,7 +115,7 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
         "draft": DraftModelProposer(perturbed(target, 0.05)), "medusa": heads, "lookup": PromptLookupProposer(),
     }  # fmt: skip
     text = torch.arange(40) % 7
-    monkeypatch.setattr(costs, "WRITTEN", 6)
+    monkeypatch.setattr(costs, "WRITTEN", 3)
     distributions = {0.0: Sampler.of(0.0), 0.8: Sampler.of(0.8, top_k=20)}
     lengths, nodes = {"draft": 3, "medusa": 2, "lookup": 3}, {"draft": 3, "medusa": 3, "lookup": None}
     tables = measure_costs(target, proposers, lengths, text, distributions, [2, 1], 30, 12, blocks=(2, 4), repeats=1)

@@ -192,20 +192,19 @@ def near(target, amount: float):
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_greedy_replay_is_the_decoder_count_for_count(repeating, name):
     """Half of the texts end before their limit, at a token of their own."""
-    proposer, options = PROPOSERS[name](near(repeating, 0.1)), {"max_new_tokens": NEW, "do_sample": False}
-    prompts = [torch.randint(31, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in range(5)]
+    proposer = PROPOSERS[name](near(repeating, 0.1))
+    prompts = torch.cat([torch.randint(31, (1, 5), generator=torch.Generator().manual_seed(seed)) for seed in range(5)])
     lengths = (1, 2, 4, 7)
     for ended in (False, True):
-        texts, decoded = [], {k: [] for k in lengths}
-        own = dict(options)
+        options = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
         if ended:
-            own["eos_token_id"] = [7, 11, 18]
-        for ids in prompts:
-            texts.append(autoregressive_generate(repeating, ids, **own).sequences[0])
-            for k in lengths:
-                out = speculative_generate(repeating, proposer, ids, draft_length=k, **own)
-                assert torch.equal(out.sequences[0], texts[-1])
-                decoded[k].append(out.counts)
+            options["eos_token_id"] = [7, 11, 18]
+        plain, decoded = autoregressive_generate(repeating, prompts, **options).sequences, {}
+        for k in lengths:
+            out = speculative_generate(repeating, proposer, prompts, draft_length=k, **options)
+            assert torch.equal(out.sequences, plain)
+            decoded[k] = out.row_counts
+        texts = [text[: 5 + counts.num_emitted_tokens] for text, counts in zip(plain, decoded[1], strict=True)]
         assert ended == any(len(text) < 5 + NEW for text in texts)
         replay = replay_acceptance(
             repeating, proposer, texts, [5] * len(texts), lengths, temperature=0, max_new_tokens=NEW
