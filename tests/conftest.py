@@ -1,22 +1,25 @@
-"""Tiny models and tokenizers, built in memory: no test needs the network or a GPU."""
+"""Tiny models and tokenizers, built in memory: no test needs the network or a GPU.
+
+What takes seconds to import is imported by need: the process that hands out the tests to others needs none of it.
+"""
+
+from __future__ import annotations
 
 import gc
 import os
 import signal
 import threading
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from draftsmith.train.data.tokenizer import train_bpe
-from draftsmith.train.runs import save_model
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 
@@ -36,6 +39,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
+def pytest_collection_finish() -> None:
+    """Give each worker one thread."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen() -> None:
     """Keep the garbage collector off what was imported: every training run ends with a full collection."""
@@ -47,6 +57,9 @@ def tiny_llama(
     seed: int = 0, vocab_size: int = 97, layers: int = 2, hidden: int = 32, scale: float = 6.0, **config: object
 ) -> LlamaForCausalLM:
     """A random Llama whose logits are spread by `scale`, so that its distributions are neither flat nor degenerate."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -71,6 +84,8 @@ def tiny_llama(
 
 def perturbed(model: LlamaForCausalLM, noise: float, seed: int = 1) -> LlamaForCausalLM:
     """A drafter that agrees with `model` more often the smaller the noise on its head is."""
+    import torch
+
     draft = tiny_llama(
         0, **{k: getattr(model.config, k) for k in ("vocab_size",)}, layers=model.config.num_hidden_layers
     )
@@ -93,6 +108,8 @@ def draft(target: LlamaForCausalLM) -> LlamaForCausalLM:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
+    from draftsmith.train.data.tokenizer import train_bpe
+
     return train_bpe(TEXTS, 300)
 
 
@@ -107,6 +124,8 @@ def pipeline(tmp_path_factory, tokenizer):
 @pytest.fixture
 def pair_dirs(tmp_path, tokenizer):
     """A target and a draft as Hugging Face directories that share a tokenizer."""
+    from draftsmith.train.runs import save_model
+
     vocab = len(tokenizer)
     for name, seed, layers in (("target", 0, 2), ("draft", 1, 1)):
         model = tiny_llama(seed, vocab, layers=layers)
