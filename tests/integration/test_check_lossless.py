@@ -16,7 +16,7 @@ from draftsmith.train.runs import save_model
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, tokenizer):
     root = tmp_path_factory.mktemp("pair")
-    target = tiny_llama(0, len(tokenizer))
+    target = tiny_llama(0, len(tokenizer), layers=1)
     target.generation_config.eos_token_id = 5
     save_model(target, tokenizer, root / "target")
     save_model(perturbed(target, 0.05), tokenizer, root / "draft")

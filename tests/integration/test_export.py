@@ -2,10 +2,12 @@
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -86,8 +88,21 @@ def test_the_reader_imports_nothing_of_the_package():
     }  # fmt: skip
 
 
+def in_place(command: list[str], **_) -> subprocess.CompletedProcess:
+    """Run what a fresh process would, in this one."""
+    script, *arguments = command[2:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [script, *arguments])
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Exception:
+            return subprocess.CompletedProcess(command, 1, "", traceback.format_exc())
+    return subprocess.CompletedProcess(command, 0, "", "")
+
+
 def test_a_process_that_cannot_read_leaves_nothing(heads_dir, tmp_path, monkeypatch):
     right = formats._config
+    monkeypatch.setattr(subprocess, "run", in_place)
     monkeypatch.setattr(formats, "_config", lambda *a: {k: v for k, v in right(*a).items() if k != "vocab_size"})
     with pytest.raises(RuntimeError, match="expected a fresh process to read vllm, found: KeyError: 'vocab_size'"):
         export_heads(import_heads(heads_dir), tmp_path / "out", "vllm")
