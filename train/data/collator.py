@@ -5,8 +5,10 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import torch
-from datasets import Dataset, concatenate_datasets
+from datasets import Dataset
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.utils import logging
@@ -32,18 +34,13 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
     Raises:
         InputError: a directory is missing or malformed, or no sample has a loss token.
     """
-
-    def labelled(sample: dict[str, Any]) -> dict[str, Any]:
-        ids, mask = sample["input_ids"][:max_length], sample["loss_mask"][:max_length]
-        return {"input_ids": ids, "labels": [i if m else IGNORED for i, m in zip(ids, mask, strict=True)]}
-
     parts = []
     for path in paths:
-        samples = load_completions(path)
-        trains = np.array([any(mask[:max_length]) for mask in samples["loss_mask"]])
-        empty = np.array(samples["id"])[~trains]
-        listed = f"{', '.join(empty[:5])}{', …' if len(empty) > 5 else ''}"
-        if not trains.any():
+        samples = load_completions(path).data.table
+        labelled = pa.Table.from_batches([_labelled(batch, max_length) for batch in samples.to_batches()])
+        empty = labelled.filter(pc.invert(labelled["trains"]))["id"]
+        listed = f"{', '.join(empty[:5].to_pylist())}{', …' if len(empty) > 5 else ''}"
+        if len(empty) == len(samples):
             raise InputError(
                 f"completions: expected tokens to train on, found an empty loss mask in all {len(empty)} samples of "
                 f"{path}: {listed}"
@@ -52,10 +49,24 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
             logger.warning(
                 f"{path}: {len(empty)} of {len(samples)} samples have no token to learn from and are left out: {listed}"
             )
-        part = samples.select(np.flatnonzero(trains)).map(labelled).select_columns(["id", "input_ids", "labels"])
+        part = labelled.filter(labelled["trains"]).drop_columns("trains")
         # An id is of one sample in its directory alone: most are numbers of lines.
-        parts.append(part.add_column("source", [path] * len(part)) if len(paths) > 1 else part)
-    return numbered(concatenate_datasets(parts))
+        parts.append(part.append_column("source", [[path] * len(part)]) if len(paths) > 1 else part)
+    return numbered(Dataset(pa.concat_tables(parts)))
+
+
+def _labelled(samples: pa.RecordBatch, max_length: int | None) -> pa.RecordBatch:
+    """Return the samples' `id`, `input_ids` and `labels`, and in `trains` whether any label is a token."""
+    ids, mask = samples["input_ids"], samples["loss_mask"]
+    if max_length is not None:
+        ids, mask = (pc.list_slice(column, 0, max_length) for column in (ids, mask))
+    ends = np.append(0, pc.list_value_length(ids).to_numpy()).cumsum()
+    counted = mask.flatten().to_numpy(zero_copy_only=False) != 0
+    tokens = ids.flatten().to_numpy()
+    labels = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), np.where(counted, tokens, IGNORED))
+    trains = np.diff(np.append(0, counted.cumsum())[ends]) > 0
+    columns = [samples["id"], ids, labels, pa.array(trains)]
+    return pa.RecordBatch.from_arrays(columns, ["id", "input_ids", "labels", "trains"])
 
 
 def numbered(dataset: Dataset) -> Dataset:
