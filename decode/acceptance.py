@@ -8,14 +8,17 @@ K drafted tokens, V vocabulary.
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from draftsmith.decode.sampling import draw, draw_rows
 from draftsmith.decode.tree import ROOT, Tree
 
+Floats = npt.NDArray[np.floating[Any]]
 Value = TypeVar("Value", covariant=True)
 
 
@@ -139,6 +142,45 @@ def accept_exact_chains(
             q_BV = q_BKV[rows, at_B].nan_to_num(nan=0.0)
         rest_BV = torch.where(rejected_B[:, None], residual_rows(rest_BV, q_BV), rest_BV)
     return count_B, draw_rows(rest_BV, u_B)
+
+
+def accept_siblings(
+    p_M: Floats, q_M: Floats | None, places: Sequence[int], r: Sequence[float]
+) -> tuple[int | None, Floats]:
+    """`accept_exact` among the siblings of one node, on the tokens that q may name: the rest of p never changes.
+
+    Shape suffix: M tokens, the support of q; of a deterministic draft its own tokens.
+
+    Args:
+        p_M: the target's probabilities of these tokens; all others have what is left to 1 together.
+        q_M: the distribution that the first sibling was drawn from; None where the draft is deterministic.
+        places: each sibling's place among the M tokens.
+        r: uniform on [0, 1), for each sibling.
+
+    Returns:
+        Which sibling is accepted, or None, and the residual of these tokens on the scale of `p_M`, (M,), beside which
+        what lies outside of them is as likely as before.
+    """
+    p_M = p_M.astype(np.float64)
+    outside = max(0.0, 1.0 - float(p_M.sum()))
+    mass, left = 1.0, 1.0
+    for i, place in enumerate(places):
+        q_x = 1.0 if q_M is None else (float(q_M[place]) / left if left > 0 else 0.0)
+        if not q_x > 0:  # zero or not a number: nothing was drawn
+            continue
+        if r[i] * q_x < float(p_M[place]) / mass:
+            return i, p_M
+        if q_M is None:
+            rest_M = p_M.copy()
+            rest_M[place] = 0.0
+        else:
+            rest_M = np.maximum(p_M - q_M * (mass / left), 0.0)
+            q_M = q_M.copy()
+            q_M[place] = 0.0
+            left = float(q_M.sum())
+        if outside + float(rest_M.sum()) > 0:  # or rounding leaves no mass: see `residual`
+            p_M, mass = rest_M, outside + float(rest_M.sum())
+    return None, p_M
 
 
 def residual_rows(p_BV: Tensor, q_BV: Tensor) -> Tensor:

@@ -1,40 +1,26 @@
 """Which drafted tokens are accepted: by the lossless rule, or by lossy ones that say how far they depart from p."""
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftsmith.decode.acceptance import accept_exact, accept_exact_chains, accept_greedy
+from draftsmith.decode.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
-from draftsmith.decode.sampling import Sampler, draw, uniforms
+from draftsmith.decode.proposers.base import Proposal
+from draftsmith.decode.sampling import Sampler, draw
 from draftsmith.decode.tree import ROOT, Tree
-
-Generator = torch.Generator | None
-"""A source of randomness; the global one if None."""
-NO_TOKEN = -1
-"""In place of a token: the target's logits are not numbers, and no token follows from them."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What a rule says about one draft."""
-
-    path: list[int]
-    """The accepted nodes, from the root's child down."""
-    token: int
-    """The token to emit after them: a correction, or the bonus token after a leaf. `NO_TOKEN` where a distribution of
-    the target's on the way is not one."""
-    accepted: list[int] | None = None
-    """The accepted tokens; None where the rule did not look at them."""
-    departures: list[tuple[float, bool]] | None = None
-    """Lossy rules: for each token, accepted ones and the last, TV(its distribution, p), and at T=0 whether it is not
-    the argmax."""
+from draftsmith.decode.verification import (
+    NO_TOKEN,
+    Generator,
+    Processed,
+    Verdict,
+    chain_verdicts,
+    greedy_verdicts,
+    tree_verdicts,
+)
 
 
 class Rule(ABC):
@@ -94,11 +80,12 @@ class Exact(Rule):
 
         Only the contexts on the accepted path are processed: what the processors cost is paid for them alone.
         """
-        p = _Processed(sampler, logits, contexts)
+        p = Processed(sampler, logits, contexts)
         if not sampler.do_sample:
             path, token = accept_greedy(p, proposal.tokens.tolist(), proposal.tree)
         else:
-            path, last = accept_exact(p, proposal.probabilities, proposal.tokens, proposal.tree, generator)
+            q = proposal.dense(logits.shape[-1]).probabilities
+            path, last = accept_exact(p, q, proposal.tokens, proposal.tree, generator)
             token = int(last)
         return Verdict(path, NO_TOKEN if p.broken else token)
 
@@ -115,69 +102,14 @@ class Exact(Rule):
         if not sampler.context_free:
             return super().verify_batch(samplers, logits, contexts, proposals, generators)
         if not sampler.do_sample:
-            return _greedy_verdicts(sampler, logits, proposals)
+            return greedy_verdicts(sampler, logits, proposals)
         if all(proposal.tree.is_chain for proposal in proposals):
-            return _chain_verdicts(sampler, logits, proposals, generators)
-        return super().verify_batch(samplers, logits, contexts, proposals, generators)
-
-
-class _Processed:
-    """The target's distributions of one row's draft, or at T=0 its argmax tokens, computed where they are looked at."""
-
-    def __init__(self, sampler: Sampler, logits_KV: Tensor, contexts: Sequence[Tensor]):
-        self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
-        self.broken = False
-        """Whether one of them is not a number."""
-
-    def __getitem__(self, place: int) -> Any:
-        contexts = [] if self._sampler.context_free else [self._contexts[place]]
-        scores_V = self._sampler.scores(self._logits_KV[place : place + 1], contexts)[0]
-        if self._sampler.do_sample:
-            p_V = scores_V.softmax(-1)
-            self.broken |= bool(p_V[0].isnan())  # numbers altogether or not at all
-            return p_V
-        best, chosen = scores_V.max(-1)
-        token, broken = torch.stack([chosen, best.isnan().to(chosen.dtype)]).tolist()
-        self.broken |= bool(broken)
-        return token
-
-
-def _greedy_verdicts(sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal]) -> list[Verdict]:
-    """At T=0: the argmax of every position, and the drafted tokens, in one transfer."""
-    best, chosen = sampler.scores(logits.flatten(0, 1), []).max(-1)
-    size = logits.shape[1]
-    parts = [chosen.view(-1, size), best.isnan().view(-1, size).to(chosen.dtype)]
-    rows = torch.cat([*parts, tokens_of(proposals, size - 1)], 1).tolist()
-    verdicts = []
-    for row, proposal in zip(rows, proposals, strict=True):
-        drafted, broken = row[2 * size :], row[size : 2 * size]
-        path, token = accept_greedy(row[:size], drafted, proposal.tree)
-        wrong = any(broken[node + 1] for node in (ROOT, *path))
-        verdicts.append(Verdict(path, NO_TOKEN if wrong else token, [drafted[node] for node in path]))
-    return verdicts
-
-
-def _chain_verdicts(
-    sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], generators: Sequence[Generator]
-) -> list[Verdict]:
-    """Chains under sampling, decided on the device: counts and tokens in one transfer."""
-    size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
-    p = sampler.scores(logits.flatten(0, 1), []).softmax(-1).view(logits.shape)
-    r = torch.nn.functional.pad(uniforms(generators, counts, p), (0, size - max(counts)), value=1.0)
-    u = uniforms(generators, [1] * len(counts), p.new_empty(0, dtype=torch.float64))[:, 0]
-    drafted, q = tokens_of(proposals, size), probabilities_of(proposals, size)
-    count, token = accept_exact_chains(p, q, drafted, r, u)
-    broken = p[torch.arange(len(p), device=p.device), count, 0].isnan()
-    parts = [count, token, broken.to(token.dtype)]
-    if q is not None:
-        parts.append(q[..., 0].isnan().any(-1).to(token.dtype))
-    rows = torch.cat([torch.stack(parts, 1), drafted], 1).tolist()
-    if q is not None and any(row[3] for row in rows):
-        warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
-    return [
-        Verdict(list(range(row[0])), NO_TOKEN if row[2] else row[1], row[len(parts) : len(parts) + row[0]])
-        for row in rows
-    ]
+            return chain_verdicts(sampler, logits, proposals, generators)
+        drafted = [proposal for proposal in proposals if len(proposal.tokens)]
+        drawn = [proposal.siblings is not None for proposal in drafted]
+        if any(proposal.probabilities is not None for proposal in drafted) or any(drawn) != all(drawn):
+            return super().verify_batch(samplers, logits, contexts, proposals, generators)
+        return tree_verdicts(sampler, logits, proposals, generators)
 
 
 @dataclass(frozen=True)

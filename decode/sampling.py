@@ -202,22 +202,21 @@ def draw_rows(p_BV: Tensor, u_B: Tensor) -> Tensor:
     return tokens[:, 0].clamp_(max=p_BV.shape[-1] - 1)
 
 
-def draw_without_replacement(q_V: Tensor, count: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Draw siblings of a tree, each from what its earlier ones left.
+def draw_siblings(q_BFM: Tensor, u_BPM: Tensor, count: int) -> Tensor:
+    """Draw siblings without replacement, each from what the earlier ones left: for all parents of a depth at once.
+
+    As a race: token v arrives after a time −log(u_v)/q(v), exponential with rate q(v), and the tokens in the order of
+    their arrivals are such draws (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
+
+    Args:
+        q_BFM: distributions, of each parent (F = P) or one for all (F = 1), on M tokens.
+        u_BPM: uniform on [0, 1), for each of P parents.
+        count: siblings of a parent, at most M.
 
     Returns:
-        Tokens, (count,) int64, and the distribution that each was drawn from, (count, V): all zero where nothing was
-        left, and the token means nothing.
+        Places among the M tokens, (B, P, count), in the order of the draws. Those that q rules out come last.
     """
-    tokens, distributions = torch.zeros(count, dtype=torch.long, device=q_V.device), q_V.new_zeros(count, len(q_V))
-    for sibling in range(count):
-        if not bool(q_V.any()):
-            break
-        token = draw(q_V, generator)
-        tokens[sibling], distributions[sibling] = token[0], q_V
-        q_V = q_V.scatter(0, token, 0.0)
-        q_V = q_V / q_V.sum().clamp(min=torch.finfo(q_V.dtype).tiny)
-    return tokens, distributions
+    return (q_BFM / -u_BPM.log()).topk(count).indices
 
 
 def align_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:

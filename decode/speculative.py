@@ -27,7 +27,8 @@ from draftsmith.decode.generation import (
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, tokens_of
-from draftsmith.decode.rules import NO_TOKEN, Rule, Verdict, as_rule
+from draftsmith.decode.rules import Rule, as_rule
+from draftsmith.decode.verification import NO_TOKEN, Verdict
 
 
 @dataclass(frozen=True)

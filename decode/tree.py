@@ -17,6 +17,30 @@ ROOT = -1
 
 
 @dataclass(frozen=True)
+class Level:
+    """The nodes of one depth that have children, and where these are found: P parents, C children, W of one at most."""
+
+    depth: int
+    """The parents' depth; 0 for the root."""
+    parents: tuple[int, ...]
+    """The parents' numbers; `ROOT` alone at depth 0."""
+    fed: Tensor
+    """The same on the device, (P,); nothing at depth 0, whose parent is the text's last token."""
+    paths: Tensor
+    """The nodes from the root's child down to each of them, (P, depth)."""
+    visible: Tensor
+    """Which of the parents fed so far, these too, each of them attends to, (P, N) bool."""
+    children: Tensor
+    """The children's numbers, (C,)."""
+    parent: Tensor
+    """Each child's place among the parents, (C,)."""
+    candidates: Tensor
+    """Each child's place among the W best candidates of each parent, (C,): its parent's place · W + its rank."""
+    widest: int
+    """W."""
+
+
+@dataclass(frozen=True)
 class Tree:
     """The shape of a draft: each node's parent, `ROOT` for those that follow the text directly.
 
@@ -160,6 +184,33 @@ class Tree:
         if device not in self._on_devices:
             self._on_devices[device] = self.visible.to(device), torch.tensor((0, *self.depths), device=device)
         return self._on_devices[device]
+
+    def levels(self, device: torch.device) -> tuple[Level, ...]:
+        """Return the depths that have children, from the root's on, indexed on a device, where they are kept."""
+        if device not in self._levels:
+            self._levels[device] = tuple(self._level(depth, device) for depth in range(self.depth))
+        return self._levels[device]
+
+    def _level(self, depth: int, device: torch.device) -> Level:
+        inner = [node for node in range(ROOT, len(self)) if self.children[node + 1]]
+        depths = (0, *self.depths)
+        parents = [node for node in inner if depths[node + 1] == depth]
+        fed = sorted((node for node in inner if 0 < depths[node + 1] <= depth), key=lambda node: depths[node + 1])
+        widest = max(len(self.children[parent + 1]) for parent in parents)
+        children = [
+            (child, place, place * widest + rank)
+            for place, parent in enumerate(parents)
+            for rank, child in enumerate(self.children[parent + 1])
+        ]
+        index = torch.tensor(children, device=device).T
+        visible = self.visible[[parent + 1 for parent in parents]][:, [node + 1 for node in fed]]
+        nodes = torch.tensor(parents if depth else [], dtype=torch.long, device=device)
+        paths = torch.tensor([self.path(parent) for parent in parents], dtype=torch.long, device=device)
+        return Level(depth, tuple(parents), nodes, paths, visible.to(device), index[0], index[1], index[2], widest)
+
+    @cached_property
+    def _levels(self) -> dict[torch.device, tuple[Level, ...]]:
+        return {}
 
     @cached_property
     def _on_devices(self) -> dict[torch.device, tuple[Tensor, Tensor]]:

@@ -13,7 +13,7 @@ from draftsmith.decode.proposers.draft_tree import draft_static_tree
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_start
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.decode.tree import Level, Tree
 from draftsmith.medusa.heads import MedusaHeads, check_depth
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.train.losses.output_head import last_hidden
@@ -55,7 +55,7 @@ class MedusaProposer(Proposer):
                 f"tree: expected at most {self.heads.config.truncated_vocab_size} siblings, as many as the heads have "
                 f"tokens, found {widest}"
             )
-        self._hidden: list[Tensor | None] = [None] * len(self._generators)
+        self._hidden: Tensor | None = None  # (B, H), once there is one
         return len(tree)
 
     def nodes(self, draft_length: int) -> int:
@@ -67,26 +67,24 @@ class MedusaProposer(Proposer):
         """Draft for each row; nothing in a text's first round."""
         empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
         drafts = [empty] * len(contexts)
-        rows = [row for row, k in enumerate(draft_lengths) if k > 0 and self._hidden[row] is not None]
-        if not rows:
+        rows = [row for row, k in enumerate(draft_lengths) if k > 0]
+        if not rows or self._hidden is None:
             return drafts
         lengths, task = [draft_lengths[row] for row in rows], self._task
-        hidden = torch.stack([h for row in rows if (h := self._hidden[row]) is not None])
+        hidden = self._hidden if len(rows) == len(contexts) else self._hidden[rows]
         hidden = hidden.to(self.heads.device, self.heads.dtype)
         tree, _ = self.tree.pruned(max(lengths))
         texts = [contexts[row] for row in rows]
 
-        def logits_after(nodes: list[int], tokens: Tensor) -> Tensor:
-            depth = 0 if nodes == [ROOT] else tree.depths[nodes[0]]
+        def logits_after(level: Level, tokens: Tensor) -> Tensor:
+            depth = level.depth
             if not self.heads.config.hydra:  # the head does not look at what was drafted
                 return self.heads.logits(depth, hidden)[:, None]
-            after = [
-                [torch.cat([text, drafted[tree.path(node)]]) for text, drafted in zip(texts, tokens, strict=True)]
-                for node in nodes
-            ]
-            # Of the emitted token that was not fed yet, and of the path.
-            before = [torch.stack([text[-(depth + 1) :] for text in paths]) for paths in after]
-            return torch.stack([self.heads.logits(depth, hidden, self._embed(ids).to(hidden)) for ids in before], 1)
+            # Of the emitted token that was not fed yet, and of the path: (B, P, depth + 1).
+            last = torch.stack([text[-1] for text in texts])[:, None, None].expand(-1, len(level.parents), 1)
+            paths = torch.cat([last, tokens[:, level.paths]], -1) if depth else last
+            states = hidden[:, None].expand(-1, len(level.parents), -1)
+            return self.heads.logits(depth, states, self._embed(paths).to(hidden))
 
         proposals = draft_static_tree(
             tree,
@@ -98,20 +96,24 @@ class MedusaProposer(Proposer):
             wants_confidence=not task.draw_siblings,  # a lossy rule may ask for it
             logits_after=logits_after,
         )
+        if len(rows) == len(contexts):
+            return proposals
         for row, draft in zip(rows, proposals, strict=True):
             drafts[row] = draft
         return drafts
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep the hidden state of the last token that was fed and stands."""
-        for row, outcome in enumerate(outcomes):
+        states = []
+        for outcome in outcomes:
             assert outcome.hidden is not None
-            # A copy: the view would keep the whole block's.
-            self._hidden[row] = outcome.hidden[outcome.path[-1] + 1 if outcome.path else 0].clone()
+            states.append(outcome.hidden[outcome.path[-1] + 1 if outcome.path else 0])
+        self._hidden = torch.stack(states)
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some rows alone."""
-        self._hidden = [self._hidden[row] for row in rows]
+        if self._hidden is not None:
+            self._hidden = self._hidden[rows]
         self._generators = [self._generators[row] for row in rows]
         self._samplers = [self._samplers[row] for row in rows]
 

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,37 @@ from draftsmith.decode.tree import Tree
 
 
 @dataclass(frozen=True)
+class SiblingDraws:
+    """What the siblings of one row's tree were drawn from, without replacement: q on the tokens that it may name.
+
+    Shape suffixes: F distributions, M tokens of each, K nodes.
+    """
+
+    support: Tensor
+    """The tokens, (F, M) int64, each once."""
+    q: Tensor
+    """Their probabilities, (F, M), which sum to 1."""
+    of: tuple[int, ...]
+    """Which distribution the children of the root and of each node were drawn from, K + 1 of them."""
+    places: Tensor
+    """Each node's token's place in the support of its parent's distribution, (K,)."""
+
+    def to(self, device: torch.device) -> "SiblingDraws":
+        """Return them on a device."""
+        return SiblingDraws(self.support.to(device), self.q.to(device), self.of, self.places.to(device))
+
+    def dense(self, tree: Tree, vocab_size: int) -> Tensor:
+        """Return what each node's token was drawn from over the whole vocabulary, (K, V): `Proposal.probabilities`."""
+        rows = self.q.new_zeros(len(tree), vocab_size)
+        for parent, siblings in enumerate(tree.children):
+            q_M = self.q[self.of[parent]].clone()
+            for node in siblings:
+                rows[node, self.support[self.of[parent]]] = q_M / q_M.sum().clamp(min=torch.finfo(q_M.dtype).tiny)
+                q_M[self.places[node]] = 0.0
+        return rows
+
+
+@dataclass(frozen=True)
 class Proposal:
     """One row's draft, a chain or a tree, and the distributions that it was drawn from."""
 
@@ -25,20 +56,29 @@ class Proposal:
     probabilities: Tensor | None
     """The distribution that each token was drawn from, (K, V) with the target's V: for a later sibling without the
     earlier siblings' tokens, renormalised, and all zero where nothing was left. None where the draft is deterministic,
-    as every draft at T=0 is; siblings are distinct then."""
+    as every draft at T=0 is, and siblings are distinct then, or where `siblings` says what was drawn."""
     tree: Tree
     """The shape; `Tree.chain(K)` for a chain."""
     confidence: Tensor | None = None
     """max q of the context that each token was drawn in, (K,); None where the proposer knows none."""
+    siblings: SiblingDraws | None = None
+    """What a tree's siblings were drawn from, in place of `probabilities`."""
+
+    def dense(self, vocab_size: int) -> "Proposal":
+        """Return the draft with `probabilities` in place of `siblings`."""
+        if self.siblings is None:
+            return self
+        return replace(self, probabilities=self.siblings.dense(self.tree, vocab_size), siblings=None)
 
     def to(self, device: torch.device) -> "Proposal":
         """Return the draft on a device."""
-        q, confidence = self.probabilities, self.confidence
+        q, confidence, siblings = self.probabilities, self.confidence, self.siblings
         return Proposal(
             self.tokens.to(device),
             None if q is None else q.to(device),
             self.tree,
             None if confidence is None else confidence.to(device),
+            None if siblings is None else siblings.to(device),
         )
 
     def pruned(self, depth: int) -> "Proposal":
@@ -46,9 +86,16 @@ class Proposal:
         tree, kept = self.tree.pruned(depth)
         if tree is self.tree:
             return self
-        q, confidence = self.probabilities, self.confidence
+        q, confidence, siblings = self.probabilities, self.confidence, self.siblings
+        if siblings is not None:
+            of = tuple(siblings.of[place] for place in (0, *(node + 1 for node in kept)))
+            siblings = SiblingDraws(siblings.support, siblings.q, of, siblings.places[kept])
         return Proposal(
-            self.tokens[kept], None if q is None else q[kept], tree, None if confidence is None else confidence[kept]
+            self.tokens[kept],
+            None if q is None else q[kept],
+            tree,
+            None if confidence is None else confidence[kept],
+            siblings,
         )
 
 

@@ -15,7 +15,7 @@ from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, re
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
 from draftsmith.decode.sampling import Sampler, align_vocabulary, draw_rows, prefixes, scores_of_rows, uniforms
-from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.decode.tree import ROOT, Level, Tree
 
 Stop = Callable[[Tensor], bool]
 """Looks at q, (V,), before the next token is drawn from it, and says whether to stop drafting."""
@@ -239,13 +239,12 @@ class DraftModelProposer(Proposer):
         """Draft every row the same shape behind texts with these logits, (B, V)."""
         fed: list[int] = []  # inner nodes, in the order in which they are fed
 
-        def logits_after(nodes: list[int], tokens: Tensor) -> Tensor:
-            if nodes == [ROOT]:
+        def logits_after(level: Level, tokens: Tensor) -> Tensor:
+            if level.parents == (ROOT,):
                 return logits[:, None]
             behind = len(fed)
-            fed.extend(nodes)
-            visible = torch.stack([tree.visible[node + 1] for node in nodes])[:, [node + 1 for node in fed]]
-            return self._feed_nodes(tokens[:, nodes], behind, visible, tree.depths[nodes[0]])
+            fed.extend(level.parents)
+            return self._feed_nodes(tokens.index_select(1, level.fed), behind, level.visible, level.depth)
 
         drawn = self._draws and self._task.draw_siblings
         drafts = draft_static_tree(

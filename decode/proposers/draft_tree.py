@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Proposal
-from draftsmith.decode.sampling import Sampler, draw_without_replacement, scores_of_rows
-from draftsmith.decode.tree import ROOT, Tree
+from draftsmith.decode.proposers.base import Drafts, Proposal, SiblingDraws
+from draftsmith.decode.sampling import Sampler, draw_rows, draw_siblings, scores_of_rows, uniforms
+from draftsmith.decode.tree import ROOT, Level, Tree
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,12 @@ class DynamicTree:
             raise InputError(f"dynamic tree: expected 1 ≤ width ≤ nodes, found width {self.width}, nodes {self.nodes}")
 
 
-LogitsAfter = Callable[[list[int], Tensor], Tensor]
-"""(nodes of one depth, the tokens drafted so far (B, K)) → the drafter's logits after each of them, (B, F, V), or
-(B, 1, V) where they are alike for all nodes of a depth."""
+LogitsAfter = Callable[[Level, Tensor], Tensor]
+"""(a depth's parents, the tokens drafted so far (B, K)) → the drafter's logits after each parent, (B, P, V), or
+(B, 1, V) where they are alike for all parents of a depth."""
+SUPPORT = 128
+"""M: siblings are drawn from the drafter's most likely tokens, renormalised. What is less likely is seldom the target's
+choice, and a tree's distributions would else be its nodes times the vocabulary."""
 
 
 def draft_static_tree(
@@ -46,7 +49,7 @@ def draft_static_tree(
     drawn: bool,
     wants_confidence: bool,
     logits_after: LogitsAfter,
-) -> list[Proposal]:
+) -> Drafts:
     """Draft a tree of one shape for each row, a depth at a time, and cut it to the row's draft length.
 
     Args:
@@ -55,48 +58,77 @@ def draft_static_tree(
         contexts: the texts, B of (T_b,).
         draft_lengths: nothing is drawn deeper, so that a row spends the random numbers that it would spend alone.
         generators: the rows' sources of randomness.
-        drawn: draw siblings without replacement; else they are the most likely tokens.
+        drawn: draw siblings without replacement, and the tokens of a chain; else they are the most likely tokens.
         wants_confidence: tell max q of each node's context.
         logits_after: the drafter.
     """
-    tokens, context_free = contexts[0].new_zeros(len(contexts), len(tree)), samplers[0].context_free
+    tokens = contexts[0].new_zeros(len(contexts), len(tree))
+    places, of = torch.zeros_like(tokens), [0] * (len(tree) + 1)
     confidence: Tensor | None = None
-    distributions: Tensor | None = None
-    for depth in range(tree.depth):
-        parents = [n for n, d in enumerate((0, *tree.depths), ROOT) if d == depth and tree.children[n + 1]]
-        widest = max(len(tree.children[parent + 1]) for parent in parents)
-        logits_BFV = logits_after(parents, tokens)
-        alike = context_free and logits_BFV.shape[1] == 1  # one distribution for all nodes of this depth
-        for f, parent in enumerate(parents):
-            if f == 0 or not alike:
-                path = [] if context_free else tree.path(parent)
-                texts = [torch.cat([c, t[path]]) for c, t in zip(contexts, tokens, strict=True)] if path else contexts
-                scores = scores_of_rows(samplers, logits_BFV[:, f if logits_BFV.shape[1] > 1 else 0], texts)
-                q = scores.softmax(-1) if drawn or wants_confidence else None
-                top = None if drawn else scores.topk(widest).indices
-            children = list(tree.children[parent + 1])
-            if q is not None and wants_confidence:
-                confidence = q.new_zeros(tokens.shape) if confidence is None else confidence
-                confidence[:, children] = q.amax(-1, keepdim=True)
-            if top is not None:
-                tokens[:, children] = top[:, : len(children)]
-            elif q is not None:
-                if distributions is None:
-                    distributions = q.new_zeros(*tokens.shape, q.shape[-1])
-                for row, generator in enumerate(generators):
-                    if depth < draft_lengths[row]:
-                        siblings = draw_without_replacement(q[row], len(children), generator)
-                        tokens[row, children], distributions[row, children] = siblings
-    drafts = [
-        Proposal(
+    distributions: list[Tensor] = []  # of each depth: (B, 1, V) of a chain, (B, F, M) of drawn siblings
+    supports: list[Tensor] = []  # the M tokens of each, (B, F, M)
+    for depth, level in enumerate(tree.levels(tokens.device)):
+        scores_BFV = _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens))
+        parents = len(level.parents)
+        if not drawn:
+            candidates_BPW = scores_BFV.topk(level.widest).indices.expand(-1, parents, -1)
+        elif tree.is_chain:
+            distributions.append(scores_BFV.softmax(-1))
+            u_B1 = uniforms(generators, [int(depth < k) for k in draft_lengths], scores_BFV.new_empty(0).double())
+            candidates_BPW = draw_rows(distributions[-1][:, 0], u_B1[:, 0])[:, None, None]
+        else:
+            best = scores_BFV.topk(min(max(SUPPORT, level.widest), scores_BFV.shape[-1]))
+            q_BFM, support_BFM = best.values.softmax(-1), best.indices
+            before, size = sum(q.shape[1] for q in distributions), q_BFM.shape[-1]
+            for place, parent in enumerate(level.parents):
+                of[parent + 1] = before + min(place, q_BFM.shape[1] - 1)
+            u = uniforms(generators, [parents * size * (depth < k) for k in draft_lengths], q_BFM)
+            order_BPW = draw_siblings(q_BFM, u.view(-1, parents, size), level.widest)
+            candidates_BPW = support_BFM.expand(-1, parents, -1).gather(-1, order_BPW)
+            places.index_copy_(1, level.children, order_BPW.flatten(1).index_select(1, level.candidates))
+            distributions.append(q_BFM)
+            supports.append(support_BFM)
+        tokens.index_copy_(1, level.children, candidates_BPW.flatten(1).index_select(1, level.candidates))
+        if wants_confidence:
+            confidence = scores_BFV.new_zeros(tokens.shape) if confidence is None else confidence
+            likeliest_BP = scores_BFV.softmax(-1).amax(-1).expand(-1, parents)
+            confidence.index_copy_(1, level.children, likeliest_BP.index_select(1, level.parent))
+    q_BKV = torch.cat(distributions, 1) if drawn and tree.is_chain else None
+    together = (torch.cat(supports, 1), torch.cat(distributions, 1)) if supports else None
+    drafts = []
+    for row, k in enumerate(draft_lengths):
+        siblings = None
+        if together is not None:
+            siblings = SiblingDraws(together[0][row], together[1][row], tuple(of), places[row])
+        draft = Proposal(
             tokens[row],
-            None if distributions is None else distributions[row],
+            None if q_BKV is None else q_BKV[row],
             tree,
             None if confidence is None else confidence[row],
+            siblings,
         )
-        for row in range(len(contexts))
-    ]
-    return [draft.pruned(k) for draft, k in zip(drafts, draft_lengths, strict=True)]
+        drafts.append(draft.pruned(k))
+    return Drafts(drafts, tokens, q_BKV)
+
+
+def _scores(
+    tree: Tree,
+    level: Level,
+    samplers: Sequence[Sampler],
+    contexts: Sequence[Tensor],
+    tokens: Tensor,
+    logits_BFV: Tensor,
+) -> Tensor:
+    """Return the processed logits after each parent of a level, (B, P, V), or (B, 1, V) where all are alike."""
+    if samplers[0].context_free:
+        return samplers[0].scores(logits_BFV.flatten(0, 1), []).view(logits_BFV.shape)
+    alike = logits_BFV.shape[1] == 1
+    scores = []
+    for place, parent in enumerate(level.parents):
+        path = tree.path(parent)
+        texts = [torch.cat([c, t[path]]) for c, t in zip(contexts, tokens, strict=True)] if path else contexts
+        scores.append(scores_of_rows(samplers, logits_BFV[:, 0 if alike else place], texts))
+    return torch.stack(scores, 1)
 
 
 class GrowingTree:

@@ -10,6 +10,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.bench import common, decode, divergence, medusa, objectives, replay
+from draftsmith.scripts.bench.rounds import ACCURACIES, count
 from draftsmith.train.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
@@ -120,3 +121,15 @@ def test_variants_are_compared_with_the_baseline(benchmark):
     assert row["seeds"] == 2 and row[f"{title} τ"].value == pytest.approx(18 / 5)
     assert row[f"{title} against {config.baseline}"].value == pytest.approx(18 / 5 - 2)
     assert f"{title} against {config.baseline}" not in table[config.baseline]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
+    """Whatever B and γ are; they were 67 and 1,334 for B = 8 at T = 1 when each row was verified by itself."""
+    for gamma in (2, 8):
+        chain = count("chain", rows, temperature, draft_length=gamma)
+        assert chain.synchronisations <= (4 if temperature else 3)
+    tree = count("medusa", rows, temperature)
+    assert tree.synchronisations <= (6 + len(ACCURACIES) if temperature else 3)
+    assert tree.kernels <= 250

@@ -31,8 +31,9 @@ from draftsmith.decode import (
 from draftsmith.decode.measurement import exactness, repetition
 from draftsmith.decode.proposers import draft_model, draft_tree
 from draftsmith.decode.proposers.base import Task
-from draftsmith.decode.rules import Rule, Verdict
+from draftsmith.decode.rules import Rule
 from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.verification import Verdict
 from draftsmith.scripts.measure import build
 from draftsmith.scripts.measure.side_by_side import Group, Row
 from draftsmith.train import models
@@ -167,7 +168,7 @@ def check_every_round(parts, target, draft, shape: Tree | DynamicTree | None = N
 
         def commit(self, outcomes):
             super().commit(outcomes)
-            (context,), (d,), (outcome,) = self.contexts, self.drafts, outcomes
+            (context,), (d,), (outcome,) = self.contexts, [d.dense(VOCAB) for d in self.drafts], outcomes
             for node in range(-1, len(d.tree)):
                 alone = torch.cat([context, d.tokens[d.tree.path(node)]])[None]
                 assert torch.allclose(outcome.logits[node + 1], target(alone).logits[0, -1], atol=1e-4)
@@ -344,6 +345,9 @@ def check_trees(parts) -> None:
     check_every_round(parts, target, draft, parts.tree.from_choices(CHOICES), new=12)
     check_every_round(parts, target, draft, parts.tree.from_choices(CHOICES), new=12, do_sample=True)
     check_every_round(parts, target, draft, DynamicTree(2, 6), new=12)
+    shape = parts.tree.from_choices(CHOICES)
+    for d in drafts_of(parts.proposer(draft, tree=shape), SAMPLING, PROMPT[0], count=100):
+        assert all(len(set(d.tokens[list(nodes)].tolist())) == len(nodes) for nodes in shape.children)
     same_text(parts, target, parts.proposer(draft, tree=parts.tree.from_choices(CHOICES)))
 
 
@@ -521,10 +525,10 @@ def not_strict(p, q, drafted, tree, generator=None):
     return list(range(len(drafted))), sampling.draw(p[-1], generator)
 
 
-def with_replacement(q, count, generator):
+def with_replacement(q_BFM, u_BPM, count):
     """Draws siblings from q each, and says that the earlier ones were left out."""
-    _, distributions = real_siblings(q, count, generator)
-    return torch.cat([sampling.draw(q, generator) for _ in range(count)]), distributions
+    places = q_BFM.expand(u_BPM.shape).flatten(0, 1).multinomial(count, replacement=True)
+    return places.view(*u_BPM.shape[:2], count)
 
 
 def only_the_last_ends(row, tokens):
@@ -567,7 +571,7 @@ def without_windows(model, *args, **kwargs):
     model._window = 10**6
 
 
-residual, real_siblings, real_advance = acceptance.residual, sampling.draw_without_replacement, generation.Row.advance
+residual, real_advance = acceptance.residual, generation.Row.advance
 real_round, real_feed, real_cache = Counts.of_round, cache.CachedModel.feed, cache.CachedModel.__init__
 
 MISTAKES = {
@@ -599,7 +603,7 @@ MISTAKES = {
     "everything is a tie": (13, {(exactness, "TIE_ULPS"): 1e9}),
     "nodes see their cousins": (14, {"tree": SeesAllNodes}),
     "positions count nodes": (14, {(cache.CachedModel, "feed"): feeds_nodes_as_a_chain}),
-    "siblings drawn with replacement": (14, {(draft_tree, "draw_without_replacement"): with_replacement}),
+    "siblings drawn with replacement": (14, {(draft_tree, "draw_siblings"): with_replacement}),
     "siblings tried against p": (14, {(acceptance, "residual"): lambda p, q, x: p}),
     "processors do not see drafted tokens": (15, {"rule": Changed(lambda contexts, **_: {"contexts": [contexts[0]] * len(contexts)})}),
     "no n-gram is repeated": (16, {(repetition, "count_repeated_ngrams"): lambda *args: (0, 57)}),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, Tree, Typical, acceptance, rules
-from draftsmith.decode.acceptance import accept_exact, accept_greedy
+from draftsmith.decode.acceptance import accept_exact, accept_greedy, accept_siblings
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
 from draftsmith.decode.rules import RULES, as_rule
 from draftsmith.decode.sampling import Sampler
@@ -119,6 +119,76 @@ def law_of(monkeypatch) -> Callable[[rules.Rule, Tables, Drafts], Emitted]:
         return dict(sampler)
 
     return law_of
+
+
+def sibling_draws(q: Tensor, count: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Every ordered draw of `count` tokens without replacement, with its probability."""
+    for tokens in itertools.permutations(range(len(q)), count):
+        chance, left = 1.0, 1.0
+        for place, token in enumerate(tokens):
+            if left < 1e-12:  # nothing is left to draw: one order stands for all
+                chance *= list(tokens[place:]) == sorted(set(range(len(q))) - set(tokens[:place]))[: count - place]
+                break
+            chance, left = chance * float(q[token]) / left, left - float(q[token])
+        yield chance, tokens
+
+
+def law_of_siblings(p: Tensor, support: list[int], q: Tensor | None, count: int) -> Tensor:
+    """The law of the token that follows a node with drawn siblings, or with the first `count` of the support."""
+    law = torch.zeros(len(p), dtype=torch.float64)
+    draws = [(1.0, tuple(range(count)))] if q is None else sibling_draws(q, count)
+    for chance, places in draws:
+        scripts: list[list[bool]] = [[]]
+        while scripts and chance > 0:
+            script, mass, taken = scripts.pop(), chance, []
+
+            def decide(share, script=script, taken=taken, scripts=scripts):
+                nonlocal mass
+                outcome = script[len(taken)] if len(taken) < len(script) else share > 0
+                if len(taken) >= len(script) and 0 < share < 1:
+                    scripts.append([*taken, False])
+                taken.append(outcome)
+                mass *= share if outcome else 1 - share
+                return outcome
+
+            r = [Uniform(decide) for _ in places]
+            seen = p[support].numpy()
+            accepted, rest = accept_siblings(seen, None if q is None else q.numpy(), places, r)
+            if accepted is not None:
+                law[support[places[accepted]]] += mass
+            else:
+                left = p.clone()
+                left[support] = torch.from_numpy(rest)
+                law += mass * left / left.sum()
+    return law
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("certain", [False, True])
+def test_siblings_of_a_support_leave_the_law_exactly(count, certain):
+    """V = 7, a support of 4: q that is p, another, certain of a token, or with fewer tokens than are drawn."""
+    support = [5, 0, 2, 6]
+    for seed in range(6):
+        p = tables(seed, vocab=7, depth=0, support=None if seed % 2 else 4)[()]
+        q = tables(100 + seed, vocab=4, depth=0)[()]
+        variants = [q, (p[support] + 1e-9) / (p[support] + 1e-9).sum(), one_hot(1, 4), q * torch.tensor([0, 1, 0, 1])]
+        for variant in [None] if certain else variants:
+            variant = None if variant is None else variant / variant.sum()
+            law = law_of_siblings(p, support, variant, count)
+            torch.testing.assert_close(law, p, atol=1e-7, rtol=0)  # q of 1e-9 cost as many digits
+
+
+def test_siblings_tried_against_p_or_by_another_q_do_not(monkeypatch):
+    p, q = tables(1, vocab=7, depth=0)[()], tables(2, vocab=4, depth=0)[()]
+    support = [5, 0, 2, 6]
+    real = acceptance.accept_siblings
+    plants = (
+        lambda p_M, q_M, places, r: (real(p_M, q_M, places, r)[0], p_M.astype(float)),
+        lambda p_M, q_M, places, r: real(p_M, q_M[::-1].copy(), places, r),
+    )
+    for plant in plants:
+        monkeypatch.setitem(globals(), "accept_siblings", plant)
+        assert (law_of_siblings(p, support, q, 2) - p).abs().max() > 1e-3
 
 
 def tables(seed: int, vocab: int = 3, depth: int = 3, support: int | None = None, spread: float = 1.5) -> Tables:

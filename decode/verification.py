@@ -1,0 +1,166 @@
+"""The exact rule for a whole batch: what the target's logits say about the drafts of all rows, in few transfers.
+
+Where processors look at the tokens before a position, each row is verified by itself (`draftsmith.decode.acceptance`
+has the rule). Where they look at the scores alone, chains and greedy trees take one transfer to the host, and sampled
+trees one for each depth that is looked at.
+"""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.decode.acceptance import accept_exact_chains, accept_greedy, accept_siblings
+from draftsmith.decode.cache import padded
+from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
+from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
+from draftsmith.decode.tree import ROOT
+
+Generator = torch.Generator | None
+"""A source of randomness; the global one if None."""
+NO_TOKEN = -1
+"""In place of a token: the target's logits are not numbers, and no token follows from them."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule says about one draft."""
+
+    path: list[int]
+    """The accepted nodes, from the root's child down."""
+    token: int
+    """The token to emit after them: a correction, or the bonus token after a leaf. `NO_TOKEN` where a distribution of
+    the target's on the way is not one."""
+    accepted: list[int] | None = None
+    """The accepted tokens; None where the rule did not look at them."""
+    departures: list[tuple[float, bool]] | None = None
+    """Lossy rules: for each token, accepted ones and the last, TV(its distribution, p), and at T=0 whether it is not
+    the argmax."""
+
+
+class Processed:
+    """The target's distributions of one row's draft, or at T=0 its argmax tokens, computed where they are looked at."""
+
+    def __init__(self, sampler: Sampler, logits_KV: Tensor, contexts: Sequence[Tensor]):
+        self._sampler, self._logits_KV, self._contexts = sampler, logits_KV, contexts
+        self.broken = False
+        """Whether one of them is not a number."""
+
+    def __getitem__(self, place: int) -> Any:
+        contexts = [] if self._sampler.context_free else [self._contexts[place]]
+        scores_V = self._sampler.scores(self._logits_KV[place : place + 1], contexts)[0]
+        if self._sampler.do_sample:
+            p_V = scores_V.softmax(-1)
+            self.broken |= bool(p_V[0].isnan())  # numbers altogether or not at all
+            return p_V
+        best, chosen = scores_V.max(-1)
+        token, broken = torch.stack([chosen, best.isnan().to(chosen.dtype)]).tolist()
+        self.broken |= bool(broken)
+        return token
+
+
+def greedy_verdicts(sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal]) -> list[Verdict]:
+    """At T=0: the argmax of every position, and the drafted tokens, in one transfer."""
+    best, chosen = sampler.scores(logits.flatten(0, 1), []).max(-1)
+    size = logits.shape[1]
+    parts = [chosen.view(-1, size), best.isnan().view(-1, size).to(chosen.dtype)]
+    rows = torch.cat([*parts, tokens_of(proposals, size - 1)], 1).tolist()
+    verdicts = []
+    for row, proposal in zip(rows, proposals, strict=True):
+        drafted, broken = row[2 * size :], row[size : 2 * size]
+        path, token = accept_greedy(row[:size], drafted, proposal.tree)
+        wrong = any(broken[node + 1] for node in (ROOT, *path))
+        verdicts.append(Verdict(path, NO_TOKEN if wrong else token, [drafted[node] for node in path]))
+    return verdicts
+
+
+def chain_verdicts(
+    sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], generators: Sequence[Generator]
+) -> list[Verdict]:
+    """Chains under sampling, decided on the device: counts and tokens in one transfer."""
+    size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
+    p = sampler.scores(logits.flatten(0, 1), []).softmax(-1).view(logits.shape)
+    r = torch.nn.functional.pad(uniforms(generators, counts, p), (0, size - max(counts)), value=1.0)
+    u = uniforms(generators, [1] * len(counts), p.new_empty(0, dtype=torch.float64))[:, 0]
+    drafted, q = tokens_of(proposals, size), probabilities_of(proposals, size)
+    count, token = accept_exact_chains(p, q, drafted, r, u)
+    broken = p[torch.arange(len(p), device=p.device), count, 0].isnan()
+    parts = [count, token, broken.to(token.dtype)]
+    if q is not None:
+        parts.append(q[..., 0].isnan().any(-1).to(token.dtype))
+    rows = torch.cat([torch.stack(parts, 1), drafted], 1).tolist()
+    if q is not None and any(row[3] for row in rows):
+        warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
+    return [
+        Verdict(list(range(row[0])), NO_TOKEN if row[2] else row[1], row[len(parts) : len(parts) + row[0]])
+        for row in rows
+    ]
+
+
+def tree_verdicts(
+    sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal], generators: Sequence[Generator]
+) -> list[Verdict]:
+    """Trees under sampling: a transfer for each depth that some row's path reaches, of p on the siblings' support.
+
+    The target's logits are processed along the paths alone, and q is never spread over the vocabulary. Either all
+    drafts are deterministic, or all say what their siblings were drawn from.
+    """
+    size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
+    tokens = tokens_of(proposals, size)
+    # As many random numbers, and of the same kind, as a chain takes: a row is what it would be alone.
+    r_BK = uniforms(generators, counts, sampler.scores(logits[:1, 0], []))
+    u_B = uniforms(generators, [1] * len(counts), logits.new_empty(0, dtype=torch.float64))[:, 0]
+    parts = [tokens, torch.nn.functional.pad(r_BK, (0, size - max(counts)), value=1.0)]
+    drawn = [proposal.siblings for proposal in proposals if proposal.siblings is not None]
+    support_BFM = tokens[:, None]
+    if drawn:
+        each = [proposal.siblings or drawn[0] for proposal in proposals]  # a row that drafts nothing looks at none
+        support_BFM, q_BFM = torch.stack([s.support for s in each]), torch.stack([s.q for s in each])
+        parts += [padded([s.places for s in each], size), q_BFM.flatten(1)]
+    drafted, r, *more = np.split(torch.cat([p.double() for p in parts], 1).cpu().numpy(), [size, 2 * size, 3 * size], 1)
+    q = more[1].reshape(q_BFM.shape) if drawn else None
+    if q is not None and np.isnan(q).any():
+        warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
+
+    paths: list[list[int]] = [[] for _ in counts]
+    ends: list[Tensor] = [logits[0, 0]] * len(counts)  # p of the node that each row's path ends at, (V,)
+    supports: list[Tensor] = [support_BFM[0, 0]] * len(counts)  # what its children may name, (M,)
+    rests = np.full((len(counts), support_BFM.shape[2]), np.inf)  # and what of p is left there, where less is
+    going = list(range(len(counts)))
+    while going:
+        nodes = [paths[row][-1] if paths[row] else ROOT for row in going]
+        of = [(proposals[row].siblings, node) for row, node in zip(going, nodes, strict=True)]
+        places = [0 if siblings is None else siblings.of[node + 1] for siblings, node in of]
+        p_AV = sampler.scores(torch.stack([logits[row, node + 1] for row, node in zip(going, nodes, strict=True)]), [])
+        p_AV = p_AV.softmax(-1)
+        support_AM = torch.stack([support_BFM[row, f] for row, f in zip(going, places, strict=True)])
+        children = [proposals[row].tree.children[node + 1] for row, node in zip(going, nodes, strict=True)]
+        p_AM = p_AV.gather(1, support_AM).cpu().numpy() if any(children) else None
+        left = []
+        for at, (row, f, siblings) in enumerate(zip(going, places, children, strict=True)):
+            accepted, r_of = None, [r[row, child] for child in siblings]
+            if p_AM is not None and siblings and q is not None:
+                named = [int(more[0][row, child]) for child in siblings]
+                accepted, rests[row] = accept_siblings(p_AM[at], q[row, f], named, r_of)
+            elif p_AM is not None and siblings:
+                index = list(siblings)
+                accepted, rests[row, index] = accept_siblings(p_AM[at, index], None, range(len(index)), r_of)
+            if accepted is None:
+                ends[row], supports[row] = p_AV[at], support_AM[at]
+            else:
+                rests[row] = np.inf
+                paths[row].append(siblings[accepted])
+                left.append(row)
+        going = left
+    p_BV, support_BM = torch.stack(ends), torch.stack(supports)
+    rest_BV = p_BV.scatter_reduce(1, support_BM, torch.from_numpy(rests).to(p_BV), "amin")
+    rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
+    last = torch.stack([draw_rows(rest_BV, u_B), p_BV[:, 0].isnan().long()]).tolist()
+    return [
+        Verdict(path, NO_TOKEN if broken else token, [int(drafted[row, node]) for node in path])
+        for row, (path, token, broken) in enumerate(zip(paths, *last, strict=True))
+    ]

@@ -1,0 +1,212 @@
+"""`python -m draftsmith.scripts.bench.rounds`: kernels and synchronisations of a round, outside the models' forwards.
+
+Counted on tiny random models, for they depend on shapes, rows and drafts, not on weights or on the machine: a kernel is
+an operator of aten that is no view and allocates more than room; a synchronisation is where Python looks at a tensor's
+value, or makes a tensor of its own values, either of which waits for a GPU.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from draftsmith.decode.errors import at_least, require
+from draftsmith.decode.proposers.base import Proposer
+from draftsmith.decode.proposers.draft_model import DraftModelProposer
+from draftsmith.decode.speculative import speculative_generate
+from draftsmith.decode.tree import Tree
+from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.scripts.bench.common import BenchmarkConfig, run_benchmark
+from draftsmith.train.cli import run
+from draftsmith.train.provenance import environment
+
+# Accuracies of trained heads on the embedded target by depth and rank, roughly: they shape the tree.
+ACCURACIES = [[0.54 * 0.45**rank for rank in range(10)], [0.44 * 0.5**rank for rank in range(8)]]
+ACCURACIES += [[0.37 * 0.5**rank for rank in range(6)], [0.35 * 0.5**rank for rank in range(4)]]
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0)])
+# What reads a tensor's values, or makes a tensor of Python's: on a GPU both wait for it.
+SYNCHRONISES = {
+    torch.Tensor.tolist,
+    torch.Tensor.item,
+    torch.Tensor.__bool__,
+    torch.Tensor.__int__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.cpu,
+    torch.Tensor.new_tensor,
+    torch.tensor,
+    torch.from_numpy,
+}
+INDEXES = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
+NO_KERNEL = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach", "aten::lift_fresh", "aten::alias"}
+DATA_DEPENDENT = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::repeat_interleave"}
+
+
+@dataclass
+class BenchRoundsConfig(BenchmarkConfig):
+    """Kernels and synchronisations of a round."""
+
+    batch_size: list[int] = field(default_factory=lambda: [1, 8])
+    """B, rows decoded together."""
+    draft_length: int = 4
+    """γ of the chain."""
+    nodes: int = 63
+    """Nodes of Medusa's tree."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1), "batch_size", "draft_length", "nodes")
+
+
+@dataclass
+class RoundCounts:
+    """What one round does outside the models' forwards."""
+
+    kernels: int = 0
+    synchronisations: int = 0
+
+
+class _Kernels(TorchDispatchMode):
+    def __init__(self, counter: "RoundCounter"):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name().split(".")[0]
+        if not self.counter.paused:
+            self.counter.now.kernels += not func.is_view and name not in NO_KERNEL
+            self.counter.now.synchronisations += name in DATA_DEPENDENT
+        return func(*args, **(kwargs or {}))
+
+
+class _Synchronisations(TorchFunctionMode):
+    def __init__(self, counter: "RoundCounter"):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # An index that is a list becomes a tensor on the way.
+        index = args[1] if func in INDEXES else None
+        listed = any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
+        self.counter.now.synchronisations += not self.counter.paused and (func in SYNCHRONISES or listed)
+        return func(*args, **(kwargs or {}))
+
+
+class RoundCounter:
+    """Counts the rounds of one call of the decoder."""
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, RoundCounts]] = []
+        """The rows and the counts of each round, from one draft to the next."""
+        self.now = RoundCounts()
+        self.paused = False
+
+    @contextmanager
+    def counting(self, proposer: Proposer, *models: PreTrainedModel) -> Iterator[None]:
+        """Count what happens inside, but for the models' forwards."""
+        propose = proposer.propose
+        forwards = [model.forward for model in models]
+
+        def begun(contexts: Any, draft_lengths: Any) -> Any:
+            self.now = RoundCounts()
+            self.rounds.append((len(contexts), self.now))
+            return propose(contexts, draft_lengths)
+
+        def apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                self.paused = True
+                try:
+                    return forward(*args, **kwargs)
+                finally:
+                    self.paused = False
+
+            return call
+
+        patched: Any = [proposer, *models]
+        try:
+            patched[0].propose = begun
+            for model, forward in zip(patched[1:], forwards, strict=True):
+                model.forward = apart(forward)
+            with _Kernels(self), _Synchronisations(self):
+                yield
+        finally:
+            for thing in patched:
+                vars(thing).pop("propose", None)
+                vars(thing).pop("forward", None)
+
+    def median(self) -> RoundCounts:
+        """Return the median of the rounds with all rows, but for the first two and the last of them."""
+        rows = max(rows for rows, _ in self.rounds)
+        counted = [counts for rows_then, counts in self.rounds[2:] if rows_then == rows][:-1]
+        return RoundCounts(
+            round(median(counts.kernels for counts in counted)),
+            round(median(counts.synchronisations for counts in counted)),
+        )
+
+
+def tiny(seed: int, vocab_size: int = 256) -> PreTrainedModel:
+    """Return a random model that is sure enough of its tokens for drafts to be accepted now and then."""
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
+    model.lm_head.weight.data *= 6
+    model.generation_config.pad_token_id = 0
+    return model.eval().requires_grad_(False)
+
+
+def count(name: str, rows: int, temperature: float, draft_length: int = 4, nodes: int = 63) -> RoundCounts:
+    """Count a round of "chain", "tree" (10 nodes) or "medusa" (a tree of `nodes`)."""
+    target, draft = tiny(0), tiny(0)
+    draft.lm_head.weight.data += 0.05 * torch.randn_like(draft.lm_head.weight)
+    proposer: Proposer
+    if name == "medusa":
+        heads = MedusaHeads.of_target(target, len(ACCURACIES)).requires_grad_(False)
+        proposer = MedusaProposer(heads, Tree.from_accuracies(ACCURACIES, nodes))
+        draft_length = len(ACCURACIES)
+    else:
+        proposer = DraftModelProposer(draft, TREE if name == "tree" else None)
+    ids = torch.randint(1, 256, (rows, 8), generator=torch.Generator().manual_seed(1))
+    sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
+    counter = RoundCounter()
+    with counter.counting(proposer, target, draft):
+        speculative_generate(target, proposer, ids, draft_length=draft_length, max_new_tokens=64, top_k=0, **sampling)
+    return counter.median()
+
+
+def bench(config: BenchRoundsConfig) -> dict[str, Any]:
+    """Run the benchmark and return the figures."""
+    return {
+        "config": vars(config),
+        "environment": environment(torch.device("cpu"), "float32"),
+        "rounds": {
+            f"{name}, B = {rows}, T = {temperature:g}": vars(
+                count(name, rows, temperature, config.draft_length, config.nodes)
+            )
+            for name in ("chain", "tree", "medusa")
+            for rows in config.batch_size
+            for temperature in (0.0, 1.0)
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(run(partial(run_benchmark, BenchRoundsConfig, bench)))
