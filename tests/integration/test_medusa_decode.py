@@ -242,6 +242,7 @@ def test_compiled_forwards_change_nothing():
     assert out.row_counts == speculate(name, proposer, [0, 1, 2], **GREEDY)[1].row_counts
 
 
+@pytest.mark.usefixtures("captured")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_heads_input_is_the_last_hidden_state(name):
     """Compiled forwards take it from `hidden_states`, others from the head itself, training from the decoder."""

@@ -18,7 +18,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts.plan import command as plan
-from draftsmith.scripts.plan.memory_plan import MemorySetting, PlanConfig
+from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.runs import save_model
@@ -84,6 +84,8 @@ def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
     pytest.importorskip("deepspeed")
     zero2 = ["--training.deepspeed", str(CONFIGS / "deepspeed" / "zero2.json")]
     config = ["--config", str(distill_file("gpt2-to-distilgpt2"))]
+    for role, shape in (("target", "gpt2"), ("draft", "distilgpt2")):
+        config += [f"--{role}_config", str(SHAPES / f"{shape}.json")]
     environment = dict(os.environ)
     try:
         planned = parse_config(PlanConfig, [*config, *zero2, "--gpus", "8", *ON_CPU])
@@ -91,7 +93,7 @@ def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
         unset_hf_deepspeed_config()
         os.environ.clear()
         os.environ.update(environment)
-    assert planned.strategy == "zero2" and MemorySetting.of(planned).precision == "half"
+    assert planned.strategy == "zero2" and MemoryPlan(planned).setting.precision == "half"
 
 
 def shrunken(name: str, vocab_size: int, layers: int):
