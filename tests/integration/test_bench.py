@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.bench import common, decode, divergence, medusa, objectives, replay
+from draftsmith.scripts.bench import common, decode, divergence, medusa, objectives, replay, variants
 from draftsmith.scripts.bench.rounds import ACCURACIES, count
 from draftsmith.train.cli import parse_config
 
@@ -102,6 +102,24 @@ def test_replay_counts_what_the_decoder_counts(pair, tmp_path, capsys):
     assert figures["sampled"]["greedy draft"]["draft_lengths"]["2"]["own_texts_rounds_equal"] == 4
     printed = capsys.readouterr().out
     assert "T=0" in printed and "T=1, probabilistic" in printed
+
+
+@pytest.mark.parametrize(("benchmark", "own"), [(objectives, "jsd"), (medusa, "medusa2")])
+def test_variants_are_trained_and_replayed(pair_dirs, tmp_path, monkeypatch, capsys, benchmark, own):
+    """One step of each on a few short texts, and not again."""
+    written = {name: (temperature, 6) for name, (temperature, _) in variants.WRITTEN.items()}
+    monkeypatch.setattr(variants, "WRITTEN", written)
+    is_medusa = benchmark is medusa
+    config_class = medusa.BenchMedusaConfig if is_medusa else objectives.BenchObjectivesConfig
+    names = [config_class(variants=[own]).baseline, own]
+    arguments = ["--target", str(pair_dirs[0]), "--output", str(tmp_path / "bench"), "--seeds", "[0]", "--steps", "1"]
+    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--variants", json.dumps(names)]
+    arguments += ["--searched_prompts", "4"] if is_medusa else ["--draft", str(pair_dirs[1])]
+    for _ in range(2):
+        assert common.run_benchmark(config_class, benchmark.bench, benchmark.shown, argv=arguments) == 0
+    assert capsys.readouterr().out.count(f"{own}, seed 0") == 1
+    results = json.loads((tmp_path / "bench" / "results.json").read_text())
+    assert set(results) == {*names, "environment"}
 
 
 @pytest.mark.parametrize("benchmark", [objectives, medusa])

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from conftest import tiny_llama
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftsmith.decode import (
@@ -25,6 +26,9 @@ from draftsmith.decode.replay.rounds import (
     expected_rounds,
     overlap,
 )
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.models import load_model
+from draftsmith.train.runs import save_model
 
 
 def rounds_of(accepted: tuple[int, ...], draft_length: int) -> int:
@@ -305,6 +309,25 @@ def test_what_the_target_did_not_write_is_refused(repeating):
     with pytest.raises(InputError, match="not a token that the target could have drawn"):
         replay(hotter, top_k=2)
     assert replay(random, allow_biased=True).biased
+
+
+def test_text_that_auto_wrote_is_refused_in_another_dtype(tokenizer, tmp_path, monkeypatch):
+    """`prepare` writes in the dtype of the stored weights; in float32 other tokens are the argmax here and there."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    save_model(tiny_llama(0, len(tokenizer), layers=1).to(torch.bfloat16), tokenizer, tmp_path / "target")
+    (tmp_path / "prompts.txt").write_text("\n".join(f"def f{i}(x):" for i in range(4)))
+    paths = [str(tmp_path / name) for name in ("target", "prompts.txt", "texts")]
+    prepare(PrepareConfig(*paths, max_new_tokens=24, temperature=0.0, dtype="auto"))
+    rows = load_completions(paths[2]).to_list()
+    texts, lengths = [torch.tensor(row["input_ids"]) for row in rows], [row["prompt_length"] for row in rows]
+
+    def replay(dtype: str):
+        target = load_model(paths[0], dtype=dtype)
+        return replay_acceptance(target, PromptLookupProposer(), texts, lengths, [2], temperature=0.0)
+
+    assert not replay("bfloat16").biased
+    with pytest.raises(InputError, match=r"found \d+ of 24 tokens that are not the target's argmax"):
+        replay("float32")
 
 
 def test_drafts_that_replay_does_not_apply_to_are_refused(repeating):
