@@ -17,7 +17,7 @@ from draftsmith.decode.generation import (
     generate_arguments,
     prepare_rows,
 )
-from draftsmith.decode.sampling import draw_rows, scores_of_rows, uniforms
+from draftsmith.decode.sampling import argmax, draw_rows, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 
@@ -66,15 +66,14 @@ def _write(model: PreTrainedModel, rows: list[Row], compiled: bool) -> None:
             logits = target.feed(texts.last(), texts.lengths + -1)
         contexts = [] if sampler.context_free else [row.context for row in rows]
         scores = scores_of_rows([row.sampler for row in rows], logits[:, 0], contexts)
-        best, tokens = scores.max(-1)
+        tokens = argmax(scores)
+        broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # the argmax is the first that is not a number
         if sampler.do_sample:
             u = uniforms([row.generator for row in rows], [1] * len(rows), scores.new_empty(0, dtype=torch.float64))
             tokens = draw_rows(scores.softmax(-1), u[:, 0])
         texts.append(tokens)
-        for row, token, broken in zip(
-            rows, *torch.stack([tokens, best.isnan().to(tokens.dtype)]).tolist(), strict=True
-        ):
-            if broken:
+        for row, token, wrong in zip(rows, *torch.stack([tokens, broken.to(tokens.dtype)]).tolist(), strict=True):
+            if wrong:
                 raise row.not_finite()
             row.advance([token])
             row.rounds.append(TOKEN)

@@ -4,6 +4,7 @@ Ratios with intervals over prompts are those of `draftsmith.decode.measurement.i
 """
 
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -71,6 +72,7 @@ class Counts(Ratios):
     """Tokens that entered the text: accepted ones, corrections and bonus tokens."""
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of_round(cls, draft: Tree | int, accepted: int, emitted: int) -> "Counts":
         """Count one round, by the rule for texts that end inside an accepted block (see the class).
 

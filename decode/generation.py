@@ -147,13 +147,16 @@ class TextBatch:
 
     def last(self) -> Tensor:
         """Return each row's last token, (B, 1)."""
-        if len(self.rows) == 1:
-            return self.rows[0].context[None, -1:]
+        if self.lengths.alike:
+            return self._tokens[:, self.lengths.host[0] - 1, None]
         return self._tokens.gather(1, self.lengths.tensor[:, None] - 1)
 
     def append(self, tokens_B: Tensor) -> None:
         """Write one token behind each row, (B,)."""
-        self._tokens.scatter_(1, self.lengths.tensor[:, None], tokens_B[:, None])
+        if self.lengths.alike:
+            self._tokens[:, self.lengths.host[0]] = tokens_B
+        else:
+            self._tokens.scatter_(1, self.lengths.tensor[:, None], tokens_B[:, None])
         self.lengths = self.lengths + 1
 
     def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor:
@@ -161,22 +164,25 @@ class TextBatch:
 
         Args:
             tokens: at most as many for each row as it has room for.
-            paths: the places in its block of each row's accepted nodes.
+            paths: the places in its block of each row's accepted nodes; none where they are all in order.
 
         Returns:
             The same places, (B, D): where a path ends, those that a chain would have.
         """
-        width, depth = max(map(len, tokens)), max(map(len, paths))
+        width, depth = max(map(len, tokens)), max(map(len, paths), default=0)
         lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
         packet = torch.tensor(
             [
                 [length, *new, *[0] * (width - len(new)), *path, *range(len(path) + 1, depth + 1)]
-                for length, new, path in zip(lengths, tokens, paths, strict=True)
+                for length, new, path in zip(lengths, tokens, paths or [[]] * len(tokens), strict=True)
             ],
             device=self._tokens.device,
         )
-        columns = self.lengths.tensor[:, None] + torch.arange(width, device=self._tokens.device)
-        self._tokens.scatter_(1, columns, packet[:, 1 : 1 + width])
+        if self.lengths.alike:
+            self._tokens.narrow(1, self.lengths.host[0], width).copy_(packet[:, 1 : 1 + width])
+        else:
+            columns = self.lengths.tensor[:, None] + torch.arange(width, device=self._tokens.device)
+            self._tokens.scatter_(1, columns, packet[:, 1 : 1 + width])
         self.lengths = Places(lengths, packet.device, packet[:, 0])
         return packet[:, 1 + width :]
 

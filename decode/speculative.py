@@ -185,7 +185,8 @@ def _write(
                 raise row.not_finite(len(verdict.path))
         paths, starts = [verdict.path for verdict in verdicts], texts.lengths + -1
         emitted = [_emitted(*told) for told in zip(rows, verdicts, drafts, strict=True)]
-        kept = [[node + 1 for node in path] for path in paths]
+        moved = any(path != list(range(len(path))) for path in paths)  # else the tokens are in their places
+        kept = [[node + 1 for node in path] for path in paths] if moved else []
         target.keep_paths(starts, kept, texts.write(emitted, kept))
         # Emit them, up to the end of the text.
         for row, draft, verdict, tokens in zip(rows, drafts, verdicts, emitted, strict=True):

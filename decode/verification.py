@@ -17,7 +17,7 @@ from torch import Tensor
 from draftsmith.decode.acceptance import accept_exact_chains, accept_greedy, accept_siblings
 from draftsmith.decode.cache import padded
 from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
-from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
+from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import ROOT
 
 Generator = torch.Generator | None
@@ -57,24 +57,24 @@ class Processed:
             p_V = scores_V.softmax(-1)
             self.broken |= bool(p_V[0].isnan())  # numbers altogether or not at all
             return p_V
-        best, chosen = scores_V.max(-1)
-        token, broken = torch.stack([chosen, best.isnan().to(chosen.dtype)]).tolist()
+        chosen = argmax(scores_V)
+        token, broken = torch.stack([chosen, scores_V[chosen].isnan().to(chosen.dtype)]).tolist()
         self.broken |= bool(broken)
         return token
 
 
 def greedy_verdicts(sampler: Sampler, logits: Tensor, proposals: Sequence[Proposal]) -> list[Verdict]:
     """At T=0: the argmax of every position, and the drafted tokens, in one transfer."""
-    best, chosen = sampler.scores(logits.flatten(0, 1), []).max(-1)
-    size = logits.shape[1]
-    parts = [chosen.view(-1, size), best.isnan().view(-1, size).to(chosen.dtype)]
-    rows = torch.cat([*parts, tokens_of(proposals, size - 1)], 1).tolist()
+    scores, size = sampler.scores(logits.flatten(0, 1), []), logits.shape[1]
+    chosen = argmax(scores)
+    # The argmax is the first score that is not a number; nothing that is drafted is `NO_TOKEN`.
+    chosen = chosen.masked_fill(scores.gather(1, chosen[:, None])[:, 0].isnan(), NO_TOKEN)
+    rows = torch.cat([chosen.view(-1, size), tokens_of(proposals, size - 1)], 1).tolist()
     verdicts = []
     for row, proposal in zip(rows, proposals, strict=True):
-        drafted, broken = row[2 * size :], row[size : 2 * size]
+        drafted = row[size:]
         path, token = accept_greedy(row[:size], drafted, proposal.tree)
-        wrong = any(broken[node + 1] for node in (ROOT, *path))
-        verdicts.append(Verdict(path, NO_TOKEN if wrong else token, [drafted[node] for node in path]))
+        verdicts.append(Verdict(path, token, [drafted[node] for node in path]))
     return verdicts
 
 

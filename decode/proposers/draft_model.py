@@ -14,7 +14,7 @@ from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
-from draftsmith.decode.sampling import Sampler, align_vocabulary, draw_rows, prefixes, scores_of_rows, uniforms
+from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, prefixes, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
 Stop = Callable[[Tensor], bool]
@@ -208,7 +208,7 @@ class DraftModelProposer(Proposer):
                 for row in range(len(texts)):
                     if going[row] and self.stop(distributions[-1][row]):
                         going[row], lengths[row] = False, step
-            chosen.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else scores.argmax(-1))
+            chosen.append(draw_rows(distributions[-1], u_BK[:, step]) if drawn else argmax(scores))
             going = [alive and step + 1 < k for alive, k in zip(going, lengths, strict=True)]
             if not any(going):
                 break
@@ -218,7 +218,7 @@ class DraftModelProposer(Proposer):
                 texts = [torch.cat([text, token]) for text, token in zip(texts, fed, strict=True)]
         tokens_BK = torch.stack(chosen, 1)
         q_BKV = torch.stack(distributions, 1) if distributions else None
-        confidence_BK = None if q_BKV is None else q_BKV.amax(-1)
+        confidence_BK = q_BKV.amax(-1) if q_BKV is not None and self._wants_confidence else None
         # What was drafted last was not fed.
         self._fed = [[*range(k - 1), -1] if k else [] for k in lengths]
         proposals = [

@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from draftsmith.decode import rules
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
@@ -98,6 +99,8 @@ class _Synchronisations(TorchFunctionMode):
         index = args[1] if func in INDEXES else None
         listed = any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
         self.counter.now.synchronisations += not self.counter.paused and (func in SYNCHRONISES or listed)
+        # numpy's argmax on a CPU: a kernel of torch's elsewhere.
+        self.counter.now.kernels += not self.counter.paused and func is torch.Tensor.numpy
         return func(*args, **(kwargs or {}))
 
 
@@ -136,9 +139,11 @@ class RoundCounter:
             patched[0].propose = begun
             for model, forward in zip(patched[1:], forwards, strict=True):
                 model.forward = apart(forward)
+            rules.READ_AT_ONCE.clear()  # as on a GPU
             with _Kernels(self), _Synchronisations(self):
                 yield
         finally:
+            rules.READ_AT_ONCE.add("cpu")
             for thing in patched:
                 vars(thing).pop("propose", None)
                 vars(thing).pop("forward", None)
