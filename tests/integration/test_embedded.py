@@ -19,6 +19,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.measurement import costs
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import quickstart
 from draftsmith.scripts.measure import cost_file
@@ -73,13 +74,14 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Quickstart with the shipped configs, but texts of 16 tokens, and each cost measured once."""
+    """Quickstart with the shipped configs, but texts of 16 tokens, and each cost measured once on as few."""
     configured = quickstart._config
     tokens = {"prepare": {"max_new_tokens": 16}, "measure": {"max_new_tokens": 16}}
     monkeypatch.setattr(
         quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )
     monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
+    monkeypatch.setattr(costs, "WRITTEN", 8)
     monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
 
 
