@@ -43,9 +43,12 @@ from draftsmith.train.runs import save_model
 
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
 ROWS, LENGTH = 4, 128
-SHAPE = LlamaConfig(
-    vocab_size=4096, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=688, bos_token_id=None, eos_token_id=None,
+DEEP, SHALLOW = (
+    LlamaConfig(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=688, bos_token_id=None, eos_token_id=None,
+    )
+    for layers in (4, 2)
 )  # fmt: skip
 
 
@@ -59,12 +62,16 @@ def padded(rows: int = ROWS) -> dict[str, torch.Tensor]:
     return inputs
 
 
-@pytest.fixture(scope="module")
-def fake():
+def faked(shape: LlamaConfig) -> tuple[FakeTensorMode, LlamaForCausalLM]:
     mode = FakeTensorMode()
     with mode:
-        model = LlamaForCausalLM(SHAPE)
+        model = LlamaForCausalLM(shape)
     return mode, model
+
+
+@pytest.fixture(scope="module")
+def fake():
+    return faked(SHALLOW)
 
 
 def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
@@ -89,9 +96,9 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
 
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, False), (True, True)])
-def test_activations_are_what_autograd_saves(fake, amp, checkpointing):
-    planned = trace_draft(*fake, BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
-    saved = really_saved(LlamaForCausalLM(SHAPE), amp, checkpointing)
+def test_activations_are_what_autograd_saves(amp, checkpointing):
+    planned = trace_draft(*faked(DEEP), BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
+    saved = really_saved(LlamaForCausalLM(DEEP), amp, checkpointing)
     kept = planned.kept(ROWS)
     # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
     assert saved <= kept <= saved + (0.06 if checkpointing else 0.001) * saved
@@ -104,7 +111,7 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     mode, shape = fake
     precision = "autocast" if amp else "float32"
     planned = trace_draft(mode, shape, BatchShape(LENGTH, ROWS), precision, checkpointing)
-    model = LlamaForCausalLM(SHAPE).train()
+    model = LlamaForCausalLM(SHALLOW).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
@@ -129,12 +136,12 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
 
 def test_a_forward_without_gradients_is_what_it_allocates(fake):
     planned = trace_forward(*fake, BatchShape(LENGTH, ROWS), "float32")
-    model, inputs = LlamaForCausalLM(SHAPE).eval(), padded()
+    model, inputs = LlamaForCausalLM(SHALLOW).eval(), padded()
     with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
         BatchShape(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
     assert planned(ROWS) == live.peak
     cache = trace_cache(*fake, BatchShape(LENGTH, ROWS), "float32")
-    assert cache(ROWS) == pytest.approx(2 * 4 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
+    assert cache(ROWS) == pytest.approx(2 * 2 * ROWS * 2 * LENGTH * 64 * 4, rel=0.01)  # k and v, layers, B, heads, T, D
 
 
 def test_a_layer_in_half_precision_is_that_of_the_formula():
