@@ -112,7 +112,7 @@ def tree_verdicts(
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
     tokens = tokens_of(proposals, size)
     # As many random numbers, and of the same kind, as a chain takes: a row is what it would be alone.
-    r_BK = uniforms(generators, counts, sampler.scores(logits[:1, 0], []))
+    r_BK = uniforms(generators, counts, logits.new_empty(0, dtype=torch.promote_types(logits.dtype, torch.float32)))
     u_B = uniforms(generators, [1] * len(counts), logits.new_empty(0, dtype=torch.float64))[:, 0]
     parts = [tokens, torch.nn.functional.pad(r_BK, (0, size - max(counts)), value=1.0)]
     drawn = [proposal.siblings for proposal in proposals if proposal.siblings is not None]

@@ -16,6 +16,9 @@ from scipy import stats
 
 Interval = tuple[float, float]
 RESAMPLES = 5000
+LEAST = 5
+"""Prompts that an interval needs. A resample holds nothing beyond what was seen: of two prompts "95 %" covers 48 %, of
+three 75 %, of four 87 %, of five 94 %."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,8 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
         denominators: one value a prompt.
 
     Returns:
-        The ratio with a percentile bootstrap over prompts. The interval is None where there are fewer than two prompts,
-        the value too where the denominators sum to nothing. Of five prompts 95 % means about 91 %, for a resample holds
-        nothing beyond what was seen.
+        The ratio with a percentile bootstrap over prompts. The interval is None where there are fewer than `LEAST`
+        prompts, the value too where the denominators sum to nothing.
     """
     return _estimate(_ratio, numerators, denominators)
 
@@ -136,7 +138,7 @@ def _estimate(statistic: Callable[..., Any], *columns: Sequence[float]) -> Estim
 
 def _interval(statistic: Callable[..., Any], columns: Sequence[Sequence[float]], confidence: float) -> Interval | None:
     arrays = tuple(np.asarray(values, dtype=np.float64) for values in columns)
-    if len(arrays[0]) < 2 or not all(denominator.sum() for denominator in arrays[1::2]):
+    if len(arrays[0]) < LEAST or not all(denominator.sum() for denominator in arrays[1::2]):
         return None
     with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # told by the missing interval

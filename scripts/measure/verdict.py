@@ -6,7 +6,7 @@ from math import ceil
 
 from scipy.stats import norm
 
-from draftsmith.decode.measurement.intervals import Estimate, Interval, format_estimate, ratio_difference
+from draftsmith.decode.measurement.intervals import LEAST, Estimate, Interval, format_estimate, ratio_difference
 from draftsmith.scripts.measure.estimates import speedup_interval
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.measure.state import Replays
@@ -135,7 +135,7 @@ def _failures(
     failures = []
     bounds = speedup_interval(groups, plain, confidence)
     if bounds is None:
-        failures.append(f"one batch alone was decoded by {where}: {level} needs more")
+        failures.append(f"{run.speedup.n} batches are too few for {level}, which needs {LEAST}, of {where}")
     elif bounds[0] <= least:
         failures.append(
             f"the speed-up must exceed {least:g} with {level}, and is {run.speedup.value:.2f} [{bounds[0]:.2f}, "
@@ -147,7 +147,9 @@ def _failures(
             failures.append(f"no gain over a stock draft is known for {where}")
         else:
             low, _ = interval or (float("-inf"), float("inf"))
-            if low <= min_gain:
+            if interval is None:
+                failures.append(f"{gain.n} prompts are too few for {level}, which needs {LEAST}, of {where}")
+            elif low <= min_gain:
                 failures.append(
                     f"the gain of τ over the stock draft must exceed {min_gain:g} with {level}, and is "
                     f"{gain.value:+.2f}, at least {low:+.2f}, for {where}"

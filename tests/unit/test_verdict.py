@@ -156,7 +156,7 @@ def test_the_stock_draft_is_not_deployed_where_a_gain_over_it_is_asked_for():
 def test_one_batch_alone_says_nothing_for_certain():
     gate, verdict = Case(count=1).add("draft", 3.0).judge(min_speedup=1.1)
     assert gate.failures == [
-        "one batch alone was decoded by draft, γ = 4, at T = 0, batch size 1: 95% confidence needs more"
+        "1 batches are too few for 95% confidence, which needs 5, of draft, γ = 4, at T = 0, batch size 1"
     ]
     assert verdict.go is False and verdict.measured_speedup.ci95 is None
 
@@ -350,7 +350,7 @@ def test_the_predicted_speedup_is_costs_times_acceptance(tokenizer, rows):
 
 
 def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
-    texts = [[0] * n for n in (9, 6, 8, 8)]
+    texts = [[0] * n for n in (9, 6, 8, 8, 7, 9)]
     a = [[0.6] * len(text) for text in texts]
     own = measured(tokenizer, texts, {"draft": a, "lookup": a}, categories=["code", "prose"])
     replay = own.replays[0.0, "draft", PROBABILISTIC]
@@ -363,9 +363,9 @@ def test_a_curve_joins_replay_and_costs_at_every_draft_length(tokenizer):
         assert curve.predicted_speedup[1][k].ci95 == pytest.approx([x * factor for x in tau.ci95])
         alpha = curve.break_even_alpha[1][k]
         assert sum(alpha**i for i in range(k + 1)) * factor == pytest.approx(1.0)
-    assert {name: of.prompts for name, of in curve.by_category.items()} == {"code": 2, "prose": 2}
+    assert {name: of.prompts for name, of in curve.by_category.items()} == {"code": 3, "prose": 3}
     code = curve.by_category["code"].mean_acceptance_length[4].value
-    assert code == pytest.approx(17 / sum(replay.texts[i].counts[4].num_drafts for i in (0, 2)))
+    assert code == pytest.approx(24 / sum(replay.texts[i].counts[4].num_drafts for i in (0, 2, 4)))
     # n-grams verify what they find, and have no α that would say when they pay.
     lookup, found = curve_of(own, 0.0, "lookup", PROBABILISTIC, replay), replay.texts
     nodes = sum(t.counts[4].num_draft_tokens for t in found) / sum(t.counts[4].num_drafts for t in found)
