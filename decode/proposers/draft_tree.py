@@ -35,9 +35,9 @@ class DynamicTree:
 LogitsAfter = Callable[[Level, Tensor], Tensor]
 """(a depth's parents, the tokens drafted so far (B, K)) → the drafter's logits after each parent, (B, P, V), or
 (B, 1, V) where they are alike for all parents of a depth."""
-SUPPORT = 128
-"""M: siblings are drawn from the drafter's most likely tokens, renormalised. What is less likely is seldom the target's
-choice, and a tree's distributions would else be its nodes times the vocabulary."""
+SUPPORT = 1024
+"""M: siblings are drawn from the drafter's most likely tokens, renormalised, for a tree's distributions would else be
+its nodes times the vocabulary. Flat drafters want many (docs/log.md, section 25)."""
 
 
 def draft_static_tree(

@@ -471,16 +471,16 @@ def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
     (tmp_path / "chain/config.json").write_text(json.dumps(config | {"medusa_choices": None}))
     fewer = checked(
         root, tmp_path / "out", draft=str(root / "draft"), medusa=str(tmp_path / "chain"), temperature="0,1",
-        draft_length="3", batch_size=2, limit=3, replay_limit=5,
+        draft_length="3", batch_size=2, limit=3, replay_limit=6,
     )  # fmt: skip
     # Batches are whole, so that speeds are those of one batch size.
-    assert (fewer["prompts"]["count"], fewer["prompts"]["replayed"]) == (2, 5)
+    assert (fewer["prompts"]["count"], fewer["prompts"]["replayed"]) == (2, 6)
     for run in fewer["runs"]:
         assert run["counts"]["num_emitted_tokens"] == 2 * NEW and run["alpha"]["ci95"]
         if run["proposer"]["name"] == "medusa":  # a chain is replayed under sampling, too
             assert run["draft_length"] == run["proposer"]["tree_nodes"] == 3 and run["replay"] is not None
         elif run["temperature"] == 0:
-            # Texts written in a batch are the ones that are decoded plainly, so all four replay as before.
+            # Texts written in a batch are the ones that are decoded plainly, so all six replay as before.
             assert run["replay"]["agrees"] is True
             (full,) = runs_of(report, run["proposer"]["name"], temperature=0.0, draft_length=3, batch_size=1)
             pairs = [(run["alpha"], full["alpha"])]
@@ -489,7 +489,7 @@ def test_fewer_prompts_are_decoded_than_replayed(measured, root, tmp_path):
                 assert own["value"] == pytest.approx(other["value"], rel=1e-6)
     assert fewer["trees"] == []
     text = printed(fewer, tmp_path)
-    assert text.startswith("2 prompts (4 for") and " medusa " in text and "medusa/" not in text
+    assert text.startswith("2 prompts (6 for") and " medusa " in text and "medusa/" not in text
     # Nothing is predicted without costs.
     assert fewer["costs"] is fewer["planner_check"] is None and not (tmp_path / "out/costs.json").exists()
     assert all(run["predicted_speedup"] is None for run in fewer["runs"])

@@ -45,9 +45,9 @@ class Recorded(DraftModelProposer):
 
 
 def decoded(target, draft, **options):
-    """Decode four prompts; return the counts, the drafted tokens and the rounds of each."""
+    """Decode five prompts; return the counts, the drafted tokens and the rounds of each."""
     counts, drafted, rounds = [], [], []
-    for seed in range(4):
+    for seed in range(5):
         proposer, seen = Recorded(draft), []
         proposer.drafted = []
         ids = torch.randint(0, 97, (1, 8), generator=torch.Generator().manual_seed(seed))
