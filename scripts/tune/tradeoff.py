@@ -117,7 +117,7 @@ def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greed
     estimate = ratio(departures, tokens)
     events, count = sum(departures) if greedy else 0, sum(tokens)
     floor = float(stats.beta.ppf(0.975, events + 1, count - events)) if events < count else 1.0
-    bound = max(floor, *(estimate.ci95 or [0.0]))
+    bound = 1.0 if estimate.ci95 is None else max(floor, estimate.ci95[1])  # of too few prompts nothing is known
     return Departure(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
 
 

@@ -158,13 +158,14 @@ def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_no_departure_in_few_tokens_is_not_none(greedy):
-    none = departure_estimate([0, 0, 0], [100, 100, 100], greedy)
+    none = departure_estimate([0] * 5, [100] * 5, greedy)
     assert none.value == 0 and none.ci95 == (0, 0)
-    assert none.upper_bound == pytest.approx(1 - 0.025 ** (1 / 300))
+    assert none.upper_bound == pytest.approx(1 - 0.025 ** (1 / 500))
     # One prompt in which everything departs: the bootstrap over prompts is wider than independent tokens.
     uneven = departure_estimate([100, 0, 0, 0, 0, 0, 0, 0], [100] * 8, greedy)
     assert uneven.upper_bound == uneven.ci95[1] > 0.3
-    assert departure_estimate([2, 2], [2, 2], greedy).upper_bound == 1
+    assert departure_estimate([2] * 5, [2] * 5, greedy).upper_bound == 1
+    assert departure_estimate([0] * 4, [100] * 4, greedy).upper_bound == 1  # too few prompts for any bound
 
 
 def test_a_distance_is_surer_than_as_many_events():
