@@ -55,11 +55,6 @@ class Places:
         tensor = None if self._tensor is None and self.alike else self.tensor + offset
         return Places([slot + offset for slot in self.host], self._device, tensor)
 
-    def to(self, device: torch.device) -> "Places":
-        """Return them on another device."""
-        tensor = None if self._tensor is None else self._tensor.to(device)
-        return Places(self.host, device, tensor)
-
 
 class _Block:
     """Where the tokens of the present forward go; all layers share it."""

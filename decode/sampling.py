@@ -130,16 +130,6 @@ class Sampler:
             return scores_KV.softmax(-1)
         return torch.nn.functional.one_hot(scores_KV.argmax(-1), scores_KV.shape[-1]).to(scores_KV.dtype)
 
-    def choose(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
-        """Return the argmax token of each position, (K,): the whole distribution at T=0."""
-        return argmax(self.scores(logits_KV, contexts))
-
-    def next_token(self, logits_1V: Tensor, context_T: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the token after one context, (1,) int64, drawn from its distribution."""
-        if self.do_sample:
-            return draw(self.probabilities(logits_1V, [context_T])[0], generator)
-        return self.choose(logits_1V, [context_T])
-
 
 def argmax(scores: Tensor) -> Tensor:
     """Return the place of the greatest score, (…, V) → (…); the first of equal ones, and of any that is not a number.
@@ -148,7 +138,7 @@ def argmax(scores: Tensor) -> Tensor:
     """
     if scores.device.type != "cpu":
         return scores.argmax(-1)
-    return torch.from_numpy(np.asarray(scores.numpy().argmax(-1)))
+    return torch.from_numpy(np.asarray(scores.detach().numpy().argmax(-1)))
 
 
 def scores_of_rows(samplers: Sequence[Sampler], logits_BV: Tensor, contexts: Sequence[Tensor]) -> Tensor:

@@ -9,6 +9,7 @@ Shape suffixes: B rows, T positions, H hidden.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ from draftsmith.train.runs import full_disk_reported
 from draftsmith.train.sharding import check_sharding, shard_decoder
 
 
-class RecipeTrainer(Trainer):
+class RecipeTrainer(Trainer, ABC):
     """`transformers.Trainer` with a frozen target, whole checkpoints, and errors that name the samples.
 
     Losses are sums over the completion tokens of a part ÷ the token count of the whole global batch: accumulation steps
@@ -228,6 +229,7 @@ class RecipeTrainer(Trainer):
             sums = self.replay_sums(model, inputs, inputs["labels"][:, 1:] != IGNORED)
         return None, sums, sums[:, :1]
 
+    @abstractmethod
     def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
         """Return what is minimised, summed over a part's tokens; a recipe says what.
 
@@ -236,11 +238,10 @@ class RecipeTrainer(Trainer):
             inputs: a batch, (B, T).
             chosen_BT: bool, (B, T − 1): the positions whose next token has a label.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
         """Return what `compute_metrics` sums over samples, (B, columns); arguments as in `summed_loss`."""
-        raise NotImplementedError
 
     def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""

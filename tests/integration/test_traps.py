@@ -27,6 +27,7 @@ from draftsmith.decode import (
     generation,
     sampling,
     speculative_generate,
+    verification,
 )
 from draftsmith.decode.measurement import exactness, repetition
 from draftsmith.decode.proposers import draft_model, draft_tree
@@ -51,7 +52,6 @@ class Parts:
 
     proposer: type[DraftModelProposer] = DraftModelProposer
     rule: Rule = Exact()  # noqa: RUF009
-    sampler: type[Sampler] = Sampler
     tree: type[Tree] = Tree
 
 
@@ -137,8 +137,8 @@ def check_t_0_is_the_argmax(parts) -> None:
     """Two logits that differ in the last bits: sampling from their softmax would take either half of the time."""
     logits = torch.zeros(1, VOCAB)
     logits[0, 7], logits[0, 8] = 50.0, 50.0 - 1e-5
-    sampler = parts.sampler(LogitsProcessorList(), do_sample=False)
-    assert all(int(sampler.choose(logits, [])) == 7 for _ in range(40))
+    sampler = Sampler(LogitsProcessorList(), do_sample=False)
+    assert all(int(verification.argmax(logits)) == 7 for _ in range(40))
     assert torch.equal(sampler.probabilities(logits, []).argmax(-1), torch.tensor([7]))
     assert float(sampler.probabilities(logits, []).max()) == 1.0
     same_text(parts, target_of(scale=0.3), parts.proposer(target_of(scale=0.3)))
@@ -479,11 +479,9 @@ class SeesAllNodes(Tree):
         return torch.ones(len(self) + 1, len(self) + 1, dtype=torch.bool).tril()
 
 
-class SampledT0(Sampler):
+def sampled_at_t0(scores):
     """Draws from the softmax at T=0 too (litgpt)."""
-
-    def choose(self, logits_KV, contexts):
-        return self.scores(logits_KV, contexts).softmax(-1).multinomial(1)[:, 0]
+    return scores.softmax(-1).multinomial(1)[:, 0]
 
 
 class Changed(Rule):
@@ -584,7 +582,7 @@ MISTAKES = {
     "the residual in place": (3, {(acceptance, "residual"): lambda p, q, x: p.sub_(q).clamp_(min=0.0)}),
     "a residual without mass": (3, {(acceptance, "residual"): lambda p, q, x: (p - q).clamp(min=0.0)}),
     "r <= p / q": (4, {(acceptance, "accept_exact"): not_strict}),
-    "sampling at T=0": (5, {"sampler": SampledT0}),
+    "sampling at T=0": (5, {(verification, "argmax"): sampled_at_t0}),
     "the last token is not fed after full acceptance": (6, {"proposer": ForgetsTheLastToken}),
     "the draft keeps a rejected token": (7, {"proposer": KeepsARejectedToken}),
     "the target keeps a rejected token": (7, {(cache.CachedModel, "feed"): feeds_one_slot_late}),
