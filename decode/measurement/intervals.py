@@ -4,18 +4,26 @@ Pooling tokens would overstate certainty about fourfold.
 
 Expanded percentile bootstrap (Hesterberg 2015, "What Teachers Should Know About the Bootstrap"): in simulated rounds of
 20 prompts its 95 % intervals of τ, α, speed-ups and gains held the truth in 94 %, plain percentiles and BCa in 92 %.
+
+All estimates of n prompts share one resampling, so that many of them are one matrix product, and paired ones are equal
+where their data are. Shapes: R resamples, n prompts, M estimates.
 """
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
 Interval = tuple[float, float]
+Values = NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
 RESAMPLES = 5000
+AT_A_TIME = 2**22
+"""Weights that are held as floating-point numbers at a time: 32 MiB."""
 LEAST = 5
 """Prompts that an interval needs. A resample holds nothing beyond what was seen: of two prompts "95 %" covers 48 %, of
 three 75 %, of four 87 %, of five 94 %."""
@@ -84,7 +92,14 @@ def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> Estimat
         The ratio with a percentile bootstrap over prompts. The interval is None where there are fewer than `LEAST`
         prompts, the value too where the denominators sum to nothing.
     """
-    return _estimate(_ratio, numerators, denominators)
+    return _estimates(_ratio, [numerators], [denominators])[0]
+
+
+def ratios(columns: Mapping[Key, tuple[Sequence[float], Sequence[float]]]) -> dict[Key, Estimate]:
+    """Estimate many ratios over the same prompts at once, from the numerators and denominators of each; see `ratio`."""
+    if not columns:
+        return {}
+    return dict(zip(columns, _estimates(_ratio, *zip(*columns.values(), strict=True)), strict=True))
 
 
 def ratio_difference(
@@ -94,7 +109,7 @@ def ratio_difference(
     other_denominators: Sequence[float],
 ) -> Estimate:
     """Estimate the difference of two such ratios, paired: each resample takes the same prompts for both."""
-    return _estimate(_difference, numerators, denominators, other_numerators, other_denominators)
+    return _estimates(_difference, [numerators], [denominators], [other_numerators], [other_denominators])[0]
 
 
 def rate_ratio(
@@ -104,56 +119,69 @@ def rate_ratio(
     other_denominators: Sequence[float],
 ) -> Estimate:
     """Estimate the ratio of two such ratios, paired: how many times the first rate is the second."""
-    return _estimate(_quotient, numerators, denominators, other_numerators, other_denominators)
+    return _estimates(_quotient, [numerators], [denominators], [other_numerators], [other_denominators])[0]
 
 
 def difference_interval(*columns: Sequence[float], confidence: float) -> Interval | None:
     """Return the interval of `ratio_difference`, for the same arguments, at another confidence level."""
-    return _interval(_difference, columns, confidence)
+    return _estimates(_difference, *([values] for values in columns), confidence=confidence)[0].ci95
 
 
 def rate_ratio_interval(*columns: Sequence[float], confidence: float) -> Interval | None:
     """Return the interval of `rate_ratio`, for the same arguments, at another confidence level."""
-    return _interval(_quotient, columns, confidence)
+    return _estimates(_quotient, *([values] for values in columns), confidence=confidence)[0].ci95
 
 
-def _ratio(n: Any, d: Any) -> Any:
-    return n.sum(-1) / d.sum(-1)
+def _ratio(n: Values, d: Values) -> Values:
+    return n / d
 
 
-def _difference(n: Any, d: Any, n2: Any, d2: Any) -> Any:
-    return n.sum(-1) / d.sum(-1) - n2.sum(-1) / d2.sum(-1)
+def _difference(n: Values, d: Values, n2: Values, d2: Values) -> Values:
+    return n / d - n2 / d2
 
 
-def _quotient(n: Any, d: Any, n2: Any, d2: Any) -> Any:
-    return n.sum(-1) / d.sum(-1) * d2.sum(-1) / n2.sum(-1)
+def _quotient(n: Values, d: Values, n2: Values, d2: Values) -> Values:
+    return n / d * d2 / n2
 
 
-def _estimate(statistic: Callable[..., Any], *columns: Sequence[float]) -> Estimate:
+def _estimates(statistic: Callable[..., Values], *columns: ArrayLike, confidence: float = 0.95) -> list[Estimate]:
+    """Estimate M statistics of sums over n prompts, of which each column holds M rows of n values."""
     arrays = [np.asarray(values, dtype=np.float64) for values in columns]
-    known = all(denominator.sum() for denominator in arrays[1::2])
-    value = float(statistic(*arrays)) if known else None
-    return Estimate(value, _interval(statistic, columns, 0.95), len(arrays[0]))
+    count, prompts = arrays[0].shape
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = statistic(*(rows.sum(-1) for rows in arrays))
+        bounds = np.full((2, count), np.nan)
+        if prompts >= LEAST:
+            tail = 50 * (1 - _expanded(confidence, prompts))
+            bounds = np.percentile(statistic(*_resampled_sums(arrays)), [tail, 100 - tail], axis=0)
+    known = np.all([rows.sum(-1) for rows in arrays[1::2]], axis=0)
+    return [
+        Estimate(
+            float(value) if told else None,
+            (float(low), float(high)) if told and np.isfinite([low, high]).all() else None,
+            prompts,
+        )
+        for value, low, high, told in zip(values, *bounds, known, strict=True)
+    ]
 
 
-def _interval(statistic: Callable[..., Any], columns: Sequence[Sequence[float]], confidence: float) -> Interval | None:
-    arrays = tuple(np.asarray(values, dtype=np.float64) for values in columns)
-    if len(arrays[0]) < LEAST or not all(denominator.sum() for denominator in arrays[1::2]):
-        return None
-    with np.errstate(divide="ignore", invalid="ignore"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # told by the missing interval
-        interval = stats.bootstrap(
-            arrays,
-            lambda *resampled, axis: statistic(*resampled),
-            paired=True,
-            vectorized=True,
-            n_resamples=RESAMPLES,
-            confidence_level=_expanded(confidence, len(arrays[0])),
-            method="percentile",
-            rng=np.random.default_rng(0),
-        ).confidence_interval
-    bounds = float(interval.low), float(interval.high)
-    return bounds if np.isfinite(bounds).all() else None
+def _resampled_sums(arrays: Sequence[Values]) -> list[Values]:
+    """Return the sums of each array's rows, (M, n), over the prompts of each resample, (R, M)."""
+    weights = _weights(arrays[0].shape[1], RESAMPLES)
+    sums: list[list[Values]] = []
+    for block in np.array_split(weights, -(-weights.size // AT_A_TIME)):
+        floats = block.astype(np.float64)
+        # A product for each array: equal ones have equal sums then, to the last bit.
+        sums.append([floats @ rows.T for rows in arrays])
+    return [np.concatenate(blocks) for blocks in zip(*sums, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def _weights(prompts: int, resamples: int) -> NDArray[np.uint8]:
+    """Return how often each resample holds each prompt, (R, n)."""
+    rng = np.random.default_rng(0)
+    chosen = (rng.integers(0, prompts, prompts) for _ in range(resamples))
+    return np.array([np.bincount(places, minlength=prompts) for places in chosen], dtype=np.uint8)
 
 
 def _expanded(confidence: float, prompts: int) -> float:

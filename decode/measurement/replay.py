@@ -7,9 +7,10 @@ integer.
 Shape suffixes: B texts, N tokens of a text, T tokens with the prompt, V vocabulary.
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
+from itertools import zip_longest
 from typing import Generic, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.counts import Ratios
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.exactness import TIE_ULPS
-from draftsmith.decode.measurement.intervals import Estimate, ratio
+from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.proposers.base import Proposer, Task
 from draftsmith.decode.replay.replayed import Replayed
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
@@ -29,7 +30,6 @@ from draftsmith.decode.sampling import Sampler, prefixes
 
 Key = TypeVar("Key", bound=Hashable)
 """What a caller calls a drafter by."""
-Value = TypeVar("Value")
 LOGITS_AT_A_TIME = 2**27
 """Logits of the target that are held at a time, prompts counted in: 512 MiB in float32, at least one text's.
 
@@ -56,24 +56,6 @@ class TextReplay:
     """Of each token, the probability that a round that starts there accepts it; 0 where none drafts."""
 
 
-class _ByLength(Mapping[int, Value]):
-    """Figures by draft length, each computed when it is first asked for: an interval takes milliseconds."""
-
-    def __init__(self, lengths: Sequence[int], compute: Callable[[int], Value]):
-        self._lengths, self._compute = lengths, cache(compute)
-
-    def __getitem__(self, draft_length: int) -> Value:
-        if draft_length not in self._lengths:
-            raise KeyError(draft_length)
-        return self._compute(draft_length)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._lengths)
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-
 @dataclass(frozen=True)
 class Replay:
     """What replay says of one drafter; every figure has a 95 % interval over prompts."""
@@ -96,42 +78,57 @@ class Replay:
         return ratio(*self.overlaps_and_contexts())
 
     @cached_property
-    def mean_acceptance_length(self) -> Mapping[int, Estimate]:
+    def mean_acceptance_length(self) -> dict[int, Estimate]:
         """τ for each draft length."""
-        return _ByLength(self.draft_lengths, lambda k: ratio(*self.tokens_and_rounds(k)))
+        return ratios({k: self.tokens_and_rounds(k) for k in self.draft_lengths})
 
     @cached_property
-    def draft_acceptance_rate(self) -> Mapping[int, Estimate]:
+    def draft_acceptance_rate(self) -> dict[int, Estimate]:
         """Accepted ÷ drafted tokens for each draft length."""
-
-        def rate(k: int) -> Estimate:
-            counts = self._by_length[k]
-            return ratio([c.num_accepted_tokens for c in counts], [c.num_draft_tokens for c in counts])
-
-        return _ByLength(self.draft_lengths, rate)
+        by_length = {k: [text.counts[k] for text in self.texts] for k in self.draft_lengths}
+        return ratios(
+            {
+                k: ([c.num_accepted_tokens for c in counts], [c.num_draft_tokens for c in counts])
+                for k, counts in by_length.items()
+            }
+        )
 
     @cached_property
-    def acceptance_per_position(self) -> Mapping[int, list[Estimate]]:
+    def acceptance_per_position(self) -> dict[int, list[Estimate]]:
         """For each draft length: of each position, rounds that accepted it ÷ rounds that drafted it."""
-        return _ByLength(self.draft_lengths, lambda k: _per_position(self._by_length[k], "num_draft_tokens_per_pos"))
+        return self._by_position("num_draft_tokens_per_pos")
 
     @cached_property
-    def conditional_acceptance(self) -> Mapping[int, list[Estimate]]:
+    def conditional_acceptance(self) -> dict[int, list[Estimate]]:
         """For each draft length: of each position, its acceptance given that all before it were accepted."""
-        return _ByLength(self.draft_lengths, lambda k: _per_position(self._by_length[k], "num_reached_per_pos"))
+        return self._by_position("num_reached_per_pos")
 
     def tokens_and_rounds(self, draft_length: int) -> tuple[list[float], list[float]]:
         """Return each text's tokens and expected rounds, whose sums' ratio is τ."""
-        counts = self._by_length[draft_length]
+        counts = [text.counts[draft_length] for text in self.texts]
         return [c.num_emitted_tokens for c in counts], [c.num_drafts for c in counts]
 
     def overlaps_and_contexts(self) -> tuple[list[float], list[int]]:
         """Return each text's summed overlap and its contexts, whose sums' ratio is α."""
         return [text.overlap for text in self.texts], [text.contexts for text in self.texts]
 
-    @cached_property
-    def _by_length(self) -> dict[int, list[Ratios]]:
-        return {k: [text.counts[k] for text in self.texts] for k in self.draft_lengths}
+    def _by_position(self, denominator: str) -> dict[int, list[Estimate]]:
+        def values(name: str, k: int) -> Iterator[tuple[float, ...]]:
+            # Of each position, by text; short texts draft less far.
+            return zip_longest(*(getattr(text.counts[k], name) for text in self.texts), fillvalue=0.0)
+
+        names = "num_accepted_tokens_per_pos", denominator
+        estimates = ratios(
+            {
+                (k, position): columns
+                for k in self.draft_lengths
+                for position, columns in enumerate(zip(*(values(name, k) for name in names), strict=True))
+            }
+        )
+        by_length: dict[int, list[Estimate]] = {k: [] for k in self.draft_lengths}
+        for (k, _), estimate in estimates.items():
+            by_length[k].append(estimate)
+        return by_length
 
 
 def replay_acceptance(
@@ -390,13 +387,3 @@ class _Surprise:
                 f"sequences: expected text that the target wrote, found {int(wrong_N.sum())} of {len(wrong_N)} tokens "
                 f"that are not {expected}, the first at {place} (allow_biased replays it all the same, with a bias)"
             )
-
-
-def _per_position(counts: Sequence[Ratios], denominator: str) -> list[Estimate]:
-    deep = max(len(c.num_draft_tokens_per_pos) for c in counts)
-
-    def column(name: str, position: int) -> list[float]:
-        values: list[tuple[float, ...]] = [getattr(c, name) for c in counts]
-        return [v[position] if position < len(v) else 0.0 for v in values]
-
-    return [ratio(column("num_accepted_tokens_per_pos", i), column(denominator, i)) for i in range(deep)]

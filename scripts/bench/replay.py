@@ -3,10 +3,10 @@
     python -m draftsmith.scripts.bench.replay --output runs/replay-bench/figures.json
 
 At T=0 every prompt is decoded at every draft length, and each integer that the decoder counted on a text must be the
-one that replay counts on it. At T=1 decoder and replay see texts of their own from the same prompts; their rounds are
-compared, paired over prompts, and the variances of their rounds, which draws of one prompt differ by. The decoder's
-texts are replayed too, which leaves the decoder's coins alone as noise; a greedy draft throws none, and there the
-rounds of each text must be equal.
+one that replay counts on it; making estimates of them, with intervals, is timed apart. At T=1 decoder and replay see
+texts of their own from the same prompts; their rounds are compared, paired over prompts, and the variances of their
+rounds, which draws of one prompt differ by. The decoder's texts are replayed too, which leaves the decoder's coins
+alone as noise; a greedy draft throws none, and there the rounds of each text must be equal.
 """
 
 import sys
@@ -24,7 +24,7 @@ from draftsmith.decode import Counts, DraftModelProposer
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.measurement.replay import replay_acceptance
+from draftsmith.decode.measurement.replay import Replay, replay_acceptance
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
@@ -35,6 +35,9 @@ from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.provenance import environment
 
+ESTIMATES = (
+    "alpha", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_per_position", "conditional_acceptance"
+)  # fmt: skip
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
@@ -147,9 +150,11 @@ def _greedy_part(
         return sum(figures[name] for figures in by_length.values())
 
     replay_seconds = sum(seconds) / len(seconds)
+    interval_seconds, _ = timed(lambda: [getattr(Replay(replayed), name) for name in ESTIMATES])
     return {
         "texts": len(texts),
         "replay_seconds": replay_seconds,
+        "interval_seconds": interval_seconds,
         "decode_seconds": total("decode_seconds"),
         "times_faster": total("decode_seconds") / replay_seconds,
         "integers": total("integers"),

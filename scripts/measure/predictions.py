@@ -100,7 +100,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
 
 
 def _category(replay: Replay, lengths: Sequence[int]) -> CurveCategory:
-    return CurveCategory(len(replay.texts), replay.alpha, {k: ratio(*replay.tokens_and_rounds(k)) for k in lengths})
+    return CurveCategory(len(replay.texts), replay.alpha, {k: replay.mean_acceptance_length[k] for k in lengths})
 
 
 def advice(curves: Sequence[Curve], runs: Sequence[Run]) -> str | None:

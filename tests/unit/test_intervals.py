@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.intervals import (
     Estimate,
     difference_interval,
@@ -12,6 +13,7 @@ from draftsmith.decode.measurement.intervals import (
     rate_ratio_interval,
     ratio,
     ratio_difference,
+    ratios,
 )
 
 
@@ -21,6 +23,45 @@ def data(prompts: int = 30, seed: int = 0, rng: np.random.Generator | None = Non
     rounds = rng.integers(5, 30, prompts)
     tokens = rounds + rng.binomial(4 * rounds, rng.beta(2, 2, prompts))
     return tokens, rounds
+
+
+def one_at_a_time(statistic, *columns, confidence: float = 0.95) -> tuple[float, float]:
+    """The reference: scipy's bootstrap of one statistic, which draws the same resamples from the same seed."""
+    n = len(columns[0])
+    t = stats.t.ppf((1 + confidence) / 2, n - 1)
+    found = stats.bootstrap(
+        columns,
+        lambda *drawn, axis: statistic(*(values.sum(axis) for values in drawn)),
+        paired=True,
+        n_resamples=intervals.RESAMPLES,
+        confidence_level=2 * stats.norm.cdf(t * (n / (n - 1)) ** 0.5) - 1,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    )
+    return tuple(found.confidence_interval)
+
+
+@pytest.mark.parametrize("at_a_time", [intervals.AT_A_TIME, 7 * 31])
+def test_estimates_that_share_one_resampling_are_those_of_one_at_a_time(monkeypatch, at_a_time):
+    monkeypatch.setattr(intervals, "AT_A_TIME", at_a_time)  # weights in one block, or in many
+    columns = {seed: (data(31, seed)[0] * 1.1, data(31, seed)[1] / 3) for seed in range(3)}
+    for seed, estimate in ratios(columns).items():
+        assert estimate.value == ratio(*columns[seed]).value
+        assert estimate.ci95 == pytest.approx(one_at_a_time(lambda n, d: n / d, *columns[seed]), rel=1e-13)
+    four = *columns[0], *columns[1]
+    assert ratio_difference(*four).ci95 == pytest.approx(
+        one_at_a_time(lambda n, d, n2, d2: n / d - n2 / d2, *four), rel=1e-12
+    )
+    assert rate_ratio_interval(*four, confidence=0.8) == pytest.approx(
+        one_at_a_time(lambda n, d, n2, d2: (n / d) / (n2 / d2), *four, confidence=0.8), rel=1e-12
+    )
+
+
+def test_of_many_estimates_one_may_be_unknown():
+    tokens, rounds = data()
+    known, unknown = ratios({"known": (tokens, rounds), "unknown": (tokens, 0 * rounds)}).values()
+    assert known == ratio(tokens, rounds) and unknown == Estimate(None, None, 30)
+    assert ratios({}) == {}
 
 
 def test_value_is_the_ratio_of_sums_and_lies_in_the_interval():
@@ -76,7 +117,7 @@ def test_what_cannot_be_estimated_is_none_and_never_zero():
     assert ratio([0] * 5, [1] * 5) == Estimate(0.0, (0.0, 0.0), 5)
 
 
-@pytest.mark.filterwarnings("error")  # scipy would warn of another method's interval
+@pytest.mark.filterwarnings("error")
 def test_a_resample_without_a_denominator_leaves_no_interval():
     assert ratio([1, 2, 0, 0, 0], [1, 0, 0, 0, 0]).ci95 is None
 
@@ -84,6 +125,9 @@ def test_a_resample_without_a_denominator_leaves_no_interval():
 def test_paired_difference_of_identical_data_is_exactly_zero():
     tokens, rounds = data()
     assert ratio_difference(tokens, rounds, tokens, rounds) == Estimate(0.0, (0.0, 0.0), 30)
+    shares = tokens / 7, rounds / 3  # whose sums are rounded
+    assert ratio_difference(*shares, *shares) == Estimate(0.0, (0.0, 0.0), 30)
+    assert rate_ratio(*shares, *shares).ci95 == pytest.approx((1, 1), abs=1e-15)
 
 
 def test_pairing_removes_what_prompts_have_in_common():
