@@ -232,7 +232,7 @@ class ReencodingProposer(Proposer):
     def _renew(self, slots: int) -> None:
         """Begin with an empty cache of so many slots: how many ids a text has is not known beforehand."""
         self._slots = slots
-        self._model = CachedModel(self._draft_model, len(self._rows), slots)
+        self._model = CachedModel(self._draft_model, len(self._rows), slots, rollback=slots)
         for row in self._rows:
             row.fed = []
 

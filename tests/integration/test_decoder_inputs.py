@@ -30,12 +30,12 @@ from draftsmith.decode import (
     Plan,
     Tree,
     autoregressive_generate,
-    cache,
     early_exit,
     speculative_decode,
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.planner import Costs
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
@@ -297,10 +297,10 @@ def test_buffers_grow_with_the_text(target):
 def test_a_compiled_forward_goes_with_its_model(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **options: forward)
     model = tiny_llama(0)
-    forward = cache._compiled(model)
-    assert cache._compiled(model) is forward
+    forward = cached_model._compiled(model)
+    assert cached_model._compiled(model) is forward
     copied = early_exit(model, 1)
-    assert cache._compiled(copied).__self__ is copied
+    assert cached_model._compiled(copied).__self__ is copied
     gone = weakref.ref(model)
     del model, forward, copied
     gc.collect()
@@ -309,7 +309,7 @@ def test_a_compiled_forward_goes_with_its_model(monkeypatch):
 
 def test_a_plan_that_pauses_loses_no_acceptance_in_fixed_shapes(target, monkeypatch):
     """After rounds without a draft the cache lacks several tokens; all of them are fed."""
-    monkeypatch.setattr(cache, "_compiled", lambda model: model.forward)
+    monkeypatch.setattr(cached_model, "_compiled", lambda model: model.forward)
 
     class Pausing(Plan):
         turn = 0

@@ -21,10 +21,10 @@ from draftsmith.decode import (
     Tree,
     Typical,
     autoregressive_generate,
-    cache,
     speculative_generate,
 )
 from draftsmith.decode.cache import CachedModel, Places, check_model, padded
+from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.rules import Rule
 
 NEW = 12
@@ -366,12 +366,48 @@ def test_rotary_angles_that_change_with_the_length_are_refused_where_they_would(
         speculative_generate(model, proposer, **left_padded([short]), max_new_tokens=15, do_sample=False)
 
 
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@every_shape
+def test_layers_with_a_window_forget_what_is_behind_it(name, shape, monkeypatch):
+    """Texts of some 25 windows, with drafts that are rejected on the way; rows of different lengths."""
+    target, draft = pair(name)
+    models: list[CachedModel] = []
+    start = CachedModel.__init__
+    monkeypatch.setattr(
+        CachedModel, "__init__", lambda self, *args, **kw: (models.append(self), start(self, *args, **kw))[1]
+    )
+    texts = prompts(40, 61)
+    options = {"max_new_tokens": 140, "do_sample": False}
+    out = speculative_generate(
+        target, DraftModelProposer(draft, SHAPES[shape]), **left_padded(texts), draft_length=3, **options
+    )
+    assert out.counts.num_accepted_tokens < out.counts.num_draft_tokens
+    for text, padding, written in zip(texts, (21, 0), out.sequences, strict=True):
+        assert torch.equal(written[padding:], target.generate(text[None], **options)[0])
+    assert len(models) == 2
+    for model in models:
+        for layer in model.cache.layers:
+            # At most twice the window, some blocks and what the rows are apart, against 201 slots.
+            assert (layer.first > 0 and layer.keys.shape[2] < 201) == layer.is_sliding
+
+
+def test_a_window_that_was_forgotten_is_not_read(monkeypatch):
+    target, _ = pair("mistral")
+    model = CachedModel(target, rows=1, max_length=200, rollback=4)
+    ids = prompts(150)[0][None]
+    model.prefill(ids[:, :60])
+    for i in range(60, 150):
+        model.feed(ids[:, i : i + 1], [i])
+    with pytest.raises(RuntimeError, match="a window from slot 33 on, of which all before"):
+        model.feed(ids[:, :1], [40])
+
+
 def test_fixed_shapes_keep_their_windows(monkeypatch):
     """Compiled by a backend that runs the captured graphs as they are; a tree, with two kinds of layers."""
     name, options = "gemma3", {**GREEDY, "draft_length": 2}
     target, _ = pair(name)
     compiled = torch.compile(target.forward, backend="eager", dynamic=False)
-    monkeypatch.setattr(cache, "_compiled", lambda model: compiled if model is target else model.forward)
+    monkeypatch.setattr(cached_model, "_compiled", lambda model: compiled if model is target else model.forward)
     torch._dynamo.reset()
     texts, out = speculate(name, "tree", [0, 1, 2], compiled=True, **options)
     for text, expected in zip(texts, plain(name), strict=True):

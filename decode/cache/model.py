@@ -8,139 +8,21 @@ for `torch.compile`, where buffers have their full size from the start.
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V vocabulary.
 """
 
-import inspect
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
-from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers import Cache, PreTrainedModel
 
+from draftsmith.decode.cache.attention import attends_in_groups, grouped
+from draftsmith.decode.cache.checks import parameters_of, rotary_limit
+from draftsmith.decode.cache.layers import Block, Layer, Places
 from draftsmith.decode.errors import InputError
 
-# Attention that takes any additive mask. The fast kernels beyond them know causal masks alone.
-ATTENTION = ("eager", "sdpa")
 # Compiled forwards are specialised to the buffers' size: few sizes, few compilations.
 COMPILED_SLOTS = 256
-# Slots that a buffer begins with at least, and is a multiple of while it grows.
-SLOTS = 64
-# Models whose config says one thing and whose layers do another, which no field of it shows.
-UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
-
-
-class Places:
-    """A slot for each row, known on the host; on the device from the first time that it is asked for."""
-
-    def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
-        self.host, self._device, self._tensor = list(host), device, tensor
-
-    @property
-    def tensor(self) -> Tensor:
-        """The slots, (B,) int64."""
-        if self._tensor is None:
-            self._tensor = torch.tensor(self.host, device=self._device)
-        return self._tensor
-
-    @property
-    def alike(self) -> bool:
-        """Whether all rows have the same."""
-        return len(set(self.host)) == 1
-
-    def __add__(self, offset: int) -> "Places":
-        # Of one slot for all rows the host's number is enough: nothing is computed on the device.
-        tensor = None if self._tensor is None and self.alike else self.tensor + offset
-        return Places([slot + offset for slot in self.host], self._device, tensor)
-
-
-class _Block:
-    """Where the tokens of the present forward go; all layers share it."""
-
-    start: int | None = 0
-    """The first slot, where it is the same for every row."""
-    width: int
-    """Slots that are attended to."""
-
-    def __init__(self) -> None:
-        self._slots: dict[torch.device, Tensor] = {}
-
-    @property
-    def slots(self) -> Tensor:
-        """The slots, (B, K), or (1, K) for all rows."""
-        return next(iter(self._slots.values()))
-
-    @slots.setter
-    def slots(self, slots: Tensor) -> None:
-        self._slots = {slots.device: slots}
-
-    def slots_on(self, device: torch.device) -> Tensor:
-        """Return them on the device of a layer: a model may be spread over several."""
-        if device not in self._slots:
-            self._slots[device] = self.slots.to(device)
-        return self._slots[device]
-
-
-class _Layer(CacheLayerMixin):
-    """One layer's keys and values, (B, H, S, D)."""
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, block: _Block, rows: int, slots: int, compiled: bool):
-        super().__init__()
-        self.block, self.rows, self.slots, self.compiled = block, rows, slots, compiled
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        slots = self.slots if self.compiled else 0
-        self.keys, self.values = (
-            torch.zeros(self.rows, s.shape[1], slots, s.shape[3], dtype=s.dtype, device=s.device)
-            for s in (key_states, value_states)
-        )
-        self.is_initialized = True
-
-    def _grow(self, width: int) -> None:
-        """Make room for `width` slots: twice as many as there are, so that copying costs as much as writing."""
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        slots = min(self.slots, -(-max(width, 2 * keys.shape[2]) // SLOTS) * SLOTS)
-        self.keys, self.values = (torch.nn.functional.pad(s, (0, 0, 0, slots - s.shape[2])) for s in (keys, values))
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        block = self.block
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if block.width > cast(Tensor, self.keys).shape[2]:
-            self._grow(block.width)
-        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
-        if self.compiled and block.start is None:
-            slots = block.slots_on(keys.device)
-            if self.rows == 1:
-                keys.index_copy_(2, slots[0], key_states)
-                values.index_copy_(2, slots[0], value_states)
-            else:
-                rows = torch.arange(self.rows, device=keys.device)[:, None]
-                keys[rows, :, slots] = key_states.transpose(1, 2)
-                values[rows, :, slots] = value_states.transpose(1, 2)
-            return keys, values
-        if block.start is None:
-            slots, rows = block.slots_on(keys.device), torch.arange(len(keys), device=keys.device)[:, None]
-            keys[rows, :, slots] = key_states.transpose(1, 2)
-            values[rows, :, slots] = value_states.transpose(1, 2)
-        else:
-            keys.narrow(2, block.start, key_states.shape[2]).copy_(key_states)
-            values.narrow(2, block.start, key_states.shape[2]).copy_(value_states)
-        return keys.narrow(2, 0, block.width), values.narrow(2, 0, block.width)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.block.width, 0
-
-    def get_seq_length(self) -> int:
-        return self.block.start or 0
-
-    def get_max_length(self) -> int:
-        return self.slots
 
 
 class CachedModel:
@@ -153,6 +35,8 @@ class CachedModel:
         block: tokens fed in one forward at most, after the prompt; rejected ones need room behind the last length.
         compiled: run blocks through `torch.compile`, with static shapes.
         wants_hidden: keep in `hidden` what the head saw in the last forward.
+        rollback: tokens that may be taken back from one forward to the next; two blocks if None. Layers with a window
+            forget what is further away.
     """
 
     def __init__(
@@ -163,6 +47,7 @@ class CachedModel:
         block: int = 1,
         compiled: bool = False,
         wants_hidden: bool = False,
+        rollback: int | None = None,
     ):
         self.model, self.compiled, self._rows = model, compiled, rows
         self.wants_hidden = wants_hidden
@@ -173,20 +58,28 @@ class CachedModel:
         slots = max_length + block
         if compiled:
             slots = -(-slots // COMPILED_SLOTS) * COMPILED_SLOTS
-        self._block = _Block()
-        self._layers = [_Layer(self._block, rows, slots, compiled) for _ in range(config.num_hidden_layers)]
+        self._block = Block()
+        kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+        self._types = sorted(set(kinds))
+        self._window: int = getattr(config, "sliding_window", None) or 0
+        windows = [self._window if kind == "sliding_attention" else 0 for kind in kinds]
+        rollback = 2 * block + 2 if rollback is None else rollback
+        self._layers = [
+            Layer(self._block, rows, slots, compiled, 0 if compiled else window, rollback)
+            for window in (windows or [self._window] * config.num_hidden_layers)[: config.num_hidden_layers]
+        ]
         self.cache = Cache(layers=list(self._layers))
         self._dtype, self._device = model.dtype, model.device
         self._minimum = torch.finfo(model.dtype).min
-        self._keeps = "logits_to_keep" in _parameters(model)
-        self._types = sorted(set(getattr(config, "layer_types", None) or ()))
-        self._window: int = getattr(config, "sliding_window", None) or 0
+        self._grouped = attends_in_groups(model)
+        self._keeps = "logits_to_keep" in parameters_of(model)
+        self._largest = block
         self._slots, self._last = slots, max_length - 1
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
         self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
         self._causal: dict[int, Tensor] = {}
-        self._rotary_limit = _rotary_limit(model)
+        self._rotary_limit = rotary_limit(model)
 
     @property
     def is_empty(self) -> bool:
@@ -207,7 +100,7 @@ class CachedModel:
         """
         length = tokens.shape[1]
         self._check_rotary(length)
-        self._block.start, self._block.width = 0, length
+        self._block.start, self._block.width, self._block.reach = 0, length, 0
         positions = self._range[None, :length]
         if self._positions is not None:
             self._positions[:, :length] = positions
@@ -242,6 +135,10 @@ class CachedModel:
         block, rows = self._block, len(places.host)
         block.start = places.host[0] if not self.compiled and places.alike else None
         block.width = self._slots if self.compiled else max(places.host) + k
+        if not self.compiled:  # else shapes come from the whole buffers
+            # A tree's nodes stand where their depth says, not where they lie.
+            first = min(places.host) - (0 if depths is None else self._largest)
+            block.reach = max(0, first - self._window + 1)
         if block.start is not None:
             block.slots = self._range[block.start : block.start + k][None, :]
         else:
@@ -261,6 +158,8 @@ class CachedModel:
                 above = torch.full((1, 1, k, k), self._minimum, dtype=self._dtype, device=self._device).triu(1)
                 self._causal[k] = above
             mask = self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
+        elif k == 1 and self._window and self._types:
+            mask = dict.fromkeys(self._types)  # one token sees all that a layer hands out
         logits = self._run(tokens, mask, positions, k if keep is None else keep)
         if self._active is None:
             return logits
@@ -291,8 +190,8 @@ class CachedModel:
         source = (first + sources).clamp(max=self._slots - 1)
         for layer in self._written:
             keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
-            index = rows[:, None].to(keys.device), slice(None), to.to(keys.device)
-            moved = index[0], slice(None), source.to(keys.device)
+            index = rows[:, None].to(keys.device), slice(None), to.to(keys.device) - layer.first
+            moved = index[0], slice(None), source.to(keys.device) - layer.first
             keys[index], values[index] = keys[moved], values[moved]
         if self._positions is not None:
             self._positions[rows[:, None], to] = to
@@ -310,7 +209,7 @@ class CachedModel:
             self._positions = self._positions[rows]
 
     @property
-    def _written(self) -> list[_Layer]:
+    def _written(self) -> list[Layer]:
         """The layers with keys of their own: some models' last layers read an earlier one's (Gemma 3n, Gemma 4)."""
         return [layer for layer in self._layers if layer.is_initialized]
 
@@ -355,11 +254,12 @@ class CachedModel:
             allowed = (slots < base[:, :, None]).expand(rows, k, width).clone()
             block = base + self._range[:n]
             allowed.scatter_(2, block[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
-        full = self._additive(allowed)
         if self._positions is None:
-            return self._by_type(full)
-        near = positions[:, :, None] - self._positions[:, None, :width] < self._window
-        return self._by_type(full, self._additive(allowed & near))
+            return self._by_type(self._additive(allowed))
+        full = self._additive(allowed) if "full_attention" in self._types else allowed
+        seen = slice(self._block.reach, width)
+        near = positions[:, :, None] - self._positions[:, None, seen] < self._window
+        return self._by_type(full, self._additive(allowed[:, :, seen] & near))
 
     def _additive(self, allowed: Tensor) -> Tensor:
         mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
@@ -373,6 +273,12 @@ class CachedModel:
         return windowed
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, compiled: bool | None = None) -> Tensor:
+        if self._grouped:
+            with grouped(self.model):
+                return self._forward(tokens, mask, positions, keep, compiled)
+        return self._forward(tokens, mask, positions, keep, compiled)
+
+    def _forward(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, compiled: bool | None) -> Tensor:
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
@@ -408,66 +314,6 @@ def padded(texts: Iterable[Tensor], width: int) -> Tensor:
     return torch.stack([torch.nn.functional.pad(t, (0, width - len(t))) if len(t) < width else t for t in texts])
 
 
-def _rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
-    """Return the rope type and the length that its frequencies change at; None where they never do."""
-    config = model.config.get_text_config()
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        kind = parameters.get("rope_type")
-        if kind == "longrope":
-            return kind, parameters["original_max_position_embeddings"]
-        if kind == "dynamic":
-            return kind, config.max_position_embeddings
-    return None
-
-
-def check_model(model: PreTrainedModel, role: str) -> None:
-    """Refuse, by name, models that speculative decoding cannot roll back or does not apply to.
-
-    Raises:
-        InputError: the model carries a recurrent state, is an encoder or has one, has no cache, layers of unknown
-            attention or no explicit positions, or runs an attention kernel that takes no mask.
-    """
-    name, config = type(model).__name__, model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise InputError(f"{role}: expected a decoder-only model, found the encoder-decoder {name}")
-    if model._is_stateful:
-        raise InputError(
-            f"{role}: expected a model with a key-value cache, found {name}, whose recurrent state cannot drop "
-            "rejected tokens"
-        )
-    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
-    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's, whose window it keeps to itself
-        raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
-    if getattr(config, "alibi", False):
-        raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
-    if config.model_type in UNFIT_TYPES:
-        raise InputError(f"{role}: expected another model, found {name}, {UNFIT_TYPES[config.model_type]}")
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
-        raise InputError(f"{role}: expected causal attention, found {name} with is_decoder = False, an encoder")
-    if "past_key_values" not in _parameters(model):
-        raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
-    if "position_ids" not in _parameters(model):
-        raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
-    attention = config._attn_implementation
-    if attention not in ATTENTION:
-        raise InputError(
-            f"{role}: expected attn_implementation {' or '.join(ATTENTION)}, found {attention}, which takes no masks"
-        )
-
-
-@lru_cache(maxsize=64)
-def _signature(cls: type) -> frozenset[str]:
-    return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
-
-
-def _parameters(model: PreTrainedModel) -> frozenset[str]:
-    cls: Any = type(model)
-    return _signature(cls)
-
-
 def _compiled(model: PreTrainedModel) -> Any:
     """Return the model's compiled forward, one for all callers: compiling takes longer than decoding.
 
@@ -481,19 +327,3 @@ def _compiled(model: PreTrainedModel) -> Any:
         forward = torch.compile(model.forward, dynamic=False)
         vars(model)["_draftsmith_forward"] = weakref.ref(model), forward
     return forward
-
-
-@torch.inference_mode()
-def cached_numbers(model: PreTrainedModel) -> int | None:
-    """Return how many numbers a cache holds for a token, by running a model; None where it has no keys and values.
-
-    Args:
-        model: any causal LM; one on the meta device is enough.
-    """
-    cache = DynamicCache()
-    try:
-        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-        layers: Any = cache.layers
-        return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
-    except Exception:  # recurrent states, or a step that needs real values: `check_model` judges those
-        return None

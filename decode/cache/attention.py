@@ -1,0 +1,86 @@
+"""Grouped-query attention over a cache without repeating it (Ainslie et al. 2023, "GQA").
+
+Where several query heads share one head of keys, the library's `sdpa` copies all keys and values once a query head
+where a mask stands beside more than one query, as in every forward over drafted tokens. The queries of a group can as
+well stand behind each other, as the rows of one head: the cache is read once, and the numbers are the same.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+NAME = "draftsmith_grouped"
+
+
+def grouped_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend as the library's `sdpa` does, by its interface for attention functions.
+
+    Shape suffixes: B rows, H query heads, G of them a key head, K queries, S slots, D head width.
+
+    Args:
+        module: the attention layer.
+        query: (B, H, K, D).
+        key: (B, H/G, S, D).
+        value: (B, H/G, S, D).
+        attention_mask: additive, (B, 1, K, S), the same for all heads; None for none.
+        dropout: as in `sdpa`.
+        scaling: of the scores; 1/√D if None.
+        kwargs: what `sdpa` takes besides. With a softcap or a bias of positions it is called itself.
+
+    Returns:
+        (B, K, H, D), and None in place of weights.
+    """
+    rows, heads, length, width = query.shape
+    groups = heads // key.shape[1]
+    # A prompt without a mask is for the library's causal kernels.
+    packs = length == 1 if attention_mask is None else attention_mask.shape[1] == 1
+    if groups == 1 or not packs or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    packed = torch.nn.functional.scaled_dot_product_attention(
+        query.reshape(rows, heads // groups, groups * length, width),
+        key,
+        value,
+        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1),
+        dropout_p=dropout,
+        scale=scaling,
+    )
+    return packed.reshape(rows, heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def attends_in_groups(model: PreTrainedModel) -> bool:
+    """Whether a model runs the library's `sdpa` through its interface, and query heads share key heads."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    key_heads = getattr(config, "num_key_value_heads", None)
+    by_interface = config._attn_implementation == "sdpa" and type(model)._can_set_attn_implementation()
+    return by_interface and isinstance(key_heads, int) and key_heads != heads
+
+
+@contextmanager
+def grouped(model: PreTrainedModel) -> Iterator[None]:
+    """Let the forwards of a model that `attends_in_groups` run `grouped_attention`."""
+    config = model.config.get_text_config()
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = "sdpa"

@@ -1,0 +1,93 @@
+"""Which models can be rolled back, and what their caches hold."""
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from draftsmith.decode.errors import InputError
+
+# Attention that takes any additive mask. The fast kernels beyond them know causal masks alone.
+ATTENTION = ("eager", "sdpa")
+# Models whose config says one thing and whose layers do another, which no field of it shows.
+UNFIT_TYPES = {"moshi": "whose config names a window that its layers do not have"}
+
+
+def check_model(model: PreTrainedModel, role: str) -> None:
+    """Refuse, by name, models that speculative decoding cannot roll back or does not apply to.
+
+    Raises:
+        InputError: the model carries a recurrent state, is an encoder or has one, has no cache, layers of unknown
+            attention or no explicit positions, or runs an attention kernel that takes no mask.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise InputError(f"{role}: expected a decoder-only model, found the encoder-decoder {name}")
+    if model._is_stateful:
+        raise InputError(
+            f"{role}: expected a model with a key-value cache, found {name}, whose recurrent state cannot drop "
+            "rejected tokens"
+        )
+    unknown = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise InputError(f"{role}: expected full or sliding attention layers, found {', '.join(unknown)} in {name}")
+    if "local" in (getattr(config, "attention_layers", None) or ()):  # GPT-Neo's, whose window it keeps to itself
+        raise InputError(f"{role}: expected full or sliding attention layers, found local ones in {name}")
+    if getattr(config, "alibi", False):
+        raise InputError(f"{role}: expected positions by position_ids, found alibi in {name}")
+    if config.model_type in UNFIT_TYPES:
+        raise InputError(f"{role}: expected another model, found {name}, {UNFIT_TYPES[config.model_type]}")
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False):
+        raise InputError(f"{role}: expected causal attention, found {name} with is_decoder = False, an encoder")
+    if "past_key_values" not in parameters_of(model):
+        raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
+    if "position_ids" not in parameters_of(model):
+        raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
+    attention = config._attn_implementation
+    if attention not in ATTENTION:
+        raise InputError(
+            f"{role}: expected attn_implementation {' or '.join(ATTENTION)}, found {attention}, which takes no masks"
+        )
+
+
+def rotary_limit(model: PreTrainedModel) -> tuple[str, int] | None:
+    """Return the rope type and the length that its frequencies change at; None where they never do."""
+    config = model.config.get_text_config()
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        kind = parameters.get("rope_type")
+        if kind == "longrope":
+            return kind, parameters["original_max_position_embeddings"]
+        if kind == "dynamic":
+            return kind, config.max_position_embeddings
+    return None
+
+
+@lru_cache(maxsize=64)
+def _signature(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+
+
+def parameters_of(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the forward's parameters."""
+    cls: Any = type(model)
+    return _signature(cls)
+
+
+@torch.inference_mode()
+def cached_numbers(model: PreTrainedModel) -> int | None:
+    """Return how many numbers a cache holds for a token, by running a model; None where it has no keys and values.
+
+    Args:
+        model: any causal LM; one on the meta device is enough.
+    """
+    cache = DynamicCache()
+    try:
+        model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        layers: Any = cache.layers
+        return sum(layer.keys.numel() + layer.values.numel() for layer in layers) or None
+    except Exception:  # recurrent states, or a step that needs real values: `check_model` judges those
+        return None

@@ -1,0 +1,154 @@
+"""Where keys and values lie: slots, and a layer's buffers of them.
+
+Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+# Slots that a buffer begins with at least, and is a multiple of while it grows.
+SLOTS = 64
+
+
+class Places:
+    """A slot for each row, known on the host; on the device from the first time that it is asked for."""
+
+    def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
+        self.host, self._device, self._tensor = list(host), device, tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The slots, (B,) int64."""
+        if self._tensor is None:
+            self._tensor = torch.tensor(self.host, device=self._device)
+        return self._tensor
+
+    @property
+    def alike(self) -> bool:
+        """Whether all rows have the same."""
+        return len(set(self.host)) == 1
+
+    def __add__(self, offset: int) -> "Places":
+        # Of one slot for all rows the host's number is enough: nothing is computed on the device.
+        tensor = None if self._tensor is None and self.alike else self.tensor + offset
+        return Places([slot + offset for slot in self.host], self._device, tensor)
+
+
+class Block:
+    """Where the tokens of the present forward go; all layers share it."""
+
+    start: int | None = 0
+    """The first slot, where it is the same for every row."""
+    width: int
+    """One more than the last slot that is attended to."""
+    reach: int = 0
+    """The first slot that layers with a window attend to."""
+
+    def __init__(self) -> None:
+        self._slots: dict[torch.device, Tensor] = {}
+
+    @property
+    def slots(self) -> Tensor:
+        """The slots, (B, K), or (1, K) for all rows."""
+        return next(iter(self._slots.values()))
+
+    @slots.setter
+    def slots(self, slots: Tensor) -> None:
+        self._slots = {slots.device: slots}
+
+    def slots_on(self, device: torch.device) -> Tensor:
+        """Return them on the device of a layer: a model may be spread over several."""
+        if device not in self._slots:
+            self._slots[device] = self.slots.to(device)
+        return self._slots[device]
+
+
+class Layer(CacheLayerMixin):
+    """One layer's keys and values, (B, H, S, D).
+
+    Args:
+        block: where the present forward's tokens go.
+        rows: B.
+        slots: the greatest S.
+        compiled: allocate all slots at once, and hand out all of them.
+        window: positions that a token attends to, its own included; 0 for all before it.
+        rollback: slots before `Block.reach` that a later forward may come back to.
+    """
+
+    is_compileable = True
+
+    def __init__(self, block: Block, rows: int, slots: int, compiled: bool, window: int = 0, rollback: int = 0):
+        super().__init__()
+        self.block, self.rows, self.slots, self.compiled = block, rows, slots, compiled
+        self.is_sliding, self._rollback = window > 0, rollback
+        self.first = 0
+        """The slot that the buffers begin with: a layer with a window forgets what lies before it."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the buffers as the first keys and values, (B, H, K, D), are."""
+        slots = self.slots if self.compiled else 0
+        self.keys, self.values = (
+            torch.zeros(self.rows, s.shape[1], slots, s.shape[3], dtype=s.dtype, device=s.device)
+            for s in (key_states, value_states)
+        )
+        self.is_initialized = True
+
+    def _grow(self) -> None:
+        """Make room: twice as many slots as are in use, so that copying costs as much as writing."""
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        drop = 0
+        if self.is_sliding:
+            drop = min(max(0, self.block.reach - self._rollback - self.first), keys.shape[2])
+        self.first, used = self.first + drop, keys.shape[2] - drop
+        slots = -(-max(self.block.width - self.first, 2 * used) // SLOTS) * SLOTS
+        padding = (0, 0, 0, min(self.slots - self.first, slots) - used)
+        self.keys, self.values = (torch.nn.functional.pad(s[:, :, drop:], padding) for s in (keys, values))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the block's keys and values, (B, H, K, D); return those that it attends to, (B, H, S, D)."""
+        block = self.block
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if block.width - self.first > cast(Tensor, self.keys).shape[2]:
+            self._grow()
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        if self.compiled and block.start is None:
+            slots = block.slots_on(keys.device)
+            if self.rows == 1:
+                keys.index_copy_(2, slots[0], key_states)
+                values.index_copy_(2, slots[0], value_states)
+            else:
+                rows = torch.arange(self.rows, device=keys.device)[:, None]
+                keys[rows, :, slots] = key_states.transpose(1, 2)
+                values[rows, :, slots] = value_states.transpose(1, 2)
+            return keys, values
+        reach = block.reach if self.is_sliding else 0
+        if reach < self.first:
+            raise RuntimeError(f"a window from slot {reach} on, of which all before {self.first} are forgotten")
+        if block.start is None:
+            slots, rows = block.slots_on(keys.device), torch.arange(len(keys), device=keys.device)[:, None]
+            slots = slots - self.first if self.first else slots
+            keys[rows, :, slots] = key_states.transpose(1, 2)
+            values[rows, :, slots] = value_states.transpose(1, 2)
+        else:
+            keys.narrow(2, block.start - self.first, key_states.shape[2]).copy_(key_states)
+            values.narrow(2, block.start - self.first, key_states.shape[2]).copy_(value_states)
+        seen = reach - self.first, block.width - reach
+        return keys.narrow(2, *seen), values.narrow(2, *seen)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many slots are attended to, and the first of them."""
+        reach = self.block.reach if self.is_sliding else 0
+        return self.block.width - reach, reach
+
+    def get_seq_length(self) -> int:
+        """Return the slot that the block begins at; 0 where rows differ."""
+        return self.block.start or 0
+
+    def get_max_length(self) -> int:
+        """Return the greatest S."""
+        return self.slots
