@@ -66,18 +66,27 @@ AttentionInterface.register(NAME, grouped_attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+def implementation_of(model: PreTrainedModel) -> str:
+    """Return the attention that a model was loaded with, whatever a forward in another thread runs meanwhile."""
+    name = model.config.get_text_config()._attn_implementation
+    return "sdpa" if name == NAME else name
+
+
 def attends_in_groups(model: PreTrainedModel) -> bool:
     """Whether a model runs the library's `sdpa` through its interface, and query heads share key heads."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     key_heads = getattr(config, "num_key_value_heads", None)
-    by_interface = config._attn_implementation == "sdpa" and type(model)._can_set_attn_implementation()
+    by_interface = implementation_of(model) == "sdpa" and type(model)._can_set_attn_implementation()
     return by_interface and isinstance(key_heads, int) and key_heads != heads
 
 
 @contextmanager
 def grouped(model: PreTrainedModel) -> Iterator[None]:
-    """Let the forwards of a model that `attends_in_groups` run `grouped_attention`."""
+    """Let the forwards of a model that `attends_in_groups` run `grouped_attention`.
+
+    Where two threads run one model, what ends first puts `sdpa` back for both: slower, and the same numbers.
+    """
     config = model.config.get_text_config()
     config._attn_implementation = NAME
     try:

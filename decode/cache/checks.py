@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from draftsmith.decode.cache.attention import implementation_of
 from draftsmith.decode.errors import InputError
 
 # Attention that takes any additive mask. The fast kernels beyond them know causal masks alone.
@@ -46,7 +47,7 @@ def check_model(model: PreTrainedModel, role: str) -> None:
         raise InputError(f"{role}: expected a model with a key-value cache, found {name}, which has none")
     if "position_ids" not in parameters_of(model):
         raise InputError(f"{role}: expected a model that takes position_ids, found {name}, which does not")
-    attention = config._attn_implementation
+    attention = implementation_of(model)
     if attention not in ATTENTION:
         raise InputError(
             f"{role}: expected attn_implementation {' or '.join(ATTENTION)}, found {attention}, which takes no masks"
