@@ -42,8 +42,13 @@ class DecodeOutput:
     """Summed over the rows."""
     row_counts: tuple[Counts, ...]
     """Of each row."""
-    departure: "Departure | None" = None
-    """How far a lossy rule departed from the target's distribution; None under the exact rule, which does not."""
+    row_departures: "tuple[Departure, ...]" = ()
+    """How far a lossy rule departed from the target's distribution in each row; none under the exact rule."""
+
+    @property
+    def departure(self) -> "Departure | None":
+        """The departure, summed over the rows; None under the exact rule, which does not depart."""
+        return sum(self.row_departures, Departure()) if self.row_departures else None
 
 
 @dataclass(frozen=True)
@@ -359,8 +364,8 @@ def collect_output(
     if not config.return_dict_in_generate:
         return sequences
     counts = tuple(sum(row.rounds, Counts()) for row in rows)
-    departure = sum((row.departure for row in rows), Departure()) if lossy else None
-    return DecodeOutput(sequences, sum(counts, Counts()), counts, departure)
+    departures = tuple(row.departure for row in rows) if lossy else ()
+    return DecodeOutput(sequences, sum(counts, Counts()), counts, departures)
 
 
 def generate_arguments(

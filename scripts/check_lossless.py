@@ -49,9 +49,8 @@ def check(config: LosslessConfig, console: Console) -> bool:
     options["batch_size"] = config.batch_size
     figures: dict[str, Any] = {"environment": environment(target.device, pair.dtype), "config": vars(config)}
     figures |= {"prompts": len(prompts), "drafters": {}}
-    plain = plain_texts(
-        target, tqdm(prompts, desc="plain decoding", disable=None), max_new_tokens=config.max_new_tokens
-    )
+    shown = tqdm(prompts, desc="plain decoding", disable=None)
+    plain = plain_texts(target, shown, config.batch_size, max_new_tokens=config.max_new_tokens)
     passed = True
     for drafter in pair.drafters:
         found = _greedy(target, drafter.proposer, prompts, plain, options)

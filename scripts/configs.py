@@ -218,7 +218,8 @@ class LosslessConfig(Sampling, ModelOptions):
     max_prompt_tokens: int = 128
     """Keep the last so many tokens of a longer prompt."""
     batch_size: int = 8
-    """Rows decoded together; the plain texts are decoded one at a time."""
+    """Prompts decoded together, plainly too; figures don't depend on it but for ties in half precision. 1 compares with
+    texts that no mistake of batches reaches."""
     sampled_tokens: int = 0
     """Tokens to test the distribution on, for each drafter; at least 2000, or 0 for none. Prompts are gone through as
     often as it takes, each time with other seeds."""

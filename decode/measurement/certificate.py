@@ -206,8 +206,6 @@ def sample_and_test(
     """
     if tokens < LEAST_TOKENS:
         raise InputError(f"tokens: expected at least {LEAST_TOKENS} to test their law, found {tokens}")
-    if not len(prompts):
-        raise InputError("prompts: expected at least one to sample from, found none")
     if not sampling.get("temperature", 1.0) > 0:
         raise InputError(f"temperature: expected more than 0 to sample texts, found {sampling['temperature']}")
     options: dict[str, Any] = {"do_sample": True, **sampling}

@@ -8,9 +8,10 @@ all contexts at once, at any vocabulary, where counting would need every context
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice, repeat
+from functools import partial
+from itertools import cycle, islice, repeat
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +23,7 @@ from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import generate_arguments
+from draftsmith.decode.generation import DecodeOutput, generate_arguments
 from draftsmith.decode.measurement.exactness import mismatch_position
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions, model_distributions
@@ -35,6 +36,8 @@ BINS = 50
 PAIR_BINS = 10
 ENTRIES = 2**25  # of logits held at a time; what is computed from them takes a few times their memory
 PLACES_KEPT = 16
+PLACES_SEED = 2**31
+"""Beyond the seeds that texts are drawn with: a point that chose a token is no longer random given it."""
 
 
 @dataclass(frozen=True)
@@ -102,11 +105,13 @@ class GreedyComparison:
         }
 
 
-def plain_texts(target: PreTrainedModel, prompts: Iterable[Tensor], **generate_kwargs: Any) -> list[Tensor]:
-    """Decode prompts (T,) at T=0 plainly, one at a time, and return the texts, prompts included."""
-    options: dict[str, Any] = {"pad_token_id": 0} | generate_kwargs
+def plain_texts(
+    target: PreTrainedModel, prompts: Iterable[Tensor], batch_size: int = 1, **generate_kwargs: Any
+) -> list[Tensor]:
+    """Decode prompts (T,) at T=0 plainly, so many together, and return the texts, prompts included."""
+    decode = partial(autoregressive_generate, target, do_sample=False)
     return [
-        autoregressive_generate(target, prompt[None], do_sample=False, **options).sequences[0] for prompt in prompts
+        text for batch in _batched(prompts, batch_size) for (text, _), _ in _decode(decode, batch, **generate_kwargs)
     ]
 
 
@@ -136,11 +141,11 @@ def compare_greedy(
     if plain is None:
         plain = plain_texts(target, prompts, **{k: v for k, v in generate_kwargs.items() if k != "observer"})
     texts, counts = [], Counts()
-    options: dict[str, Any] = {"do_sample": False, "draft_length": draft_length} | generate_kwargs
+    decode = partial(speculative_generate, target, proposer, do_sample=False, draft_length=draft_length)
     for batch in _batched(prompts, batch_size):
-        of_batch, more = _decode(target, proposer, batch, **options)
-        texts += [text for text, _ in of_batch]
-        counts += more
+        for (text, _), of_text in _decode(decode, batch, **generate_kwargs):
+            texts.append(text)
+            counts += of_text
     differences = []
     for i, (text, expected) in enumerate(zip(texts, plain, strict=True)):
         position = mismatch_position(text, expected)
@@ -160,28 +165,29 @@ def sample_texts(
 ) -> tuple[list[Text], Counts]:
     """Sample texts until they hold `num_tokens` new tokens, going through the prompts as often as it takes.
 
-    Every text has another seed. What the generation config says holds where `generate_kwargs` do not.
+    Every text has another seed, and they are taken in order, up to the first with which there are enough: the same
+    texts whatever the batches. What the generation config says holds where `generate_kwargs` do not.
 
     Args:
         target: the model.
         proposer: what drafts.
         prompts: token ids, each (T,) int64, T ≥ 1; at least one.
-        num_tokens: new tokens, at least; the last batch is finished.
+        num_tokens: new tokens, at least; the last text is whole.
         draft_length: γ.
         batch_size: prompts decoded together.
         generate_kwargs: of `speculative_generate`.
     """
     texts: list[Text] = []
     counts = Counts()
+    decode = partial(speculative_generate, target, proposer)
     options: dict[str, Any] = {"do_sample": True, "draft_length": draft_length} | generate_kwargs
-    while counts.num_emitted_tokens < num_tokens:
-        for batch in _batched(prompts, batch_size):
-            of_batch, more = _decode(target, proposer, batch, seed=len(texts), **options)
-            texts += of_batch
-            counts += more
+    for batch in _batched(cycle(prompts), batch_size):
+        for text, of_text in _decode(decode, batch, seed=len(texts), **options):
+            texts.append(text)
+            counts += of_text
             if counts.num_emitted_tokens >= num_tokens:
-                break
-    return texts, counts
+                return texts, counts
+    raise InputError("prompts: expected at least one to sample from, found none")
 
 
 def prepared_sampler(target: PreTrainedModel, **generate_kwargs: Any) -> Sampler:
@@ -235,7 +241,7 @@ def distribution_test(
     """
     if not sampler.do_sample:
         raise InputError("sampler: expected sampling, found T=0, where texts are compared token for token")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(PLACES_SEED + seed)
     names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
     uniform = torch.zeros(len(names), BINS, dtype=torch.long)
     pairs = torch.zeros(len(names), PAIR_BINS**2, dtype=torch.long)
@@ -246,6 +252,9 @@ def distribution_test(
         size = target.config.get_text_config().vocab_size
         columns = max(1, ENTRIES // (len(batch) * size))
         u = torch.zeros(len(names), *wanted_BT.T.shape, dtype=torch.float64)
+        places_BT = torch.zeros(wanted_BT.shape, dtype=torch.float64)
+        # Text by text: the same points whatever the batches.
+        places_BT[wanted_BT.cpu()] = torch.rand(int(wanted_BT.sum()), generator=generator, dtype=torch.float64)
         q_blocks = repeat(None) if drafter is None else drafter(ids_BT, wanted_BT, columns)
         p_blocks = model_distributions(target, sampler)(ids_BT, wanted_BT, columns)
         for start, p, q in zip(range(1, ids_BT.shape[1], columns), p_blocks, q_blocks, strict=False):
@@ -253,9 +262,9 @@ def distribution_test(
             tokens = ids_BT[:, start : start + columns].T[block_CB]
             if not len(tokens):
                 continue
-            places = torch.rand(len(tokens), generator=generator, dtype=torch.float64).to(p.device)
             keys = [torch.arange(p.shape[1], device=p.device).expand_as(p), p, *([] if q is None else [q - p])]
             chosen = block_CB.cpu()
+            places = places_BT[:, start : start + columns].T[chosen].to(p.device)
             for k, key in enumerate(keys):
                 u[k, start : start + len(chosen)][chosen] = _transform(p, key, tokens, places).cpu()
             ruled_out = (p.gather(1, tokens[:, None])[:, 0] == 0).cpu()
@@ -291,19 +300,16 @@ def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
 
 
 def _decode(
-    target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], **options: Any
-) -> tuple[list[Text], Counts]:
-    """Decode prompts together; return their texts, without padding."""
+    decode: Callable[..., DecodeOutput], prompts: list[Tensor], **options: Any
+) -> Iterator[tuple[Text, Counts]]:
+    """Decode prompts together; yield their texts, without padding, and what was counted of each."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.stack([torch.nn.functional.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=ids.device)
     mask = (torch.arange(width, device=ids.device) >= width - lengths[:, None]).long()
-    out = speculative_generate(target, proposer, ids, mask, **({"pad_token_id": 0} | options))
-    texts = [
-        (sequence[width - len(prompt) : width + counts.num_emitted_tokens], len(prompt))
-        for sequence, prompt, counts in zip(out.sequences, prompts, out.row_counts, strict=True)
-    ]
-    return texts, out.counts
+    out = decode(ids, mask, **({"pad_token_id": 0} | options))
+    for sequence, prompt, counts in zip(out.sequences, prompts, out.row_counts, strict=True):
+        yield (sequence[width - len(prompt) : width + counts.num_emitted_tokens], len(prompt)), counts
 
 
 def _aligned(texts: list[Text]) -> tuple[Tensor, Tensor]:

@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.generation import Departure
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
-from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
+from draftsmith.scripts.pair import DrafterSpec, Pair, left_padded, load_pair
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.scripts.tune.tradeoff import (
     EXACT,
     PLAIN,
     RULES,
+    Batch,
     Seen,
     Setting,
     choose,
@@ -45,8 +46,8 @@ class Task:
 
     config: TuneConfig
     pair: Pair
-    prompts: list[Tensor]
-    """Each (1, T)."""
+    prompts: list[list[int]]
+    """Token ids."""
 
     @property
     def draft_length(self) -> int:
@@ -69,10 +70,10 @@ class Task:
 def tune(config: TuneConfig, progress: bool = True) -> dict[str, Any]:
     """Decode as the config says, write `tune.json` and `tune.svg`, and return what tune.json holds.
 
-    Each prompt is decoded in every setting before the next prompt's turn, in an order that rotates from prompt to
-    prompt. The levels that the search then asks for take a turn of their own, and plain decoding once more with them:
-    a speed-up is over the plain decoding of its own turn. Prompts are decoded one at a time, for a call tells the
-    departure of all its rows together, and the intervals are over prompts.
+    Each batch of prompts is decoded in every setting before the next one's turn, in an order that rotates from batch
+    to batch. The levels that the search then asks for take a turn of their own, and plain decoding once more with them:
+    a speed-up is over the plain decoding of its own turn. Whatever the batches, prompt i draws with the config's
+    seed + i.
 
     Raises:
         InputError: models or prompts that cannot be used, or an output directory that cannot be written in.
@@ -111,6 +112,7 @@ def _report(task: Task, progress: bool) -> dict[str, Any]:
         "prompts": {"path": config.prompts, "count": len(task.prompts)},
         **asdict(config.at(config.temperature)),
         "draft_length": task.draft_length,
+        "batch_size": config.batch_size,
         "departure": "argmax_disagreement" if greedy else "mean_total_variation",
         "max_departure": config.most,
         "plain": figures(PLAIN, plain, plain, exact, greedy),
@@ -130,36 +132,42 @@ def _load(config: TuneConfig) -> Task:
     spec = DrafterSpec(kind, path, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
     ids = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
-    return Task(config, pair, [torch.tensor([row], device=pair.target.device) for row in ids])
+    return Task(config, pair, ids)
 
 
-def _decode_all(task: Task, settings: list[Setting], progress: bool) -> dict[Setting, list[Seen]]:
+def _decode_all(task: Task, settings: list[Setting], progress: bool) -> dict[Setting, list[Batch]]:
     """Decode every prompt in every setting."""
     for setting in {setting.rule: setting for setting in settings}.values():
         _decode(task, setting, 0)  # warm-up: the first calls allocate
     turns = len(settings)
-    seen: dict[Setting, list[Seen]] = {setting: [] for setting in settings}
+    batches: dict[Setting, list[Batch]] = {setting: [] for setting in settings}
     with tqdm(total=turns * len(task.prompts), unit="text", desc="tune", disable=not progress) as bar:
-        for i in range(len(task.prompts)):
-            for setting in settings[i % turns :] + settings[: i % turns]:
-                seen[setting].append(_decode(task, setting, i))
-                bar.update()
-    return seen
+        for turn, first in enumerate(range(0, len(task.prompts), task.config.batch_size)):
+            for setting in settings[turn % turns :] + settings[: turn % turns]:
+                batch = _decode(task, setting, first)
+                batches[setting].append(batch)
+                bar.update(len(batch.rows))
+    return batches
 
 
-def _decode(task: Task, setting: Setting, i: int) -> Seen:
-    config, pair, ids = task.config, task.pair, task.prompts[i]
-    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "seed": config.seed + i}
+def _decode(task: Task, setting: Setting, first: int) -> Batch:
+    """Decode the batch that begins with a prompt."""
+    config, pair = task.config, task.pair
+    ids, mask = left_padded(task.prompts[first : first + config.batch_size], pair.target.device)
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "seed": config.seed + first}
     options |= config.generate_kwargs()
     if setting == PLAIN:
-        seconds, output = timed(partial(autoregressive_generate, pair.target, ids, **options))
+        seconds, output = timed(partial(autoregressive_generate, pair.target, ids, mask, **options))
     else:
         options |= {"draft_length": task.draft_length, "rule": setting.build()}
-        decode = partial(speculative_generate, pair.target, pair.drafter.proposer, ids, **options)
+        decode = partial(speculative_generate, pair.target, pair.drafter.proposer, ids, mask, **options)
         seconds, output = timed(decode)
-    departure = 0.0 if output.departure is None else output.departure.total_variation
-    repeated, ngrams = count_repeated_ngrams(output.sequences[0, ids.shape[1] :].tolist())
-    return Seen(output.counts, seconds, departure, repeated, ngrams)
+    departures = output.row_departures or [Departure()] * len(ids)
+    rows = []
+    for text, counts, departure in zip(output.sequences, output.row_counts, departures, strict=True):
+        written = text[ids.shape[1] : ids.shape[1] + counts.num_emitted_tokens].tolist()
+        rows.append(Seen(counts, departure.total_variation, *count_repeated_ngrams(written)))
+    return Batch(rows, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

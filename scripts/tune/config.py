@@ -29,6 +29,9 @@ class TuneConfig(Sampling, PromptOptions):
     draft_length: int = 4
     """γ, drafted tokens a round, of the draft model. Of all levels alike: where more tokens stand, a longer draft may
     pay that did not."""
+    batch_size: int = 8
+    """Prompts decoded together. Acceptance and departure don't depend on it, but for ties in half precision; speeds are
+    of such batches, and their intervals over them."""
     max_disagreement: float | None = None
     """At temperature 0: the share of tokens, below 1, that may differ from the target's argmax in their context."""
     max_total_variation: float | None = None
@@ -55,7 +58,7 @@ class TuneConfig(Sampling, PromptOptions):
             raise InputError(
                 f"draft: expected a draft model or, as `medusa`, heads, found {'both' if self.draft else 'neither'}"
             )
-        require(self, at_least(1), "draft_length")
+        require(self, at_least(1), "draft_length", "batch_size")
         require(self, at_least(2), "limit")
         require(self, at_least(0), "refine", "typical_delta")
         # The other limit says nothing there: disagreements are of T=0 alone.

@@ -51,11 +51,18 @@ class Seen:
     """One prompt decoded in one setting."""
 
     counts: Counts
-    seconds: float
     departure: float
     """Σ over emitted tokens: at T=0 whether the token is not the target's argmax, else TV(its q, the target's p)."""
     repeated_ngrams: int
     ngrams: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts decoded together in one setting."""
+
+    rows: list[Seen]
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -66,40 +73,46 @@ class Departure(Estimate):
 
 
 def figures(
-    setting: Setting, seen: Sequence[Seen], plain: Sequence[Seen], exact: Sequence[Seen], greedy: bool
+    setting: Setting, batches: Sequence[Batch], plain: Sequence[Batch], exact: Sequence[Batch], greedy: bool
 ) -> dict[str, Any]:
-    """Return one setting's entry of tune.json: counts, and estimates with intervals over prompts.
+    """Return one setting's entry of tune.json: counts, and estimates with intervals over prompts, speeds' over batches.
 
     Args:
         setting: what decoded.
-        seen: its prompts.
+        batches: its prompts.
         plain: the same prompts, plainly decoded in the same turn: what the speed-up is over.
         exact: the same prompts by the exact rule: what the gain in τ is over.
         greedy: whether they were decoded at T=0.
     """
-    lossy = setting.level is not None
-    counts, times = sum((s.counts for s in seen), Counts()), _tokens_and_seconds(seen)
+    lossy, seen = setting.level is not None, rows_of(batches)
+    tokens, rounds = _tokens_and_rounds(seen)
+    counts, times = sum((s.counts for s in seen), Counts()), _tokens_and_seconds(batches)
     ngrams = sum(s.ngrams for s in seen)
     return {
         "rule": setting.rule,
         "level": setting.level,
         "delta": setting.delta,
         "counts": {name: getattr(counts, name) for name in COUNTED},
-        "mean_acceptance_length": ratio(*_tokens_and_rounds(seen)),
-        "gain_over_exact": ratio_difference(*_tokens_and_rounds(seen), *_tokens_and_rounds(exact)) if lossy else None,
+        "mean_acceptance_length": ratio(tokens, rounds),
+        "gain_over_exact": ratio_difference(tokens, rounds, *_tokens_and_rounds(rows_of(exact))) if lossy else None,
         "speedup": rate_ratio(*times, *_tokens_and_seconds(plain)),
         "tokens_per_second": ratio(*times),
-        "departure": departure_estimate([s.departure for s in seen], times[0], greedy) if lossy else None,
+        "departure": departure_estimate([s.departure for s in seen], tokens, greedy) if lossy else None,
         "repeated_ngram_share": sum(s.repeated_ngrams for s in seen) / ngrams if ngrams else None,
     }
+
+
+def rows_of(batches: Sequence[Batch]) -> list[Seen]:
+    """Return the prompts in order."""
+    return [row for batch in batches for row in batch.rows]
 
 
 def _tokens_and_rounds(seen: Sequence[Seen]) -> tuple[list[int], list[int]]:
     return [s.counts.num_emitted_tokens for s in seen], [s.counts.num_drafts for s in seen]
 
 
-def _tokens_and_seconds(seen: Sequence[Seen]) -> tuple[list[int], list[float]]:
-    return [s.counts.num_emitted_tokens for s in seen], [s.seconds for s in seen]
+def _tokens_and_seconds(batches: Sequence[Batch]) -> tuple[list[int], list[float]]:
+    return [sum(_tokens_and_rounds(batch.rows)[0]) for batch in batches], [batch.seconds for batch in batches]
 
 
 def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greedy: bool) -> Departure:
@@ -178,11 +191,11 @@ def _strictest_first(levels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def print_tradeoff(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the settings and what to take; it fits 80 columns."""
     console = console or Console()
-    count, gamma = report["prompts"]["count"], report["draft_length"]
+    count, gamma, rows = report["prompts"]["count"], report["draft_length"], report["batch_size"]
     table = figures_table(
         ("rule", "level", "τ", "over exact", "speed-up", "departure", "at most", "repeats"),
         "rule",
-        f"T={report['temperature']:g}, γ = {gamma}, {count} prompts; ±: half of the 95 % interval over prompts\n"
+        f"T={report['temperature']:g}, γ = {gamma}, {count} prompts, {rows} at a time; ±: half of the 95 % interval\n"
         f"departure: {MEASURES[report['departure']]}",
     )
     for row in (report["plain"], report["exact"], *report["levels"]):

@@ -45,6 +45,19 @@ def test_a_right_decoder_passes(pair, tmp_path, capsys):
         assert entry["sampled"]["tokens"] >= 2000 and entry["sampled"]["p_value"] > 1e-4
 
 
+def test_figures_do_not_depend_on_the_batch_size(pair, tmp_path):
+    found = []
+    for rows in (12, 50):
+        argv = flags(pair, "--sampled_tokens", "2000", "--output", str(tmp_path / "figures.json"))
+        argv += ["--batch_size", str(rows), "--proposers", "[draft]"]
+        assert check_lossless.main(argv) == 0
+        found.append(json.loads((tmp_path / "figures.json").read_text())["drafters"])
+    expected, other = (figures["draft"] for figures in found)
+    assert other["greedy"] == expected["greedy"]
+    assert other["sampled"]["tokens"] == expected["sampled"]["tokens"]
+    assert other["sampled"]["p_value"] == pytest.approx(expected["sampled"]["p_value"], rel=1e-6)
+
+
 @pytest.mark.parametrize("proposer", CHECKED)
 def test_every_drafter_is_compared_at_t_0(pair, proposer):
     assert check_lossless.main(flags(pair, "--proposers", f"[{proposer}]")) == 0

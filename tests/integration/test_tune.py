@@ -28,6 +28,8 @@ def models(tmp_path_factory, tokenizer):
     for name, model in {"target": target, "draft": perturbed(target, 0.2)}.items():
         model.generation_config.eos_token_id = None
         save_model(model, tokenizer, root / name)
+    target.generation_config.eos_token_id = list(range(5, len(tokenizer), 8))
+    save_model(target, tokenizer, root / "ending")
     MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in PROMPTS))
     return root
@@ -35,7 +37,8 @@ def models(tmp_path_factory, tokenizer):
 
 def config_of(root, output, **fields) -> TuneConfig:
     given = {"draft": str(root / "draft"), "dtype": "float32", "max_new_tokens": NEW, "draft_length": 3} | fields
-    return TuneConfig(str(root / "target"), str(root / "prompts.jsonl"), str(output), **given)
+    target = given.pop("target", str(root / "target"))
+    return TuneConfig(target, str(root / "prompts.jsonl"), str(output), **given)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +47,7 @@ def tuned(models, tokenizer):
     flags = {
         "target": models / "target", "draft": models / "draft", "prompts": models / "prompts.jsonl",
         "output": models / "out", "dtype": "float32", "max-new-tokens": NEW, "draft-length": 3, "refine": 1,
-        "max-disagreement": 0.5,
+        "max-disagreement": 0.5, "batch-size": 1,
         "typical-levels": "0.05", "threshold-levels": "0,0.1,0.6", "cascade-levels": "0,1",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
@@ -125,17 +128,38 @@ def test_all_prompts_are_decoded_in_every_setting_each_with_another_first(models
     decoded = []
     decode = command._decode
 
-    def counted(task, setting, i):
-        decoded.append((setting, i))
-        return decode(task, setting, i)
+    def counted(task, setting, first):
+        decoded.append((setting, first))
+        return decode(task, setting, first)
 
     monkeypatch.setattr(command, "_decode", counted)
     levels = {"typical_levels": [], "threshold_levels": [0.05], "cascade_levels": [0.0]}
-    report = tune(config_of(models, tmp_path / "out", limit=3, max_new_tokens=8, **levels), progress=False)
-    # Four settings, which are warmed up first.
-    assert [i for _, i in decoded[4:]] == [0] * 4 + [1] * 4 + [2] * 4
+    report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, **levels), progress=False)
+    # Four settings, which are warmed up first; five prompts, two at a time.
+    assert [first for _, first in decoded[4:]] == [0] * 4 + [2] * 4 + [4] * 4
     assert len({decoded[at][0] for at in (4, 8, 12)}) == 3
+    for row in (report["plain"], report["exact"], *report["levels"]):
+        assert row["counts"]["num_emitted_tokens"] == 8 * len(PROMPTS)
+        assert row["mean_acceptance_length"].n == 5 and row["speedup"].n == row["tokens_per_second"].n == 3
     assert report["chosen"] is None and "no departure was asked for" in report["reason"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", ["draft", "medusa"])
+def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temperature):
+    given = {"draft": None, "medusa": str(models / "heads")} if drafter == "medusa" else {}
+    config = {"temperature": temperature, "max_new_tokens": 16, "typical_levels": "0.2", "cascade_levels": "0.3"}
+    config |= {"target": str(models / "ending"), "threshold_levels": "0.1"} | given
+    reports = [tune(config_of(models, tmp_path, **config, batch_size=rows), progress=False) for rows in (1, 3)]
+    alone, batched = ([report["plain"], report["exact"], *report["levels"]] for report in reports)
+    assert alone[0]["counts"]["num_emitted_tokens"] < 16 * len(PROMPTS)  # some texts end early
+    assert any(row["departure"].value > 0 for row in alone[2:])
+    alike = "rule", "level", "counts", "mean_acceptance_length", "gain_over_exact", "repeated_ngram_share"
+    for row, expected in zip(batched, alone, strict=True):
+        assert [row[name] for name in alike] == [expected[name] for name in alike]
+        if expected["departure"] is not None:
+            found, wanted = ([d.value, d.upper_bound, *d.ci95] for d in (row["departure"], expected["departure"]))
+            assert found == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("drafter", ["draft", "medusa"])
@@ -222,6 +246,7 @@ def test_the_level_between():
         ({"cascade_levels": "1.5"}, "cascade_levels: expected levels of at least 0 and at most 1, found 1.5"),
         ({"typical_levels": "low"}, "typical_levels: expected numbers separated by commas, found 'low'"),
         ({"typical_delta": -1.0}, "typical_delta: expected at least 0, found -1.0"),
+        ({"batch_size": 0}, "batch_size: expected at least 1, found 0"),
         ({"limit": 1}, "limit: expected at least 2, found 1"),
         ({"typical_levels": [], "threshold_levels": "", "cascade_levels": []}, "threshold_levels: expected a level"),
     ],

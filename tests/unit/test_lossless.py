@@ -202,6 +202,8 @@ def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
     prompts = [text[:k] for text, k in ragged()]
     plain = plain_texts(target, prompts, max_new_tokens=12)
     assert [len(text) for text in plain] == [14, 17, 13, 16]
+    together = plain_texts(target, prompts, batch_size=3, max_new_tokens=12)
+    assert all(torch.equal(text, expected) for text, expected in zip(together, plain, strict=True))
     for proposer in (DraftModelProposer(draft), PromptLookupProposer()):
         found = compare_greedy(target, proposer, prompts, plain, batch_size=3, max_new_tokens=12)
         assert found.num_identical == found.num_prompts == 4 and found.differences == ()
@@ -247,6 +249,7 @@ def test_sampled_texts_hold_emitted_tokens_alone(models):
         new = text[k:].tolist()
         assert torch.equal(text[:k], prompts[i % 4])
         assert 4 not in new[:-1] and (new[-1] == 4 or len(new) == 20)
+    assert counts.num_emitted_tokens - len(texts[-1][0]) + texts[-1][1] < 150  # no text more than it takes
     again = [tuple(text.tolist()) for text, _ in texts]
     assert len(set(again)) > 0.9 * len(again)  # other seeds each time round
 
