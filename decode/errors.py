@@ -1,5 +1,6 @@
 """The one exception that a user's input raises, and the ranges that fields are checked against."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -114,3 +115,8 @@ def require_some(config: object, name: str, what: str, prefix: str = "") -> None
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message that is not empty, or the name of its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Say whether memory ran out: Python's own error, or one of torch's, which for the CPU has no class."""
+    return isinstance(error, MemoryError) or re.search(r"out of memory|allocate memory", str(error)) is not None

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.tree import Tree
+from draftsmith.train.checkpoint import check_finite, reading, require_config
 from draftsmith.train.losses.output_head import OutputHead, head_of
-from draftsmith.train.models import require_config
 
 
 class MedusaConfig(PretrainedConfig):
@@ -74,7 +73,11 @@ class MedusaConfig(PretrainedConfig):
                 f"{self.truncated_vocab_size}"
             )
         if self.medusa_choices is not None:
-            check_depth(Tree.from_choices(self.medusa_choices), self.num_heads)
+            try:
+                tree = Tree.from_choices(self.medusa_choices)
+            except TypeError as error:
+                raise InputError(f"medusa_choices: expected lists of ranks, found {self.medusa_choices!r}") from error
+            check_depth(tree, self.num_heads)
         return self
 
 
@@ -195,17 +198,14 @@ class MedusaHeads(PreTrainedModel):
 
         Raises:
             InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
-                cannot be, or tensors that are missing, not expected or of another shape.
+                cannot be, or tensors that are missing, not expected, of another shape or not finite.
         """
         options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
         options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
         if "subfolder" not in kwargs:
             require_config(path, "Medusa heads")  # the library would fall back on the defaults
-        try:
+        with reading(str(path), "Medusa heads (config.json, safetensors)"):
             loaded: Any = super().from_pretrained(path, *args, **options)
-        except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-            text = " ".join(str(error).split())
-            raise InputError(f"{path}: expected Medusa heads (config.json, safetensors), found: {text}") from error
         heads, info = loaded
         for kind, what in (
             ("missing_keys", "missing"),
@@ -218,6 +218,7 @@ class MedusaHeads(PreTrainedModel):
                     f"{path}: expected the tensors of {heads.config.num_heads} heads, found {len(names)} {what}: "
                     f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
                 )
+        check_finite(heads, path, "Medusa heads")
         return heads.check_map(f"{path}: token_map")
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

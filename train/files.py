@@ -1,10 +1,12 @@
-"""Write aside, then rename: a reader, or the run that goes on after a kill, never sees half of a file or directory."""
+"""Files that users may have broken are read here, and ours written aside, then renamed: no reader sees half of one."""
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -74,3 +76,19 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
+
+
+def parse_json(text: str) -> Any:
+    """Return what JSON says.
+
+    Raises:
+        JSONDecodeError: it is none, or nested too deeply, or holds a number of too many digits for Python.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError as error:
+        raise json.JSONDecodeError("nested too deeply", text, 0) from error
+    except ValueError as error:
+        raise json.JSONDecodeError("a number of too many digits", text, 0) from error

@@ -5,11 +5,11 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging import LogRecord, getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -22,8 +22,16 @@ from transformers import (
 from transformers.integrations import deepspeed
 from transformers.utils import logging
 
-from draftsmith.decode.errors import InputError, first_line, one_of
+from draftsmith.decode.errors import InputError, one_of
 from draftsmith.train import options
+from draftsmith.train.checkpoint import (
+    check_loaded,
+    check_sizes,
+    load_generation_config,
+    reading,
+    require_config,
+    stored_tensors,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 QUANTIZATIONS: dict[str, dict[str, Any]] = {
@@ -44,10 +52,10 @@ def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bo
         InputError: none there, or one that is damaged; names the field.
     """
     require_config(path, field)
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise InputError(f"{field}: expected a causal LM in {path}, found: {first_line(error)}") from error
+    with reading(field, f"a causal LM in {path}"):
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    check_sizes(config, path, field)
+    return config
 
 
 def resolve_dtype(
@@ -97,6 +105,11 @@ def _has_fast(dtype: str, device: str) -> bool:
     return dtype != "float16"
 
 
+def _no_report(record: LogRecord) -> bool:
+    """Leave out the library's table of missing, unused and misshapen weights: `check_loaded` names them."""
+    return "LOAD REPORT" not in record.getMessage()
+
+
 @contextmanager
 def whole_weights() -> Iterator[None]:
     """Build and load models whole where DeepSpeed ZeRO-3 would give each process a share of the weights.
@@ -104,12 +117,15 @@ def whole_weights() -> Iterator[None]:
     Shares have no values outside of an engine: a frozen target has none, and a draft is cut up when it gets its own.
     """
     logging.disable_progress_bar()  # one bar per loaded file says nothing beside the bars of the work itself
+    report = getLogger("transformers.modeling_utils")
+    report.addFilter(_no_report)
     reference = deepspeed._hf_deepspeed_config_weak_ref
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
     finally:
         deepspeed._hf_deepspeed_config_weak_ref = reference
+        report.removeFilter(_no_report)
 
 
 def load_model(
@@ -138,37 +154,30 @@ def load_model(
         InputError: no model there, or not a causal LM, or one without all its weights, or an unknown dtype.
     """
     one_of(options.DTYPES).check("dtype", dtype)
-    require_config(path, field)
+    config = load_config(path, field=field, trust_remote_code=trust_remote_code)
+    stored = stored_tensors(path, field)
     where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
     if device == "auto" or quantization:
         placed["device_map"] = "auto" if device == "auto" else {"": device or default_device()}
+    expected = f"a causal LM in {path}"
     if quantization:
         placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
-    try:
-        with whole_weights():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                path,
-                dtype=DTYPES[dtype],
-                trust_remote_code=trust_remote_code,
-                weights_only=True,
-                output_loading_info=True,
-                **placed,
-            )
-    except ImportError as error:
-        raise InputError(f"{field}: expected bitsandbytes for {quantization} weights, found: {error}") from error
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise InputError(f"{field}: expected a causal LM in {path}, found: {first_line(error)}") from error
-    model, info = loaded
-    if info["missing_keys"]:
-        # The library fills them with random numbers and warns.
-        missing = sorted(info["missing_keys"])
-        raise InputError(
-            f"{field}: expected all weights of a {type(model).__name__} in {path}, found none of {missing[0]}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + (", a checkpoint with adapters" if any("lora_" in key for key in info["unexpected_keys"]) else "")
+        expected += f" for bitsandbytes in {quantization}"
+    with whole_weights(), reading(field, expected):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=DTYPES[dtype],
+            trust_remote_code=trust_remote_code,
+            weights_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, in one line
+            **placed,
         )
+    model, info = loaded
+    check_loaded(model, info, stored, path, field)
+    model.generation_config = load_generation_config(path, config, field=field)
     if not placed:
         model.to(device or default_device())
     return model.eval().requires_grad_(False)
@@ -193,14 +202,11 @@ def empty_model(
         InputError: not the config of a causal LM.
     """
     source = config.name_or_path if isinstance(config, PretrainedConfig) else config
-    try:
-        if not isinstance(config, PretrainedConfig):
-            config = AutoConfig.from_pretrained(config, trust_remote_code=trust_remote_code)
-        with torch.device("meta"), whole_weights():
-            options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
-    except Exception as error:  # a broken config raises whatever its architecture stumbles over
-        raise InputError(f"{field}: expected a causal LM in {source}, found: {first_line(error)}") from error
+    if not isinstance(config, PretrainedConfig):
+        config = load_config(config, field=field, trust_remote_code=trust_remote_code)
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+    with torch.device("meta"), whole_weights(), reading(field, f"a causal LM in {source}"):
+        model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **options)
     return model.eval()
 
 
@@ -210,15 +216,11 @@ def load_tokenizer(
     """Load the tokenizer beside a model, padding on the left; end-of-sequence stands in for a missing pad token.
 
     Raises:
-        InputError: no tokenizer there, or one without a pad and an end-of-sequence token.
+        InputError: no tokenizer there, or one without a pad and an end-of-sequence token; no causal LM's config.
     """
-    require_config(path, field)
-    try:
+    load_config(path, field=field, trust_remote_code=trust_remote_code)  # which says what tokenizer to load
+    with reading(field, f"a tokenizer in {path}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except StrictDataclassError as error:  # of the model's config, which says what tokenizer to load
-        raise InputError(f"{field}: expected a causal LM in {path}, found: {' '.join(str(error).split())}") from error
-    except (OSError, ValueError) as error:
-        raise InputError(f"{field}: expected a tokenizer in {path}, found: {first_line(error)}") from error
     tokenizer.padding_side = "left"
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
@@ -304,17 +306,3 @@ def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field
     rows, expected = model.config.get_text_config().vocab_size, tokenizer_size(tokenizer)
     if rows < expected:
         raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {rows}")
-
-
-def require_config(path: str | Path, field: str) -> None:
-    """Require a directory with config.json, or what can be a hub id: looking another path up there is slow.
-
-    Raises:
-        InputError: names the field.
-    """
-    local = Path(path)
-    if local.is_dir() and not (local / "config.json").is_file():
-        raise InputError(f"{field}: expected a model directory with config.json, found none in {path}")
-    is_no_id = local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
-    if is_no_id and not local.is_dir():
-        raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")

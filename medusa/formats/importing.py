@@ -27,6 +27,8 @@ from draftsmith.medusa.formats.export import (
     tensor_names,
 )
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
+from draftsmith.train.checkpoint import check_finite
+from draftsmith.train.files import parse_json
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES
 
@@ -195,7 +197,7 @@ def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], na
     try:
         with torch.device("meta"):
             empty = MedusaHeads(config).state_dict()
-    except (InputError, TypeError) as error:  # the latter from choices that are no lists of ranks
+    except InputError as error:
         raise InputError(f"{directory / CONFIG}: {error}") from error
     expected = {names.get(name, name): (name, tensor) for name, tensor in empty.items()}
     for kind, odd in (("missing", expected.keys() - tensors), ("not expected", tensors.keys() - expected)):
@@ -216,7 +218,9 @@ def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], na
     # One dtype for all, which must lose nothing: float16 blocks before a bfloat16 head become float32.
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in ours.values() if tensor.is_floating_point()))
     ours = {k: tensor.to(dtype if tensor.is_floating_point() else torch.int64) for k, tensor in ours.items()}
-    return assembled(config, ours).check_map()
+    heads = assembled(config, ours).check_map()
+    check_finite(heads, directory, "Medusa heads")
+    return heads
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -224,7 +228,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if not directory.is_dir():
         raise InputError(f"{directory}: expected a directory of Medusa heads, found none")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"{directory}: expected Medusa heads with {CONFIG}, found: {error}") from error
     except ValueError as error:
@@ -250,7 +254,7 @@ def _shards(directory: Path) -> list[Path]:
     if not index.is_file():
         return [directory / WEIGHTS]
     try:
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        names = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
         return [directory / name for name in sorted(set(names))]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{index}: expected an index of safetensors, found: {first_line(error)}") from error

@@ -1,24 +1,35 @@
 """A target, a draft or Medusa heads as `draftsmith doctor` sees them: shapes, and headers of what is stored."""
 
-import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads import MedusaConfig
 from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.train.checkpoint import (
+    Stored,
+    end_ids,
+    integer_weight,
+    is_quantized,
+    load_generation_config,
+    of_any_layer,
+    reading,
+    stored_tensors,
+)
 from draftsmith.train.models import empty_model, load_tokenizer
 
 # What safetensors calls the dtypes that are arithmetic too; others are quantised.
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+REMEDY = "copy config.json and weights of one model there"
 
 
 @dataclass(frozen=True)
@@ -99,19 +110,16 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
         tokenizer = load_tokenizer(path, field=role, trust_remote_code=trust_remote_code)
         # In bfloat16: grouped products of experts have no shapes in another dtype.
         model = empty_model(path, field=role, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        ends = end_ids(load_generation_config(path, model.config, field=role), role)
     except InputError as error:
         text = str(error).removeprefix(f"{role}: ")
         return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:
-        generation = GenerationConfig.from_model_config(model.config)
-    ends = generation.eos_token_id
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
     text = f"{type(model).__name__}, {_counted(layers, 'layer')}, {_count(model.num_parameters())} parameters"
     tensors, finding = _checkpoint(role, path, text)
-    ids = tuple([ends] if isinstance(ends, int) else ends or ())
-    return Side(role, path, model, _by_dtype(tensors), tokenizer, ids), finding
+    if finding.state != "error":
+        finding = _as_described(model, tensors, role, text) or finding
+    return Side(role, path, model, _by_dtype(tensors), tokenizer, tuple(ends)), finding
 
 
 def load_heads(path: str) -> tuple[Part | None, Finding]:
@@ -134,14 +142,7 @@ def load_heads(path: str) -> tuple[Part | None, Finding]:
         stored = {name: shape for name, (_, shape) in tensors.items()}
         differing = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
         if differing:  # loaders skip names they do not know, and fill what is missing with random numbers
-            name = differing[0]
-            finding = Finding(
-                "error",
-                role,
-                f"{text}, but {len(differing)} tensors are not what its config.json says, the first {name}: expected "
-                f"{expected.get(name, 'none')}, found {stored.get(name, 'none')}",
-                remedy,
-            )
+            finding = _other_tensors(role, text, expected, stored, differing, remedy)
     return Part(role, path, model, _by_dtype(tensors)), finding
 
 
@@ -149,52 +150,68 @@ def _empty_heads(path: str) -> MedusaHeads:
     directory = Path(path)
     if not (directory / "config.json").is_file() and (directory.exists() or path.count("/") != 1):  # no hub id
         raise InputError(f"medusa: expected a directory of Medusa heads with config.json, found none in {path}")
-    try:
+    with reading("medusa", f"Medusa heads in {path}"):
         config = MedusaConfig.from_pretrained(path)
-        with torch.device("meta"):
-            return MedusaHeads(config)
-    except InputError:
-        raise
-    except Exception as error:  # as above
-        raise InputError(f"medusa: expected Medusa heads in {path}, found: {first_line(error)}") from error
+    with torch.device("meta"):
+        return MedusaHeads(config)
 
 
-def _checkpoint(role: str, path: str, text: str) -> tuple[dict[str, tuple[str, tuple[int, ...]]], Finding]:
-    """Read the headers of a directory's safetensors: dtype and shape by name, and what is wrong with the files."""
-    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding | None:
+    """Return an error where tensors are not what the config says: others, of other layers or shapes, or in integers.
+
+    What the library renames as it loads is no tensor of the model's, and is left out; so is what is quantised.
+    """
+    if is_quantized(model) or not tensors:
+        return None
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {name: shape for name, (_, shape) in tensors.items()}
+    shared = set(map(of_any_layer, expected)) & set(map(of_any_layer, stored))
+    differing = [name for name in expected.keys() | stored.keys() if of_any_layer(name) in shared]
+    differing = [name for name in differing if expected.get(name) != stored.get(name)]
+    if stored.keys() <= expected.keys():  # nothing is renamed
+        differing += [name for name in expected.keys() - stored.keys() if name not in model.all_tied_weights_keys]
+    if differing:
+        return _other_tensors(role, text, expected, stored, sorted(set(differing)), REMEDY)
+    if name := integer_weight(model, tensors):
+        text += f", but {name} in {tensors[name][0]}, and nothing says how it was quantised"
+        return Finding("error", role, text, "save it in a floating-point type")
+    return None
+
+
+def _other_tensors(
+    role: str, text: str, expected: Mapping[str, Any], stored: Mapping[str, Any], differing: list[str], remedy: str
+) -> Finding:
+    name = differing[0]
+    return Finding(
+        "error",
+        role,
+        f"{text}, but {len(differing)} tensors are not what its config.json says, the first {name}: expected "
+        f"{expected.get(name, 'none')}, found {stored.get(name, 'none')}",
+        remedy,
+    )
+
+
+def _checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
+    """Read the headers of a directory's safetensors, and say what is wrong with the files."""
     directory = Path(path)
     if not directory.is_dir():
-        return tensors, Finding("ok", role, f"{text}; the weights, on the hub, were not looked at")
-    files = sorted(directory.glob("*.safetensors"))
-    index = directory / "model.safetensors.index.json"
-    if not files and any(directory.glob("pytorch_model*.bin")):
+        return {}, Finding("ok", role, f"{text}; the weights, on the hub, were not looked at")
+    try:
+        tensors = stored_tensors(path, role)
+    except InputError as error:
+        return {}, Finding("error", role, f"{text}; {str(error).removeprefix(f'{role}: ')}", "copy it there again")
+    if not tensors and any(directory.glob("pytorch_model*.bin")):
         remedy = "save it again with save_pretrained: safetensors"
         return tensors, Finding("warning", role, f"{text}, in pickled weights", remedy)
-    if not files:
-        return tensors, Finding("error", role, f"{text}, but no weights in {path}", "copy its *.safetensors there")
-    read = index
-    try:
-        for read in files:
-            with safe_open(read, "pt") as weights:  # which checks the size of the file too
-                for key in weights.keys():  # noqa: SIM118 - it is no mapping
-                    tensor = weights.get_slice(key)
-                    tensors[key] = tensor.get_dtype(), tuple(tensor.get_shape())
-        read = index
-        shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        return tensors, Finding("error", role, f"{text}, but {read.name} is damaged: {error}", "copy it there again")
-    if missing := sorted(shards - {file.name for file in files}):
-        count = f"{len(missing)} of {len(shards)} files are missing, the first {missing[0]}"
-        return tensors, Finding("error", role, f"{text}, but {count}", "copy them there")
     if not tensors:
-        return tensors, Finding("error", role, f"{text}, but no weights in {files[0].name}", "copy it there again")
+        return tensors, Finding("error", role, f"{text}, but no weights in {path}", "copy its *.safetensors there")
     by_dtype = _by_dtype(tensors)
     (dtype, most), whole = by_dtype.most_common(1)[0], by_dtype.total()
     mixed = "" if most == whole else f" ({most / whole:.0%} of it)"
     return tensors, Finding("ok", role, f"{text}, stored as {dtype}{mixed}")
 
 
-def _by_dtype(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Counter[str]:
+def _by_dtype(tensors: Stored) -> Counter[str]:
     counts: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         counts[dtype] += prod(shape)

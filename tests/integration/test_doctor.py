@@ -10,6 +10,7 @@ from conftest import TEXTS, tiny_llama
 from families import tiny_model
 from rich.cells import cell_len
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
@@ -56,9 +57,20 @@ def check(capsys, target, draft=None, **options) -> tuple[int, dict[str, str], s
 
 
 def rewrite(path, name: str = "config.json", **values: object) -> None:
-    """Change a directory's config, and not its weights: that they are not looked at is the point."""
+    """Change a directory's config, and not its weights."""
     content = json.loads((path / name).read_text())
     (path / name).write_text(json.dumps(content | values))
+
+
+def rebuild(path, **values: object) -> None:
+    """Change a directory's config, and give it random weights of that shape."""
+    rewrite(path, **values)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path)).save_pretrained(path)
+
+
+def restore(path, change) -> None:
+    """Write a directory's weights again, changed."""
+    save_file(change(load_file(path / "model.safetensors")), path / "model.safetensors", {"format": "pt"})
 
 
 def chats(directory, *talks) -> str:
@@ -128,15 +140,15 @@ def other_tokenizer(path, tokenizer):
         (other_tokenizer, "tokenizers", "! "),
         (lambda path, tokenizer: with_merges(tokenizer, 5).save_pretrained(path), "tokenizers",
          "! the same 300 tokens with the same ids, but text is split into them otherwise → "),
-        (lambda path, tokenizer: rewrite(path, vocab_size=320), "vocabulary",
+        (lambda path, tokenizer: rebuild(path, vocab_size=320), "vocabulary",
          "! target 300 logits, draft 320 logits for 300 tokens: padding is never drafted or written → fine here, but "
          "vLLM's draft_model refuses unequal vocab_size: resize_token_embeddings(320)"),
-        (lambda path, tokenizer: rewrite(path, vocab_size=256), "vocabulary",
+        (lambda path, tokenizer: rebuild(path, vocab_size=256), "vocabulary",
          "✗ draft: expected a vocabulary of at least 300 for its tokenizer, found 256 → "),
         (lambda path, tokenizer: rewrite(path, max_position_embeddings=128), "positions",
          "! target 512, draft 128 → keep prompt and text within 128 tokens"),
         (lambda path, tokenizer: rewrite(path, max_position_embeddings=1024), "positions", "✓ target 512, draft 1024"),
-        (lambda path, tokenizer: rewrite(path, num_hidden_layers=9), "sizes", "! the draft has "),
+        (lambda path, tokenizer: rebuild(path, num_hidden_layers=9), "sizes", "! the draft has "),
         (lambda path, tokenizer: rewrite(path, model_type="no_such"), "draft", "✗ expected a "),
         (lambda path, tokenizer: (path / "config.json").write_text("{"), "draft", "✗ expected a "),
         (lambda path, tokenizer: rewrite(path, hidden_size="wide"), "draft", "✗ expected a causal LM in "),
@@ -145,10 +157,18 @@ def other_tokenizer(path, tokenizer):
         (lambda path, tokenizer: (path / "model.safetensors").rename(path / "pytorch_model.bin"), "draft",
          "! LlamaForCausalLM, 1 layer, 28.5 K parameters, in pickled weights → "),
         (lambda path, tokenizer: (path / "model.safetensors").write_bytes(b"no"), "draft",
-         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but model.safetensors is damaged: "),
-        (lambda path, tokenizer: (path / "model.safetensors.index.json").write_text(
-            '{"weight_map": {"a": "model.safetensors", "b": "b.safetensors"}}'), "draft",
-         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but 1 of 2 files are missing, the first b.safetensors → "),
+         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters; expected whole weights in "),
+        (lambda path, tokenizer: rewrite(path, num_hidden_layers=2), "draft",
+         "✗ LlamaForCausalLM, 2 layers, 37.8 K parameters, but 9 tensors are not what its config.json "
+         "says, the first model.layers.1.input_layernorm.weight: expected (32,), found none → "),
+        (lambda path, tokenizer: rewrite(path, intermediate_size=8), "draft",
+         "✗ LlamaForCausalLM, 1 layer, 23.1 K parameters, but 3 tensors are not what its config.json "
+         "says, the first model.layers.0.mlp.down_proj.weight: expected (32, 8), found (32, 64) → "),
+        (lambda path, tokenizer: restore(path, lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"}),
+         "draft", "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but 1 tensors are not what its "
+         "config.json says, the first model.norm.weight: expected (32,), found none → "),
+        (lambda path, tokenizer: restore(path, lambda t: {k: v.to(torch.int8) for k, v in t.items()}), "draft",
+         "✗ LlamaForCausalLM, 1 layer, 28.5 K parameters, but model.embed_tokens.weight in I8"),
         (lambda path, tokenizer: rewrite(path, "generation_config.json", eos_token_id=7), "special tokens",
          "✓ texts end with '<|endoftext|>' (0), padding is '<|pad|>'; the draft's generation config says [7]"),
     ],
@@ -386,7 +406,8 @@ def test_heads_that_fit_are_said_to(plain, heads, capsys):
          "should be the same model; 1 of 2 heads lie deeper and are not used → "),
         (lambda path, tokenizer: rewrite(path, medusa_choices=[[0], [0, 0], [0, 0, 0]]), "medusa",
          "✗ tree: expected a depth between 1 and the 2 heads, found 3 → search one that they can draft: "),
-        (lambda path, tokenizer: rewrite(path, medusa_choices=7), "medusa", "✗ expected Medusa heads in "),
+        (lambda path, tokenizer: rewrite(path, medusa_choices=7), "medusa",
+         "✗ medusa_choices: expected lists of ranks, found 7"),
         (lambda path, tokenizer: rewrite(path, num_heads=3), "medusa",
          "✗ 3 heads, 1 block each, 31.9 K parameters, but 2 tensors are not what its config.json says, the first "
          "blocks.2.layers.0.weight: expected (32, 32), found none → "),
@@ -425,7 +446,7 @@ def test_texts_longer_than_the_models_read_are_told(pair_dirs, tmp_path, capsys)
 
 
 def test_findings_are_left_for_a_job_to_read(pair_dirs, tmp_path, capsys):
-    rewrite(pair_dirs[1], vocab_size=256)
+    rebuild(pair_dirs[1], vocab_size=256)
     _, lines, _, _ = check(capsys, *pair_dirs, json=tmp_path / "out" / "doctor.json")
     left = json.loads((tmp_path / "out" / "doctor.json").read_text())
     assert (left["schema"], left["exit_code"]) == ("draftsmith.doctor/1", 2)

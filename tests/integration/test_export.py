@@ -249,7 +249,7 @@ def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys
     _, err = ran(capsys, *flags, "--target", tmp_path / "small", code=2)
     assert "hidden_size 16, found 32" in err
     _, err = ran(capsys, *flags, "--target", "nowhere/else/x", code=2)
-    assert err.startswith("error: target: expected a causal LM in nowhere/else/x")
+    assert err.startswith("error: target: expected a model directory or a hub id, found nothing at nowhere/else/x")
     _, err = ran(capsys, *flags, "--draft_length", K + 1, code=2)
     assert f"draft_length: expected at most the {K} heads, found 4" in err
     _, err = ran(capsys, *flags[:-1], heads_dir, code=2)

@@ -11,9 +11,9 @@ from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, Profile
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.tune.config import TuneConfig
+from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
-from draftsmith.train.pretrain import PretrainConfig
 from draftsmith.train.teacher.cache_writer import CacheConfig
 
 ROOT = Path(__file__).parents[2] / "configs"

@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import end_ids, load_generation_config
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.endpoint import Vocabulary, complete_remotely, served_model
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
@@ -179,10 +180,8 @@ def set_generation_config(
 
 def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that end a text: those of the model's generation config, else the tokenizer's; maybe none."""
-    ends = None if generation is None else generation.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    return [ends] if isinstance(ends, int) else list(ends or [])
+    ends = end_ids(generation)
+    return ends or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
 
 
 def load_completions(path: str) -> Dataset:
@@ -269,10 +268,7 @@ def _complete(
         elif served is not None:
             tokens = tokenizer_size(tokenizer)
             size = max(tokens, model_config.get_text_config().vocab_size)
-            try:
-                stored = GenerationConfig.from_pretrained(config.target)
-            except OSError:  # older models keep it in config.json
-                stored = GenerationConfig.from_model_config(model_config)
+            stored = load_generation_config(config.target, model_config, field="target")
             ends = end_of_sequence_ids(stored, tokenizer)
             complete_remotely(config, served, Vocabulary(tokenizer, tokens, size, ends), missing, finished)
         else:

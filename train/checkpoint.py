@@ -1,0 +1,225 @@
+"""What can be wrong with a model's files, told in one line: read before the weights are, and looked at after."""
+
+import json
+import logging
+import pickle
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
+from draftsmith.train.files import parse_json
+
+WEIGHTS = "model.safetensors"
+INDEX = f"{WEIGHTS}.index.json"
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+POSITIONS = "max_position_embeddings"
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+logger = logging.getLogger(__name__)
+
+Stored = Mapping[str, tuple[str, tuple[int, ...]]]
+"""The tensors of a checkpoint by name: dtype, as safetensors calls it, and shape."""
+
+
+@contextmanager
+def reading(field: str, expected: str) -> Iterator[None]:
+    """Turn what the library stumbles over in a file into one line: a broken file raises anything.
+
+    Raises:
+        InputError: "FIELD: expected EXPECTED, found: …"; a lack of memory passes as it is.
+    """
+    try:
+        yield
+    except Exception as error:
+        if lacks_memory(error):
+            raise
+        if isinstance(error, pickle.UnpicklingError):
+            found = "pickled objects other than tensors, or damage"
+        elif isinstance(error, StrictDataclassError):  # it names the field in the second line
+            found = " ".join(str(error).split())
+        else:
+            kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+            found = kind + first_line(error)
+        raise InputError(f"{field}: expected {expected}, found: {found}") from error
+
+
+def require_config(path: str | Path, field: str) -> None:
+    """Require a directory whose config.json is an object, or what can be a hub id: another path is slow to look up.
+
+    Raises:
+        InputError: names the field.
+    """
+    local = Path(path)
+    file = local / "config.json"
+    if local.is_dir() and not file.is_file():
+        raise InputError(f"{field}: expected a model directory with config.json, found none in {path}")
+    is_no_id = local.exists() or local.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1
+    if is_no_id and not local.is_dir():
+        raise InputError(f"{field}: expected a model directory or a hub id, found nothing at {path}")
+    if local.is_dir():
+        with reading(field, f"a JSON object in {file}"):
+            content = parse_json(file.read_text(encoding="utf-8"))
+            if not isinstance(content, dict):
+                raise ValueError(f"{json.dumps(content)[:20]}")
+
+
+def check_sizes(config: PretrainedConfig, path: str | Path, field: str) -> None:
+    """Require sizes of at least 1 in a causal LM's config.
+
+    Raises:
+        InputError: names the first that is not.
+    """
+    text = config.get_text_config()
+    for name in (*SIZES, POSITIONS):
+        value = getattr(text, name, None)
+        if isinstance(value, int):
+            at_least(1).check(f"{field}: {name} of {path}", value)
+
+
+def stored_tensors(path: str | Path, field: str) -> Stored:
+    """Read the headers of a directory's safetensors, which takes milliseconds; those of pickled weights are unknown.
+
+    Raises:
+        InputError: an index or a file that is damaged, or a file of the index that is missing.
+    """
+    directory, tensors = Path(path), dict[str, tuple[str, tuple[int, ...]]]()
+    files, read = [directory / WEIGHTS], directory / INDEX
+    try:
+        if not files[0].is_file():
+            if not read.is_file():
+                return tensors
+            names = set(parse_json(read.read_text(encoding="utf-8"))["weight_map"].values())
+            files = [directory / name for name in sorted(names)]
+            if missing := [file.name for file in files if not file.is_file()]:
+                found = f"{len(missing)} of {len(files)} files missing, the first {missing[0]}"
+                raise InputError(f"{field}: expected whole weights in {path}, found {found}")
+        for read in files:
+            with safe_open(read, "pt") as weights:  # which checks the size of the file too
+                for key in weights.keys():  # noqa: SIM118 - it is no mapping
+                    tensor = weights.get_slice(key)
+                    tensors[key] = tensor.get_dtype(), tuple(tensor.get_shape())
+        return tensors
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, InputError):
+            raise
+        what = first_line(error)
+        raise InputError(f"{field}: expected whole weights in {path}, found a damaged {read.name}: {what}") from error
+
+
+def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored, path: str | Path, field: str) -> None:
+    """Require that a model got all of its weights, that they are its own, and that they are numbers.
+
+    Args:
+        model: what `from_pretrained` returned.
+        info: what it told of the loading, with `ignore_mismatched_sizes`.
+        stored: the tensors of the checkpoint, as far as they are known.
+        path: where the model came from.
+        field: the config field or flag that named it.
+
+    Raises:
+        InputError: names the first tensor that is missing, of another shape, of a layer that the config does not have,
+            stored in integers, or not finite.
+    """
+    kind = type(model).__name__
+    missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing:  # the library fills them with random numbers and warns
+        raise InputError(
+            f"{field}: expected all weights of a {kind} in {path}, found none of {_first(missing)}"
+            + (", a checkpoint with adapters" if any("lora_" in key for key in unused) else "")
+        )
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        raise InputError(
+            f"{field}: expected weights of the shapes in config.json in {path}, found {name} of {tuple(found)} "
+            f"in place of {tuple(expected)}"
+        )
+    known = {of_any_layer(name) for name in model.state_dict()}
+    if beyond := [name for name in unused if of_any_layer(name) in known]:
+        layers = model.config.get_text_config().num_hidden_layers
+        raise InputError(
+            f"{field}: expected weights of the {layers} layers that config.json in {path} names, found {_first(beyond)}"
+        )
+    if unused:
+        logger.warning("%s: %s holds weights that a %s does not use: %s", field, path, kind, _first(unused))
+    if name := integer_weight(model, stored):
+        found = f"{name} in {stored[name][0]}"
+        raise InputError(f"{field}: expected weights in a floating-point type in {path}, found {found}")
+    check_finite(model, path, field)
+
+
+@torch.inference_mode()
+def check_finite(model: torch.nn.Module, path: str | Path, field: str) -> None:
+    """Require that all weights are finite: from others a text would be generated and measured without a word.
+
+    Raises:
+        InputError: names the first that are not.
+    """
+    for name, weight in model.named_parameters():
+        if weight.dtype not in FLOATS or not weight.numel() or weight.is_meta:
+            continue
+        # The extremes are one pass over the memory, a twentieth of the time of `isfinite`, and NaN is both of them.
+        if not torch.stack(weight.aminmax()).isfinite().all():
+            found = f"NaN or infinity in {name} ({str(weight.dtype).removeprefix('torch.')})"
+            raise InputError(f"{field}: expected finite weights in {path}, found {found}")
+
+
+def integer_weight(model: PreTrainedModel, stored: Stored) -> str | None:
+    """Return the first weight that is stored in integers though nothing says how they were quantised, if there is one.
+
+    The library turns them into floating point without a word.
+    """
+    if is_quantized(model):
+        return None
+    weights = (name for name, weight in model.named_parameters() if name in stored and weight.is_floating_point())
+    return next((name for name in weights if stored[name][0][0] in "IU" or stored[name][0] == "BOOL"), None)
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Say whether a model's config tells how its weights are quantised."""
+    return getattr(model.config, "quantization_config", None) is not None
+
+
+def load_generation_config(path: str | Path, config: PretrainedConfig, *, field: str = "model") -> GenerationConfig:
+    """Read what a model says of generation, in generation_config.json or, of older models, in its config.
+
+    Raises:
+        InputError: a damaged file, or an end of sequence that is no id.
+    """
+    with reading(field, f"a generation_config.json in {path}"):
+        try:
+            generation = GenerationConfig.from_pretrained(path)
+        except OSError:
+            if (Path(path) / "generation_config.json").is_file():
+                raise
+            generation = GenerationConfig.from_model_config(config)
+    end_ids(generation, f"{field}: {path}")
+    return generation
+
+
+def end_ids(generation: GenerationConfig | None, field: str = "model") -> list[int]:
+    """Return the ids that end a text by a generation config, possibly none.
+
+    Raises:
+        InputError: something else stands there.
+    """
+    ends = None if generation is None else generation.eos_token_id
+    ids = [ends] if isinstance(ends, int) else list(ends or [])
+    if not all(isinstance(token, int) for token in ids):
+        raise InputError(f"{field}: expected ids as eos_token_id of the generation config, found {ends!r}")
+    return ids
+
+
+def of_any_layer(name: str) -> str:
+    """Return a tensor's name without the numbers of its layer and expert."""
+    return re.sub(r"\d+", "*", name)
+
+
+def _first(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
