@@ -99,16 +99,5 @@ class RawQ(DraftModelProposer):
         ]
 
 
-class UnwarpedDraft(DraftModelProposer):
-    """Not a mistake: any q is lossless as long as it is what was drawn from."""
-
-    def start(self, task):
-        return super().start(replace(task, sampler=Sampler(LogitsProcessorList(), do_sample=True)))
-
-
-def test_another_warping_of_the_draft_costs_acceptance_but_not_the_law(small):
-    assert p_value(small, UnwarpedDraft(perturbed_draft(small)), (0.7, 4, 1.0)) > FALSE_ALARM
-
-
 def test_the_test_has_power(small):
     assert p_value(small, RawQ(perturbed_draft(small)), (1.0, 0, 1.0)) < 1e-10

@@ -1,0 +1,370 @@
+"""The law of sampled output, exactly: V = 7, and every outcome of every random number is followed (`enumeration`).
+
+What the decoder writes must have the probabilities that the target's conditionals multiply to. Models compute in double
+precision, of which sums over some thousand products leave far more than twelve digits: nothing here is left to chance.
+
+A draft whose text is encoded anew (`ReencodingProposer`) refuses sampling. Of the others each decodes one prompt, and
+three of different lengths; these are verified together, and by the eager reference too.
+"""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+from enumeration import enumerated, target_law
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedTokenizerFast,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftsmith.decode import (
+    BlindProposer,
+    DraftModelProposer,
+    DynamicTree,
+    LookaheadProposer,
+    PromptLookupProposer,
+    RetokenizedProposer,
+    RunAheadProposer,
+    Tree,
+    acceptance,
+    cache,
+    early_exit,
+    speculative,
+    verification,
+)
+from draftsmith.decode.proposers import draft_tree, run_ahead
+from draftsmith.decode.proposers.draft_model import stop_below_confidence
+from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
+from draftsmith.medusa import MedusaHeads, MedusaProposer
+
+SCALES = {"wte": 30, "wpe": 10, "c_attn": 40, "c_proj": 20, "c_fc": 20, "lm_head": 16}
+VOCAB = 7
+CUT = "T=0.7 top-k top-p"
+PROMPTS = [(6, 3, 0, 3), (2,), (3, 4, 5, 6, 0, 6)]
+ROUNDING = 1e-12
+TREE = Tree.from_choices([(0,), (1,), (0, 0)])
+
+# name → (arguments of generate, the library's processors, new tokens)
+SETTINGS = {
+    "T=1": ({"top_k": 0, "eos_token_id": 4}, [], 3),
+    CUT: (
+        {"temperature": 0.7, "top_k": 4, "top_p": 0.8},
+        [TemperatureLogitsWarper(0.7), TopKLogitsWarper(4), TopPLogitsWarper(0.8)],
+        4,
+    ),
+    "penalties": (
+        {"top_k": 0, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+        [RepetitionPenaltyLogitsProcessor(1.3), NoRepeatNGramLogitsProcessor(3)],
+        3,
+    ),
+}
+
+
+def tiny_gpt2(seed: int, layers: int = 1, names: int = VOCAB) -> GPT2LMHeadModel:
+    """A model in double precision throughout, neither flat nor sure, that names the first tokens alone."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=8, n_layer=layers, n_head=2, n_positions=32, bos_token_id=None, eos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.mul_(SCALES.get(name.split(".")[-2], 1) if weight.ndim > 1 else 1)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:names])
+    model.generation_config.pad_token_id = 0
+    return model.double().eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_gpt2(0, layers=2)
+
+
+def tokenizer(names: list[str]) -> PreTrainedTokenizerFast:
+    vocabulary = {name: token for token, name in enumerate(names)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="a")), unk_token="a")
+
+
+def renumbered(target):
+    return RetokenizedProposer(tiny_gpt2(1), tokenizer(list("gcabfde")), tokenizer(list("abcdefg")))
+
+
+def heads(target, tree=None):
+    torch.manual_seed(4)
+    few = MedusaHeads.of_target(target, 2, token_map=torch.tensor([6, 0, 3]), hydra=True).double()
+    for weight in few.parameters():
+        weight.data += 0.2 * torch.randn_like(weight)
+    return MedusaProposer(few, tree)
+
+
+# Trees are drawn on three tokens: all orders of more would be followed too, to no other end.
+PROPOSERS = {
+    "draft model": lambda target: DraftModelProposer(tiny_gpt2(1)),
+    "greedy draft": lambda target: DraftModelProposer(tiny_gpt2(1), greedy=True),
+    "tree": lambda target: DraftModelProposer(tiny_gpt2(1, names=3), tree=TREE),
+    "dynamic tree": lambda target: DraftModelProposer(tiny_gpt2(1), tree=DynamicTree(2, 5)),
+    "medusa": heads,
+    "medusa tree": functools.partial(heads, tree=TREE),
+    "prompt lookup": lambda target: PromptLookupProposer(),
+    "lookahead": lambda target: LookaheadProposer(),
+    "unigram": lambda target: BlindProposer(torch.tensor([4, 2, 0, 1, 0, 1])),
+    "early exit": lambda target: DraftModelProposer(early_exit(target, 1)),
+    "renumbered draft": renumbered,
+}
+
+
+def laws(target, proposer, setting, prompts=PROMPTS, width=500, **options):
+    """The laws of what is decoded and of the target, for each prompt, and how often a first draft stands."""
+    arguments, processors, length = SETTINGS[setting]
+    written = enumerated(target, proposer, prompts, length, width, **arguments, **options)
+    eos = arguments.get("eos_token_id")
+    wanted = [target_law(target, prompt, length, LogitsProcessorList(processors), eos) for prompt in prompts]
+    return [law.texts() for law in written], wanted, [law.accepted() for law in written]
+
+
+def difference(law, wanted) -> float:
+    return max(abs(law.get(text, 0.0) - wanted.get(text, 0.0)) for text in {*law, *wanted})
+
+
+FORMS = [(setting, form) for setting in SETTINGS for form in ("one row", "batch", "batch by row")]
+FORMS.remove(("penalties", "batch by row"))  # what looks at the text is verified by row anyway
+
+
+@pytest.mark.parametrize(("setting", "form"), FORMS)
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_every_text_has_the_targets_probability(target, name, setting, form):
+    one = {"prompts": PROMPTS[:1], "width": 1} if form == "one row" else {"by_row": form == "batch by row"}
+    written, wanted, accepted = laws(target, PROPOSERS[name](target), setting, **one)
+    for law, expected in zip(written, wanted, strict=True):
+        assert difference(law, expected) < ROUNDING
+    assert any(0.02 < share < 0.98 for share in accepted)  # drafts fail and stand
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_draft_that_stops_leaves_the_law(target, setting):
+    """Alone: in a batch a row that has stopped goes on drawing for nothing while others draft."""
+    proposer = DraftModelProposer(tiny_gpt2(1, names=3), stop=stop_below_confidence(0.5))
+    (law,), (wanted,), _ = laws(target, proposer, setting, PROMPTS[:1], width=1)
+    assert difference(law, wanted) < ROUNDING
+
+
+class Unwarped(DraftModelProposer):
+    """Not a mistake: any q is lossless as long as it is what was drawn from."""
+
+    def start(self, task):
+        return super().start(replace(task, sampler=Sampler(LogitsProcessorList(), do_sample=True)))
+
+
+def test_another_warping_of_the_draft_leaves_the_law(target):
+    written, wanted, _ = laws(target, Unwarped(tiny_gpt2(1)), CUT)
+    for law, expected in zip(written, wanted, strict=True):
+        assert difference(law, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_draft_that_runs_ahead_leaves_the_law(target, monkeypatch, setting):
+    """What it drafts ahead is drafted before the target verifies, for an order of two threads has no enumeration."""
+    monkeypatch.setattr(run_ahead._Ahead, "start", lambda ahead: ahead.run())
+    monkeypatch.setattr(run_ahead._Ahead, "join", lambda ahead: None)
+    proposer = RunAheadProposer(tiny_gpt2(1))
+
+    def ahead(path, token):
+        """What was drafted ahead, where it is handed over."""
+        drafted = [int(part.tokens) for part in proposer._ahead._parts] if proposer._ahead and path else []
+        return tuple(drafted) if drafted[:1] == [token] else None
+
+    arguments, processors, _ = SETTINGS[setting]
+    if setting != CUT:  # seven tokens would be followed for the draft, the guess, and what is behind it
+        arguments, processors = arguments | {"top_k": 3}, [*processors, TopKLogitsWarper(3)]
+    (law,) = enumerated(target, proposer, PROMPTS[2:], 4, draft_length=1, hidden=ahead, **arguments)
+    wanted = target_law(target, PROMPTS[2], 4, LogitsProcessorList(processors), arguments.get("eos_token_id"))
+    assert difference(law.texts(), wanted) < ROUNDING
+    assert 0 < proposer.num_used < proposer.num_ahead
+
+
+class Broken(DraftModelProposer):
+    """What it says about its draws is not a number at a draft's last place, or in some rows."""
+
+    def __init__(self, draft, place, **options):
+        super().__init__(draft, **options)
+        self.place = place
+
+    def propose(self, contexts, draft_lengths):
+        drafts = list(super().propose(contexts, draft_lengths))
+        for i, (context, draft) in enumerate(zip(contexts, drafts, strict=True)):
+            if draft.probabilities is not None and (self.place == "last" or int(context[0]) == 2):
+                q = draft.probabilities.clone()
+                q[-1 if self.place == "last" else slice(None)] = torch.nan
+                drafts[i] = replace(draft, probabilities=q)
+        return drafts
+
+
+def after_token_1(draft):
+    """A model whose logits are not numbers after a token."""
+
+    def spoil(module, args, inputs, output):
+        output.logits[inputs["input_ids"][:, -output.logits.shape[1] :] == 1] = torch.nan
+
+    draft.register_forward_hook(spoil, with_kwargs=True)
+    return draft
+
+
+def nowhere(draft):
+    draft.lm_head.weight.fill_(torch.nan)
+    return draft
+
+
+NAN = {
+    "at one place": lambda: Broken(tiny_gpt2(1, names=3), "last"),
+    "in one row": lambda: Broken(tiny_gpt2(1, names=3), "row"),
+    "after a token": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1, names=3))),
+    "in a tree": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1, names=3)), tree=TREE),
+    "in a dynamic tree": lambda: DraftModelProposer(after_token_1(tiny_gpt2(1)), tree=DynamicTree(2, 4)),
+    "everywhere": lambda: DraftModelProposer(nowhere(tiny_gpt2(1))),
+}
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("where", NAN)
+@pytest.mark.filterwarnings("ignore:proposer. q is not a number")
+def test_a_draft_that_is_not_a_number_leaves_the_law(target, where, by_row):
+    written, wanted, _ = laws(target, NAN[where](), "T=1", by_row=by_row)
+    for law, expected in zip(written, wanted, strict=True):
+        assert difference(law, expected) < ROUNDING
+
+
+# Mistakes
+
+
+class Misreporting(DraftModelProposer):
+    """Draws from q and says that it drew from another law, or says what it did not draw."""
+
+    def __init__(self, draft, mistake, **options):
+        super().__init__(draft, **options)
+        self.mistake = mistake
+
+    def propose(self, contexts, draft_lengths):
+        drafts = super().propose(contexts, draft_lengths)
+        return [d if d.probabilities is None else replace(d, **self.mistake(d.probabilities)) for d in drafts]
+
+
+def flattened(q):
+    flat = q.pow(0.8)
+    return {"probabilities": flat / flat.sum(-1, keepdim=True)}
+
+
+def chains_with(**changed):
+    """The rule for chains, with some of its arguments changed."""
+    rule = acceptance.accept_exact_chains
+
+    def mistaken(p, q, drafted, r, u):
+        arguments = {"p": p, "q": q, "drafted": drafted, "r": r, "u": u}
+        if q is None:  # nothing was drafted
+            return rule(p, q, drafted, r, u)
+        return rule(*(arguments | {name: change(**arguments) for name, change in changed.items()}).values())
+
+    return {(verification, "accept_exact_chains"): mistaken}
+
+
+def siblings_with(mistake):
+    """The rule for siblings, step by step, with a mistake in one of them."""
+
+    def accept(p_M, q_M, places, r):
+        rest, left = p_M.astype(float), q_M.copy()
+        outside = max(0.0, 1.0 - rest.sum())
+        for i, place in enumerate(places):
+            q = left / left.sum() if left.sum() > 0 else left
+            mass = outside + rest.sum()
+            if mistake == "<=" and q[place] > 0 and rest[place] == 0:
+                return i, rest  # r = 0 is not below 0
+            if q[place] > 0 and r[i] * q[place] < rest[place] / mass:
+                return i, rest
+            if mistake != "one residual for all" or i == 0:
+                rest = (rest - (q_M if mistake == "the first sibling's q for all" else q) * mass).clip(min=0.0)
+            left[place] = 0.0
+        return None, p_M if mistake == "the last token from p" else rest
+
+    return {(verification, "accept_siblings"): accept}
+
+
+def one_number(generators, counts, like):
+    u = uniforms(generators, counts, like)
+    return u[:, :1].expand_as(u).where(u < 1, 1.0)
+
+
+def siblings(target):
+    return DraftModelProposer(tiny_gpt2(1, names=3), tree=Tree((-1,) * 3))
+
+
+CHAIN = PROPOSERS["draft model"]
+MISTAKES = {
+    "q at another temperature": ("T=1", lambda t: Misreporting(tiny_gpt2(1), flattened), {}),
+    "argmax drafts scored with q": (
+        "T=1", lambda t: Misreporting(tiny_gpt2(1), lambda q: {"tokens": q.argmax(-1)}), {},
+    ),
+    "r ≤ p/q": (CUT, CHAIN, chains_with(r=lambda r, **_: r - 1e-300)),
+    "r < p": ("T=1", CHAIN, chains_with(r=lambda r, q, drafted, **_: r / q.gather(-1, drafted[..., None])[..., 0])),
+    "the bonus from the place before": ("T=1", CHAIN, chains_with(p=lambda p, **_: p[:, [*range(p.shape[1] - 1), -2]])),
+    "not a number is taken for a draw": (
+        "T=1", lambda t: NAN["after a token"](), chains_with(q=lambda q, **_: q.nan_to_num(1 / VOCAB)),
+    ),
+    "no residual": ("T=1", CHAIN, {(acceptance, "residual_rows"): lambda p, q: p}),
+    "residual by softmax": ("T=1", CHAIN, {(acceptance, "residual_rows"): lambda p, q: (p - q).softmax(-1)}),
+    "one number for all of a draft": ("T=1", CHAIN, {(verification, "uniforms"): one_number}),
+    "a bonus by argmax": ("T=1", CHAIN, {(acceptance, "draw_rows"): lambda p, u: p.argmax(-1)}),
+    "cumulative sums in half precision": (
+        "T=1", CHAIN, {(acceptance, "draw_rows"): lambda p, u: draw_rows(p.half(), u)},
+    ),
+    "no path in the penalties": (
+        "penalties", CHAIN, {(speculative, "Contexts"): lambda text, draft: [text] * (len(draft.tokens) + 1)},
+    ),
+    "the likeliest siblings scored with q": (
+        "T=1", siblings, {(draft_tree, "draw_siblings"): lambda q, u, count: q.expand(u.shape).topk(count).indices},
+    ),
+    "siblings drawn by u · q": (
+        "T=1", siblings, {(draft_tree, "draw_siblings"): lambda q, u, count: (q * u).topk(count).indices},
+    ),
+    "paths that stay where they were": (
+        "T=1", PROPOSERS["tree"], {(cache.CachedModel, "keep_paths"): lambda *arguments: None},
+    ),
+    **{
+        mistake: (CUT if mistake == "<=" else "T=1", siblings, siblings_with(mistake))
+        for mistake in ("<=", "one residual for all", "the first sibling's q for all", "the last token from p")
+    },
+}  # fmt: skip
+# What is seen where a number is used, before there is a law.
+NOTICED = {"one number for all of a draft": "decides twice", "cumulative sums in half precision": "draw two tokens"}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.filterwarnings("ignore:proposer. q is not a number")
+def test_a_mistake_is_seen(target, monkeypatch, name):
+    setting, proposer, patches = MISTAKES[name]
+    for (module, attribute), mistake in patches.items():
+        monkeypatch.setattr(module, attribute, mistake)
+    if name in NOTICED:
+        with pytest.raises(AssertionError, match=NOTICED[name]):
+            laws(target, proposer(target), setting)
+        return
+    written, wanted, _ = laws(target, proposer(target), setting)
+    assert max(difference(*pair) for pair in zip(written, wanted, strict=True)) > 1e-3
+
+
+def test_the_rules_that_mistakes_are_planted_in_are_right_without_them(target, monkeypatch):
+    for patches in (siblings_with(None), chains_with()):
+        for (module, attribute), rule in patches.items():
+            monkeypatch.setattr(module, attribute, rule)
+    for proposer in (siblings, CHAIN):
+        written, wanted, _ = laws(target, proposer(target), "T=1")
+        assert max(difference(*pair) for pair in zip(written, wanted, strict=True)) < ROUNDING
