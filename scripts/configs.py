@@ -180,7 +180,7 @@ class ExportConfig:
             raise InputError(
                 f"heads: expected one of heads, import_from and draft, found {' and '.join(given) or 'none'}"
             )
-        if self.draft is None and self.output is None:
+        if self.draft is None and not self.output:
             raise InputError("output: expected a directory to write heads in, found none")
         if self.draft is not None:
             for name in ("output", "dtype"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.formats.export import export_heads, vllm_command
+from draftsmith.medusa.formats.export import check_output, export_heads, vllm_command
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.train.cli import parse_config, run
@@ -24,6 +24,7 @@ def export(config: ExportConfig) -> list[str]:
     """
     if config.draft is not None:
         return _serve_draft(config, config.draft)
+    check_output(Path(str(config.output)))
     return _export(config, str(config.heads)) if config.import_from is None else _import(config, config.import_from)
 
 

@@ -1,6 +1,5 @@
 """`draftsmith generate`: decode one prompt in a terminal, every token in the colour of how it came about."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -24,11 +23,9 @@ from draftsmith.decode.tree import Tree
 from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
 from draftsmith.scripts.pair import DrafterSpec, load_pair
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import INTERRUPTED, parse_config, run
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.models import default_device, load_tokenizer
-
-INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # the exit codes a shell gives for SIGINT and SIGPIPE
 
 
 class NoDraft(StatelessProposer):
@@ -191,15 +188,9 @@ def _comparison(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Decode the prompt as the flags say; 130 where the user interrupted it."""
+    """Decode the prompt as the flags say; 130 where the user interrupted the text."""
     config = parse_config(GenerateConfig, argv, prog="draftsmith generate")
-    try:
-        return generate(config, Console(), Console(stderr=True))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # the reader had enough; the interpreter must not flush into the pipe once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+    return generate(config, Console(), Console(stderr=True))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
+from draftsmith.train.files import require_writable
 from draftsmith.train.losses.output_head import head_of, require_split
 from draftsmith.train.models import load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment, write_json
@@ -46,6 +47,7 @@ SCHEMA = "draftsmith.medusa-tree/1"
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that half precision may turn: forwards over other shapes break near-ties otherwise."""
+FILES = ("tree.json", "tree.svg", "tree.png")
 TOP = (1, 2, 3, 5)
 NAMES = {
     "chain": "chain of all heads",
@@ -64,6 +66,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     """
     if config.output is None and not (Path(config.heads) / "config.json").is_file():
         raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
+    require_writable(_directory(config), *FILES, field="heads" if config.output is None else "output")
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     pair = load_pair(
         config.target, tokenizer, [DrafterSpec("medusa", config.heads)], config.dtype, config.trust_remote_code
@@ -196,8 +199,12 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
     }
 
 
+def _directory(config: MedusaTreeConfig) -> str:
+    return config.heads if config.output is None else config.output
+
+
 def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None:
-    directory = Path(config.output or config.heads)
+    directory = Path(_directory(config))
     write_json(directory / "tree.json", report)
     estimate, texts = report["trees"]["searched"]["mean_acceptance_length"], report["calibration"]["texts"]["check"]
     title = f"{len(tree)} nodes, τ {format_estimate(estimate, spread='interval')}"
@@ -254,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Search, print the tables, and say where the tree is."""
     config = parse_config(MedusaTreeConfig, argv, prog="draftsmith medusa-tree")
     print_tree(search(config))
-    print(f"tree: {Path(config.output or config.heads) / 'tree.json'}")
+    print(f"tree: {Path(_directory(config)) / 'tree.json'}")
     return 0
 
 

@@ -15,6 +15,7 @@ from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.pair import DrafterSpec, left_padded, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -25,6 +26,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
     Raises:
         InputError: models, tokenizers or prompts that do not fit, or fewer prompts than a batch holds.
     """
+    output = require_writable(config.output, "trace.json", "profile.json")
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
@@ -62,8 +64,8 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
         "compiled": config.compiled,
         "batches": batches,
     }
-    write_json(Path(config.output) / "trace.json", chrome_trace(profiles))
-    write_json(Path(config.output) / "profile.json", report)
+    write_json(output / "trace.json", chrome_trace(profiles))
+    write_json(output / "profile.json", report)
     return report, profiles
 
 

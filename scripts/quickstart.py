@@ -23,6 +23,7 @@ from draftsmith.scripts.report.types import Report
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.files import require_writable
 from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,7 +35,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
     for directory in (TARGET, STOCK):
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
-    output = Path(config.output)
+    output = require_writable(config.output)
     console.rule("1/4 prepare: the target completes prompts")
     train = stdlib_prompts(config.train_prompts, heldout=False)
     heldout = stdlib_prompts(config.heldout_prompts + config.replayed_prompts, heldout=True)

@@ -4,11 +4,15 @@ Nothing here imports torch or transformers before a config is complete, so that 
 """
 
 import dataclasses
+import errno
+import io
+import os
+import re
 import sys
 from collections.abc import Callable, Sequence, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, lacks_memory
 
 if TYPE_CHECKING:
     Ints = list[int]
@@ -16,6 +20,10 @@ if TYPE_CHECKING:
 else:  # what a file or a flag may say; `numbers` makes a list of it
     Ints = str | int | list[int]
     Floats = str | float | list[float]
+
+INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # the exit codes a shell gives for SIGINT and SIGPIPE
+REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+"""What a disk says that cannot be written."""
 
 Config = TypeVar("Config")
 
@@ -80,9 +88,44 @@ def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[st
 
 
 def run(main: Callable[[], int | None]) -> int:
-    """Run a command: an `InputError` prints as one line and gives exit code 2; anything else is ours and raises."""
+    """Run a command, and end what is not its fault in one line; anything else is ours and raises.
+
+    What a terminal has no characters for is written as its code. A `KeyboardInterrupt` whose work is kept says so in a
+    note (`add_note`), which is printed.
+
+    Returns:
+        What the command returns, or 0; 2 for an `InputError`, a disk that cannot be written and a lack of memory; 130
+        and 141, as a shell has it, where the user interrupts it or the reader of its output ends.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
-        return main() or 0
+        code = main() or 0
+        sys.stdout.flush()
+        return code
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        line, code = f"error: {error}", 2
+    except KeyboardInterrupt as error:
+        notes = getattr(error, "__notes__", ["nothing was kept"])
+        line, code = f"interrupted: {'; '.join(notes)}; run the same command again", INTERRUPTED
+    except BrokenPipeError:
+        line, code = "", BROKEN_PIPE
+    except (OSError, RuntimeError, MemoryError) as error:
+        if lacks_memory(error):
+            asked = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+            found = f"too little for {asked[1]}" if asked else "too little"
+            line = f"error: memory: expected enough for this run, found {found}; try a smaller batch, length or model"
+        elif isinstance(error, OSError) and error.errno in REFUSED:
+            where = "standard output" if error.filename is None else error.filename
+            line = f"error: output: expected to write {where}, found: {error.strerror}"
+        else:
+            raise
+        code = 2
+    if line:
+        print(line, file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # the interpreter must not try once more as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -8,6 +8,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from draftsmith.decode.errors import InputError
+
+
+def require_writable(path: str | Path, *files: str, field: str = "output") -> Path:
+    """Return a directory, and see that it can be made and files written there: before the work, not after it.
+
+    What it makes to see that is gone when it returns.
+
+    Args:
+        path: where.
+        files: names of what will be written, none of which may be a directory.
+        field: the config field that named it, for the error message.
+
+    Raises:
+        InputError: it cannot be made or written in, or there is no space.
+    """
+    directory = Path(path)
+    tried = directory / ".writable.partial"
+    try:
+        if not str(path):
+            raise ValueError("an empty path")
+        made = [above for above in (directory, *directory.parents) if not above.exists()]
+        directory.mkdir(parents=True, exist_ok=True)
+        tried.write_bytes(b"x" * 4096)
+        tried.unlink()
+        for new in made:
+            new.rmdir()
+        taken = [directory / name for name in files if (directory / name).is_dir()]
+    except (OSError, ValueError) as error:
+        found = error.strerror if isinstance(error, OSError) else str(error)
+        raise InputError(f"{field}: expected a directory to write in at {path}, found: {found}") from error
+    if taken:
+        raise InputError(f"{field}: expected a file or nothing at {taken[0]}, found a directory")
+    return directory
+
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
@@ -22,6 +57,9 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         yield aside
         replace(aside, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk names none
+        raise
     finally:
         remove(aside)
 
@@ -46,11 +84,19 @@ def files_written_aside(directory: Path) -> Iterator[Path]:
 def write_aside(path: Path, data: str | bytes) -> None:
     """Write a file aside, on the disk and not only in its cache, then rename it.
 
+    A link is followed, and a device or a pipe written to as it is: neither is replaced by a file.
+
     Raises:
         OSError: the disk is full, or cannot be written; nothing is left behind.
     """
+    content = data.encode() if isinstance(data, str) else data
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
     with written_aside(path) as aside, aside.open("wb") as file:
-        file.write(data.encode() if isinstance(data, str) else data)
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -13,6 +13,7 @@ heads: there all heads go through the target's. It is read, not written (`drafts
 
 import copy
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from transformers import PretrainedConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats import readers
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
-from draftsmith.train.files import written_aside
+from draftsmith.train.files import require_writable, written_aside
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
@@ -199,13 +200,24 @@ def _notes(heads: MedusaHeads, format: str) -> list[str]:
     return [f"the tree of {nodes} tokens has no place in this format: give its reader medusa_choices"]
 
 
+def check_output(directory: Path) -> None:
+    """Require that a directory is new or empty, and that one can be written beside it.
+
+    Raises:
+        InputError: it holds something, is no directory but a file or a link, or the disk does not take it.
+    """
+    if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
+        found = "is a link" if directory.is_symlink() else "holds something"
+        raise InputError(f"output: expected a new or empty directory, found {directory}, which {found}")
+    require_writable(directory)
+
+
 @contextmanager
 def _aside(directory: Path) -> Iterator[Path]:
     """Give a directory to write in that takes the place of another when all went well, and is removed otherwise."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise InputError(f"output: expected a new or empty directory, found {directory}, which holds something")
+    check_output(directory)
     try:
-        with written_aside(directory) as aside:
+        with written_aside(directory.absolute()) as aside:
             aside.mkdir()
             yield aside
     except (OSError, SafetensorError) as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from draftsmith.decode.errors import InputError
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.checks import check_pair
 from draftsmith.scripts.doctor.config import DoctorConfig
@@ -17,6 +16,7 @@ from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.doctor.sides import load_pair
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device, resolve_dtype
 from draftsmith.train.provenance import environment, write_json
 
@@ -26,6 +26,9 @@ SCHEMA = "draftsmith.doctor/1"
 def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     """Print all findings and the samples asked for; 2 where something cannot be used, else 0."""
     findings: list[Finding] = []
+    if config.json is not None:
+        file = Path(config.json)
+        require_writable(file.parent, file.name, field="json")
 
     def add(finding: Finding) -> None:
         findings.append(finding)
@@ -83,10 +86,7 @@ def _write(config: DoctorConfig, findings: list[Finding], code: int) -> None:
         "exit_code": code,
         "findings": [asdict(finding) for finding in findings],
     }
-    try:
-        write_json(Path(str(config.json)), content)
-    except OSError as error:
-        raise InputError(f"json: expected a file that can be written, found {config.json}: {error.strerror}") from error
+    write_json(Path(str(config.json)), content)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -31,9 +31,11 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import complete
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import Sample, make_batches, mixed_seed
+from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import write_json
 
+FILES = ("report.json", "report.html", "summary.md", "costs.json")
 COMPLETED_TOGETHER = 64
 REPLAYED_LENGTHS = 16
 """γ up to this is replayed: it costs next to nothing."""
@@ -41,6 +43,7 @@ REPLAYED_LENGTHS = 16
 
 def measure(config: MeasureConfig, progress: bool = True) -> Report:
     """Measure as the config says, write the report into its output directory, and return it."""
+    output = require_writable(config.output, *FILES)
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
@@ -56,7 +59,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
     if config.costs is not None:  # others' are refused before a text is decoded
         tables = load_costs(Path(config.costs), config, pair)
     methods = [Method(), *(Method(d.name, k) for d in pair.drafters for k in d.draft_lengths)]
-    output, samplers = Path(config.output), {t: config.at(t).sampler() for t in config.temperature}
+    samplers = {t: config.at(t).sampler() for t in config.temperature}
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
     texts: dict[float, list[list[int]]] = {}
     replays: dict[tuple[float, str, Verifier], Replay] = {}

@@ -33,7 +33,7 @@ from draftsmith.scripts.tune.tradeoff import (
 )
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
-from draftsmith.train.data.shards import output_directory
+from draftsmith.train.files import require_writable
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -80,11 +80,10 @@ def tune(config: TuneConfig, progress: bool = True) -> dict[str, Any]:
     """
     if config.threads:
         torch.set_num_threads(config.threads)
-    task, output = _load(config), Path(config.output)
-    with output_directory(output, lambda: "no figures"):
-        report = _report(task, progress)
-        write_json(output / "tune.json", report)
-        draw_tradeoff(report, output / "tune.svg")
+    output = require_writable(config.output, "tune.json", "tune.svg")
+    report = _report(_load(config), progress)
+    write_json(output / "tune.json", report)
+    draw_tradeoff(report, output / "tune.svg")
     return report
 
 

@@ -457,7 +457,7 @@ def test_findings_are_left_for_a_job_to_read(pair_dirs, tmp_path, capsys):
         for found in left["findings"]
     }
     assert told == lines
-    with pytest.raises(InputError, match="json: expected a file that can be written, found"):
+    with pytest.raises(InputError, match="json: expected a file or nothing at"):
         main(["--target", str(pair_dirs[0]), "--json", str(tmp_path)])
 
 

@@ -264,7 +264,7 @@ def test_another_failure_to_write_is_not_called_a_full_disk(config, monkeypatch)
     with pytest.raises(OSError, match="broken"):
         prepare(config())
     (Path(config().output) / "file").write_text("")
-    with pytest.raises(InputError, match=r"^output: expected a directory to write in, found: .*File exists"):
+    with pytest.raises(InputError, match=r"^output: expected a directory to write in at .*, found: File exists"):
         prepare(config("out/file"))
 
 

@@ -1,8 +1,14 @@
 """Files and directories are whole or not there, whatever happens while they are written."""
 
+import errno
+import os
+import stat
+from pathlib import Path
+
 import pytest
 
-from draftsmith.train.files import files_written_aside, write_aside, written_aside
+from draftsmith.decode.errors import InputError
+from draftsmith.train.files import files_written_aside, parse_json, require_writable, write_aside, written_aside
 
 
 def names(directory) -> list[str]:
@@ -50,3 +56,72 @@ def test_files_replace_their_namesakes_and_leave_the_others(tmp_path):
         (aside / "more").mkdir()
     assert names(tmp_path) == ["kept", "model", "more"]
     assert (tmp_path / "model").read_text() == "new" and (tmp_path / "kept").read_text() == "kept"
+
+
+def test_what_is_no_file_is_not_replaced_by_one(tmp_path):
+    (tmp_path / "there").write_text("old")
+    (tmp_path / "link").symlink_to(tmp_path / "there")
+    write_aside(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there").read_text() == "new"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_aside(tmp_path / "pipe", "piped")
+    assert os.read(reader, 9) == b"piped" and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    os.close(reader)
+
+
+def below_a_file(path: Path) -> Path:
+    (path / "file").write_text("")
+    return path / "file" / "below"
+
+
+def loop_of_links(path: Path) -> Path:
+    (path / "loop").symlink_to(path / "loop")
+    return path / "loop" / "below"
+
+
+def taken(path: Path) -> Path:
+    (path / "out" / "report.json").mkdir(parents=True)
+    return path / "out"
+
+
+@pytest.mark.parametrize(
+    ("place", "found"),
+    [
+        (lambda path: below_a_file(path).parent, "found: File exists"),
+        (below_a_file, "found: Not a directory"),
+        (loop_of_links, "found: Too many levels of symbolic links"),
+        (lambda path: path / ("x" * 300), "found: File name too long"),
+        (lambda path: Path("/proc/nowhere/x"), "found: No such file or directory"),
+        (lambda path: "", "found: an empty path"),
+        (lambda path: "a\0b", "found: embedded null byte"),
+        (taken, "report.json, found a directory"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_in_is_refused_in_one_line(tmp_path, place, found):
+    with pytest.raises(InputError, match=r"^output: expected .*" + found) as error:
+        require_writable(place(tmp_path), "report.json")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS])
+def test_a_disk_that_takes_nothing_is_told_before_the_work(tmp_path, monkeypatch, code):
+    monkeypatch.setattr(Path, "write_bytes", lambda *_: (_ for _ in ()).throw(OSError(code, os.strerror(code))))
+    with pytest.raises(InputError, match=rf"^json: expected a directory to write in .*{os.strerror(code)}$"):
+        require_writable(tmp_path, field="json")
+
+
+def test_a_directory_that_can_be_written_in_is_left_as_it_was(tmp_path):
+    assert require_writable(tmp_path / "a" / "b", "report.json") == tmp_path / "a" / "b"
+    assert names(tmp_path) == []
+    (tmp_path / "a").mkdir()
+    require_writable(tmp_path / "a" / "b")
+    require_writable(tmp_path / "a")
+    assert names(tmp_path) == ["a"] and names(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000, ""])
+def test_whatever_is_wrong_with_json_is_one_error(text):
+    with pytest.raises(ValueError, match=r"line 1 column \d+") as error:
+        parse_json(text)
+    assert "\n" not in str(error.value)

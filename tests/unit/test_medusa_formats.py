@@ -582,7 +582,7 @@ def test_outputs_that_hold_something_stay_as_they_are(tmp_path):
         with pytest.raises(InputError, match=r"^output: expected a new or empty directory"):
             export_heads(made(), tmp_path / name, "own")
     assert (tmp_path / "x" / "mine").read_text() == (tmp_path / "file").read_text() == "kept"
-    with pytest.raises(InputError, match=r"^output: expected to write in"):
+    with pytest.raises(InputError, match=r"^output: expected a directory to write in at"):
         export_heads(made(), tmp_path / "file" / "y", "own")
     (tmp_path / "empty").mkdir()
     export_heads(made(), tmp_path / "empty", "own", readme="# Card")

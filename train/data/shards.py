@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import remove, write_aside
+from draftsmith.train.files import parse_json, remove, require_writable, write_aside
 
 SCHEMA = "draftsmith.completions/1"
 MANIFEST = "manifest.json"
@@ -48,13 +48,15 @@ def output_directory(output: Path, kept: Callable[[], str]) -> Iterator[None]:
     Raises:
         InputError: the directory cannot be made or written in, or the disk is full; what was written is kept.
     """
+    require_writable(output)
+    output.mkdir(parents=True, exist_ok=True)
+    for leftover in output.glob(".*.partial"):
+        remove(leftover)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        for leftover in output.glob(".*.partial"):
-            remove(leftover)
         yield
-    except (FileExistsError, NotADirectoryError, PermissionError) as error:
-        raise InputError(f"output: expected a directory to write in, found: {error}") from error
+    except KeyboardInterrupt as error:
+        error.add_note(f"{kept()} are kept in {output}")
+        raise
     except OSError as error:
         if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
             raise
@@ -129,7 +131,7 @@ def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | N
     """
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:

@@ -1,0 +1,98 @@
+"""What users get wrong, at every command that has the door: one line that names it, and exit code 2."""
+
+import json
+import os
+import shutil
+
+import pytest
+from conftest import perturbed, tiny_llama
+
+from draftsmith.medusa import MedusaHeads
+from draftsmith.scripts import cli
+from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.runs import save_model
+
+COUNT = 6
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, tokenizer):
+    """A pair, heads, prompts, and what the target completed at T=0."""
+    root = tmp_path_factory.mktemp("made")
+    target = tiny_llama(0, len(tokenizer))
+    for name, model in {
+        "target": target,
+        "draft": perturbed(target, 0.05),
+        "other": tiny_llama(3, len(tokenizer)),
+    }.items():
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        save_model(model, tokenizer, root / name)
+    MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
+    (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(COUNT)))
+    paths = (str(root / name) for name in ("target", "prompts.jsonl", "completions"))
+    prepare(PrepareConfig(*paths, max_new_tokens=8, temperature=0.0, dtype="float32", batch_size=2))
+    return root
+
+
+@pytest.fixture
+def command(made, tmp_path, capfd):
+    """Run a command with fields over those that work; return its exit code and what it printed to standard error."""
+
+    def run(name: str, **fields: object) -> tuple[int, str]:
+        output = tmp_path / "out"
+        given = {"target": made / "target", "dtype": "float32"}
+        drafts = {"draft": made / "draft"}
+        decodes = {"prompts": made / "prompts.jsonl", "output": output, "max_new_tokens": 4, "limit": 2}
+        given |= {
+            "generate": drafts | {"prompt": "def f(x):", "max_new_tokens": 4},
+            "measure": drafts | decodes | {"measure_costs": "false"},
+            "tune": drafts | decodes | {"threshold_levels": 0.1, "typical_levels": "[]", "cascade_levels": "[]"},
+            "profile": drafts | decodes,
+            "doctor": drafts,
+            "medusa-tree": {
+                "heads": made / "heads",
+                "completions": f"[{made / 'completions'}]",
+                "nodes": 4,
+                "output": output,
+            },
+            "export": {"heads": made / "heads", "format": "vllm", "output": output, "dtype": None},
+        }[name]
+        given |= fields
+        capfd.readouterr()
+        code = cli.main([name, *(str(p) for k, v in given.items() if v is not None for p in (f"--{k}", v))])
+        return code, capfd.readouterr().err
+
+    return run
+
+
+def refused(command, name: str, named: str, **fields: object) -> None:
+    """Require that a command names what is wrong with a field, and says nothing else."""
+    code, err = command(name, **fields)
+    lines = [line for line in err.splitlines() if line and not line.startswith("dtype: ")]
+    assert code == 2 and len(lines) == 1, err
+    assert lines[0].startswith(f"error: {named}"), err
+
+
+LOADING = ("generate", "measure", "tune", "profile", "doctor", "medusa-tree")
+WRITING = ("measure", "tune", "profile", "medusa-tree", "export")
+
+
+@pytest.mark.parametrize("name", LOADING)
+def test_a_damaged_target_is_refused(command, made, tmp_path, name):
+    target = shutil.copytree(made / "target", tmp_path / "target")
+    os.truncate(target / "model.safetensors", 1000)
+    refused(command, name, "target: ", target=target)
+    assert not list((tmp_path / "out").glob("*"))
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_an_output_that_cannot_be_is_refused_before_the_work(command, tmp_path, monkeypatch, name):
+    (tmp_path / "file").write_text("")
+    refused(command, name, "output: ", output=tmp_path / "file", **({} if name == "export" else {"target": "nowhere"}))
+    refused(command, name, "output: ", output=tmp_path / "file" / "below")
+
+
+def test_a_file_of_findings_that_cannot_be_is_refused_before_the_work(command, tmp_path):
+    (tmp_path / "file").write_text("")
+    refused(command, "doctor", "json: expected a directory to write in", json=tmp_path / "file" / "below")
+    refused(command, "doctor", "json: expected a file or nothing at", json=tmp_path)
