@@ -3,6 +3,7 @@
 Ratios with intervals over prompts are those of `draftsmith.decode.measurement.intervals`.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import zip_longest
@@ -93,6 +94,12 @@ class Counts(Ratios):
             num_reached_per_pos=tuple(int(i <= accepted) for i in range(depth)),
             num_emitted_tokens=emitted,
         )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Counts":
+        """Return the counts that `to_dict` wrote."""
+        counts: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in values.items()}
+        return cls(**counts)
 
     def __add__(self, other: "Counts") -> "Counts":
         return Counts(*(_add(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))

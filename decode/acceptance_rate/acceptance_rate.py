@@ -168,9 +168,7 @@ def _completed(where: str, given: Any) -> dict[str, Any]:
 
 def _without(unknown: Sequence[str], given: Mapping[str, Any]) -> Counts:
     """Return one prompt's counts, those that some prompt lacks as zeros, by which a ratio is None."""
-    found = dict(given) | dict.fromkeys(unknown, [0] * len(given["num_accepted_tokens_per_pos"]))
-    counts: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
-    return Counts(**counts)
+    return Counts.from_dict(dict(given) | dict.fromkeys(unknown, [0] * len(given["num_accepted_tokens_per_pos"])))
 
 
 def _count_rounds(where: str, drafted: Sequence[list[int]], emitted: Sequence[list[int]]) -> Counts:

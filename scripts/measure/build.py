@@ -1,6 +1,7 @@
 """From what was decoded and replayed to the report."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -59,6 +60,13 @@ def build_report(measured: Measured) -> Report:
         config.confidence,
         advice(curves, runs),
     )
+    if measured.failures:
+        first, many = measured.failures[0], len(measured.failures)
+        reason = f"Don't deploy: the report is partial, {many} of its parts failed, first {first.what}: {first.error}."
+        recommendation = replace(recommendation, go=False, reason=f"{reason} {recommendation.reason}")
+        if gate is not None:
+            told = [f"{failure.what} failed" for failure in measured.failures]
+            gate = replace(gate, passed=False, failures=[*told, *gate.failures])
     return Report(
         schema=SCHEMA,
         environment=Environment(**environment(pair.target.device, pair.dtype)),
@@ -83,6 +91,7 @@ def build_report(measured: Measured) -> Report:
         trees=measured.trees,
         gate=gate,
         recommendation=recommendation,
+        failures=measured.failures,
     )
 
 

@@ -1,6 +1,7 @@
 """The losslessness certificates of all runs."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from torch import Tensor
 
@@ -8,11 +9,14 @@ from draftsmith.decode.measurement.certificate import Certificate, certify_greed
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.side_by_side import Method, Observations
+from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import Pair
+
+FAILED = unchecked("the check failed")
 
 
 def certify_runs(
-    config: MeasureConfig, pair: Pair, observations: Observations, prompts: Sequence[Tensor]
+    config: MeasureConfig, pair: Pair, observations: Observations, prompts: Sequence[Tensor], unfinished: Unfinished
 ) -> dict[tuple[float, int, Method], Certificate]:
     """Return the certificate of every run: texts at T=0 against plain decoding's, sampled ones by a test if asked for.
 
@@ -21,6 +25,7 @@ def certify_runs(
         pair: the models.
         observations: what was decoded, plainly too.
         prompts: of the decoded texts, (T,) each.
+        unfinished: what an earlier run has tested is there, and this one's tests go there.
     """
     certificates: dict[tuple[float, int, Method], Certificate] = {}
     tested: dict[tuple[float, Method], Certificate] = {}  # the test has batches of its own
@@ -33,19 +38,43 @@ def certify_runs(
                 [row.tokens for row in rows_of(decoded)]
                 for decoded in (observations[temperature, rows, Method()], groups)
             )
-            certificates[key] = certify_greedy(pair.target, plain, other, prompts[: len(plain)], config.at(0).sampler())
+            certificates[key] = FAILED
+            with unfinished.attempt(f"the certificate of {method.at(temperature, rows)}"):
+                certificates[key] = certify_greedy(
+                    pair.target, plain, other, prompts[: len(plain)], config.at(0).sampler()
+                )
         elif not config.lossless_tokens:
             certificates[key] = unchecked("lossless_tokens says how many tokens to test the distribution on")
         else:
             if (temperature, method) not in tested:
-                tested[temperature, method] = certify_sampled(
-                    pair.target,
-                    pair.proposers[method.drafter],
-                    prompts,
-                    config.lossless_tokens,
-                    config.at(temperature),
-                    draft_length=method.draft_length,
-                    max_new_tokens=config.max_new_tokens,
-                )
+                tested[temperature, method] = FAILED
+                with unfinished.attempt(f"the certificate of {method.at(temperature)}"):
+                    tested[temperature, method] = _tested(config, pair, temperature, method, prompts, unfinished)
             certificates[key] = tested[temperature, method]
     return certificates
+
+
+def _tested(
+    config: MeasureConfig,
+    pair: Pair,
+    temperature: float,
+    method: Method,
+    prompts: Sequence[Tensor],
+    unfinished: Unfinished,
+) -> Certificate:
+    """Test the distribution of a method's text, unless it was tested before."""
+    key = "certificate", temperature, method.drafter, method.draft_length
+    kept = unfinished.kept(*key)
+    if kept is not None:
+        return Certificate(**kept)
+    certificate = certify_sampled(
+        pair.target,
+        pair.proposers[method.drafter],
+        prompts,
+        config.lossless_tokens,
+        config.at(temperature),
+        draft_length=method.draft_length,
+        max_new_tokens=config.max_new_tokens,
+    )
+    unfinished.keep(*key, value=asdict(certificate))
+    return certificate

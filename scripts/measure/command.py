@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from draftsmith.decode import Replay
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -22,16 +24,18 @@ from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import Measured
-from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, DrafterSpec, load_pair, short_names
+from draftsmith.scripts.measure.unfinished import Unfinished
+from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, load_pair, short_names
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, TreePicture, Verifier
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import complete
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import Sample, make_batches, mixed_seed
-from draftsmith.train.files import require_writable
+from draftsmith.train.data.shards import output_directory
+from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import write_json
 
@@ -42,55 +46,109 @@ REPLAYED_LENGTHS = 16
 
 
 def measure(config: MeasureConfig, progress: bool = True) -> Report:
-    """Measure as the config says, write the report into its output directory, and return it."""
+    """Measure as the config says, write the report into its output directory, and return it.
+
+    What a run has finished is kept in the output directory until it ends well: after a kill or a failure the same
+    command goes on from there.
+
+    Raises:
+        InputError: bad input, settings that are not those of the unfinished run there, or a full disk.
+    """
     output = require_writable(config.output, *FILES)
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
-    decoded, prompt_lengths = encoded[: config.limit], [len(ids) for ids in encoded]
-    if max(config.batch_size) > len(decoded):
+    count = len(encoded[: config.limit])
+    if max(config.batch_size) > count:
         raise InputError(
-            f"batch_size: expected at most the {len(decoded)} prompts that are decoded, found {max(config.batch_size)}"
+            f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
         tables = load_costs(Path(config.costs), config, pair)
+    with output_directory(output, lambda: "the batches that were decoded"):
+        unfinished = Unfinished(config, pair, prompts, encoded)
+        measured = _measure(config, pair, prompts, encoded, tables, unfinished, progress)
+        report = build_report(measured)
+        write_json(output / "report.json", report)
+        write_page(report, output / "report.html")
+        write_aside(output / "summary.md", markdown(report))
+        unfinished.end()
+    return report
+
+
+def _measure(
+    config: MeasureConfig,
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[list[int]],
+    tables: list[CostTable] | None,
+    unfinished: Unfinished,
+    progress: bool,
+) -> Measured:
+    """Do the work, but for what is finished: decode, complete, replay, measure costs, certify.
+
+    Args:
+        config: what is to be done.
+        pair: the models.
+        prompts: those to be replayed; the first of them are decoded too.
+        encoded: their ids.
+        tables: costs that are known; None if they are to be measured.
+        unfinished: what an earlier run has finished is there, and so goes what this one finishes.
+        progress: show bars.
+
+    Raises:
+        Exception: what failed first, where no run is left to report.
+    """
     methods = [Method(), *(Method(d.name, k) for d in pair.drafters for k in d.draft_lengths)]
     samplers = {t: config.at(t).sampler() for t in config.temperature}
+    decoded, prompt_lengths = encoded[: config.limit], [len(ids) for ids in encoded]
     observations: dict[tuple[float, int, Method], Sequence[Group]] = {}
     texts: dict[float, list[list[int]]] = {}
     replays: dict[tuple[float, str, Verifier], Replay] = {}
     first_heads: dict[tuple[float, str], Replay] = {}
     for temperature, sampler in samplers.items():
         for rows in config.batch_size:
-            groups = decode_side_by_side(config, pair, methods, decoded, rows, temperature, progress)
+            groups = decode_side_by_side(config, pair, methods, decoded, rows, temperature, unfinished, progress)
             observations |= {(temperature, rows, method): of_method for method, of_method in groups.items()}
-        plain = rows_of(observations[temperature, config.batch_size[0], Method()])
-        texts[temperature] = [row.tokens for row in plain]
+        plain = next((rows_of(of) for (t, _, m), of in observations.items() if (t, m) == (temperature, Method())), None)
+        if plain is None:
+            continue
         missing = slice(len(plain), len(prompts))
-        texts[temperature] += _completed(config, pair.target, prompts[missing], encoded[missing], temperature, progress)
-        by_drafter, first = replay_all(
-            pair,
-            _sequences(encoded, texts[temperature]),
-            prompt_lengths,
-            range(1, max(REPLAYED_LENGTHS, *config.draft_length) + 1),
-            sampler,
-            config.max_new_tokens,
-        )
-        replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
-        first_heads |= {(temperature, name): replay for name, replay in first.items()}
+        with unfinished.attempt(f"completing further prompts at T = {temperature:g}"):
+            further = _completed(
+                config, pair.target, prompts[missing], encoded[missing], temperature, unfinished, progress
+            )
+            texts[temperature] = [row.tokens for row in plain] + further
+        if temperature not in texts:
+            continue
+        with unfinished.attempt(f"replay at T = {temperature:g}"):
+            by_drafter, first = replay_all(
+                pair,
+                _sequences(encoded, texts[temperature]),
+                prompt_lengths,
+                range(1, max(REPLAYED_LENGTHS, *config.draft_length) + 1),
+                sampler,
+                config.max_new_tokens,
+            )
+            replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
+            first_heads |= {(temperature, name): replay for name, replay in first.items()}
+    if all(method == Method() for _, _, method in observations):
+        raise unfinished.errors[0]
     if tables is None:
-        written = next(iter(texts.values()))
-        prompt = max(1, round(sum(prompt_lengths) / len(encoded)))
-        mean = max(2, round(prompt + sum(map(len, written)) / len(written) / 2))
-        tables = measured_costs(config, pair, _sequences(encoded, written), samplers, prompt, mean)
+        tables = []
+        with unfinished.attempt("measuring costs"):
+            tables = _costs(config, pair, encoded, texts, samplers, unfinished)
     pictures: list[TreePicture] = []
     if 0.0 in texts and not samplers[0.0].processors:  # a picture knows the heads' ranks alone, no penalties
-        pictures = tree_pictures(pair, _sequences(encoded, texts[0.0]), prompt_lengths)
-    measured = Measured(
+        with unfinished.attempt("drawing trees"):
+            pictures = tree_pictures(pair, _sequences(encoded, texts[0.0]), prompt_lengths)
+    ids = [torch.tensor(prompt, device=default_device()) for prompt in decoded]
+    certificates = certify_runs(config, pair, observations, ids, unfinished)
+    return Measured(
         config=config,
         pair=pair,
         prompts=prompts,
@@ -100,16 +158,31 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
         replays=replays,
         first_heads=first_heads,
         tables=tables,
-        lossless=certify_runs(
-            config, pair, observations, [torch.tensor(prompt, device=default_device()) for prompt in decoded]
-        ),
+        lossless=certificates,
         trees=pictures,
+        failures=unfinished.failures,
     )
-    report = build_report(measured)
-    write_json(output / "report.json", report)
-    write_page(report, output / "report.html")
-    (output / "summary.md").write_text(markdown(report), encoding="utf-8")
-    return report
+
+
+def _costs(
+    config: MeasureConfig,
+    pair: Pair,
+    encoded: Sequence[list[int]],
+    texts: Mapping[float, Sequence[list[int]]],
+    samplers: Mapping[float, Sampler],
+    unfinished: Unfinished,
+) -> list[CostTable]:
+    """Measure costs behind the texts, unless they are measured already."""
+    kept = unfinished.kept("costs")
+    if kept is None:
+        written = next(iter(texts.values()))
+        prompt = max(1, round(sum(map(len, encoded)) / len(encoded)))
+        mean = max(2, round(prompt + sum(map(len, written)) / len(written) / 2))
+        tables = measured_costs(config, pair, _sequences(encoded, written), samplers, prompt, mean)
+        kept = [asdict(table) for table in tables]
+        unfinished.keep("costs", value=kept)
+        return tables
+    return [CostTable.from_dict(table) for table in kept]
 
 
 def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
@@ -130,12 +203,13 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
 def _completed(
     config: MeasureConfig,
     target: PreTrainedModel,
-    prompts: Sequence[Any],
+    prompts: Sequence[Prompt],
     encoded: Sequence[list[int]],
     temperature: float,
+    unfinished: Unfinished,
     progress: bool,
 ) -> list[list[int]]:
-    """Let the target write further texts, in batches, to be replayed only."""
+    """Let the target write further texts, in batches, to be replayed only; those of finished batches are kept."""
     base: Any = target.generation_config
     ends = [base.eos_token_id] if isinstance(base.eos_token_id, int) else base.eos_token_id
     generation = GenerationConfig(eos_token_id=ends, pad_token_id=base.pad_token_id, **config.options(temperature))
@@ -143,9 +217,14 @@ def _completed(
     samples = [Sample(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
     batches = make_batches(samples, COMPLETED_TOGETHER)
     for batch in tqdm(batches, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not batches):
-        seed = mixed_seed(config.seed, batch.index)
-        completions = complete(target, generation, [sample.ids for sample in batch.samples], seed)
-        written |= {name: each.ids for name, each in zip(batch.names, completions, strict=True)}
+        key = "completed", temperature, batch.index
+        completions = unfinished.kept(*key)
+        if completions is None:
+            seed = mixed_seed(config.seed, batch.index)
+            found = complete(target, generation, [sample.ids for sample in batch.samples], seed)
+            completions = [each.ids for each in found]
+            unfinished.keep(*key, value=completions)
+        written |= dict(zip(batch.names, completions, strict=True))
     return [written[prompt.id] for prompt in prompts]
 
 
@@ -155,7 +234,11 @@ def _sequences(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print table and verdict, and say where the report is; exit code 3 where a gate did not pass."""
+    """Measure, print table and verdict, and say where the report is.
+
+    Returns:
+        0; 3 where a gate did not pass; where parts failed, 2 if input or memory is to blame for all of them, else 1.
+    """
     config = parse_config(MeasureConfig, argv, prog="draftsmith measure")
     report = measure(config)
     print_report(report)
@@ -164,6 +247,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if steps:
         with open(steps, "a", encoding="utf-8") as file:
             file.write(markdown(report))
+    if report.failures:
+        return min(failure.exit_code for failure in report.failures)
     return 3 if report.gate is not None and not report.gate.passed else 0
 
 

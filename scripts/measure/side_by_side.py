@@ -1,7 +1,7 @@
 """Plain and speculative decoding of the same prompts, side by side, and what was seen of each."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median_high
 from typing import Any
@@ -13,6 +13,7 @@ from draftsmith.decode import Counts, autoregressive_generate, speculative_gener
 from draftsmith.decode.clock import timed
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import Pair, left_padded
 from draftsmith.train.models import default_device
 
@@ -26,6 +27,11 @@ class Method:
 
     drafter: str = PLAIN
     draft_length: int = 0
+
+    def at(self, temperature: float, batch_size: int | None = None) -> str:
+        """Name it in a setting, in words."""
+        name = "plain decoding" if self.drafter == PLAIN else f"{self.drafter}, γ = {self.draft_length}"
+        return f"{name}, at T = {temperature:g}" + ("" if batch_size is None else f", batch size {batch_size}")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,12 @@ class Group:
         """All that was written."""
         return sum(len(row.tokens) for row in self.rows)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Group":
+        """Return the group that was written to JSON."""
+        rows = [Row(row["prompt"], row["tokens"], Counts.from_dict(row["counts"])) for row in values["rows"]]
+        return cls(rows, values["seconds"])
+
 
 Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
 """By temperature, batch size and method, in the order of the prompts."""
@@ -63,24 +75,30 @@ def decode_side_by_side(
     prompts: Sequence[list[int]],
     batch_size: int,
     temperature: float,
+    unfinished: Unfinished,
     progress: bool,
 ) -> dict[Method, list[Group]]:
     """Decode prompts by every method; as many as fill whole batches.
 
     Each batch is decoded by every method before the next one's turn, in an order that rotates from batch to batch, so
     that a machine that slows down or speeds up does so for all of them. Prompt i draws with the config's seed + i,
-    whatever the batch.
+    whatever the batch. A batch that every method has decoded is finished.
 
     Args:
         config: says how texts are decoded, and how often.
         pair: the models.
-        methods: plain decoding among them.
+        methods: plain decoding first.
         prompts: token ids.
         batch_size: B.
         temperature: of the sampling.
+        unfinished: what an earlier run has finished is there, and this one's batches go there.
         progress: show a bar.
+
+    Returns:
+        The batches of each method; a method that failed is left out, and so are all where plain decoding did.
     """
     options, proposers = config.options(temperature), pair.proposers
+    groups: dict[Method, list[Group]] = {method: [] for method in methods}
 
     def decode(method: Method, first: int) -> DecodeOutput:
         rows = prompts[first : first + batch_size]
@@ -91,27 +109,59 @@ def decode_side_by_side(
         proposer = proposers[method.drafter]
         return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
 
-    for method in methods:  # warm-up: the first calls allocate, and time nothing that a user would see
-        decode(method, 0)
-    groups: dict[Method, list[Group]] = {method: [] for method in methods}
+    def attempt(method: Method, first: int) -> list[tuple[float, DecodeOutput]]:
+        """Decode a batch; nothing where it fails, or plain decoding did."""
+        if method in groups:
+            with unfinished.attempt(method.at(temperature, batch_size)):
+                return [timed(partial(decode, method, first))]
+            del groups[method]
+            if method.drafter == PLAIN:
+                groups.clear()
+        return []
+
+    warm = False
     firsts = range(0, len(prompts) - batch_size + 1, batch_size)
     for turn, first in enumerate(
         tqdm(firsts, desc=f"T={temperature:g}, B={batch_size}", unit="batch", disable=not progress)
     ):
-        rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
-        runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
-        for _ in range(config.repeats):
-            for method in rotated:
-                runs[method].append(timed(partial(decode, method, first)))
-        longest = max(map(len, prompts[first : first + batch_size]))
-        for method, results in runs.items():
-            seconds, output = median_high(s for s, _ in results), results[0][1]
-            rows = [
-                Row(first + i, _completion(text, longest, counts), counts)
-                for i, (text, counts) in enumerate(zip(output.sequences, output.row_counts, strict=True))
-            ]
-            groups[method].append(Group(rows, seconds))
+        key = "decoded", temperature, batch_size, first
+        kept = unfinished.kept(*key)
+        if kept is not None:
+            decoded = {method: Group.from_dict(group) for method, group in zip(methods, kept, strict=True)}
+        else:
+            for method in () if warm else methods:  # the first calls allocate, and time nothing that a user would see
+                attempt(method, first)
+            warm = True
+            rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
+            runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
+            for _ in range(config.repeats):
+                for method in rotated:
+                    runs[method] += attempt(method, first)
+            longest = max(map(len, prompts[first : first + batch_size]))
+            decoded = {method: _group(runs[method], first, longest) for method in methods if method in groups}
+            if len(decoded) == len(methods):
+                unfinished.keep(*key, value=[asdict(group) for group in decoded.values()])
+        for method, of_method in groups.items():
+            of_method.append(decoded[method])
+        if not groups:
+            break
     return groups
+
+
+def _group(runs: Sequence[tuple[float, DecodeOutput]], first: int, longest: int) -> Group:
+    """Return a batch that was decoded once or more.
+
+    Args:
+        runs: the seconds and the output of each time.
+        first: place of its first prompt.
+        longest: tokens of its longest prompt.
+    """
+    output = runs[0][1]
+    rows = [
+        Row(first + i, _completion(text, longest, counts), counts)
+        for i, (text, counts) in enumerate(zip(output.sequences, output.row_counts, strict=True))
+    ]
+    return Group(rows, median_high(seconds for seconds, _ in runs))
 
 
 def _completion(text: Tensor, prompt: int, counts: Counts) -> list[int]:

@@ -9,7 +9,7 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.pair import Drafter, Pair
-from draftsmith.scripts.report.types import TreePicture, Verifier
+from draftsmith.scripts.report.types import Failure, TreePicture, Verifier
 from draftsmith.train.data.prompts import Prompt
 
 PROBABILISTIC: Verifier = "probabilistic"
@@ -29,7 +29,7 @@ class Measured:
     """Those that were replayed; the first of them were decoded too."""
     prompt_ids: Sequence[list[int]]
     texts: Mapping[float, Sequence[list[int]]]
-    """By temperature, the target's text of each prompt."""
+    """By temperature, the target's text of each prompt, unless one could not be written."""
     observations: Observations
     replays: Replays
     first_heads: Mapping[tuple[float, str], Replay]
@@ -37,6 +37,8 @@ class Measured:
     tables: Sequence[CostTable]
     lossless: Mapping[tuple[float, int, Method], Certificate]
     trees: Sequence[TreePicture]
+    failures: Sequence[Failure] = ()
+    """What else should have been seen."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:
@@ -57,7 +59,9 @@ class Measured:
 
     def costs(self, temperature: float) -> CostTable | None:
         """Return what rounds cost at a temperature, behind the texts' mean length; None where it was not measured."""
-        texts = self.texts[temperature]
+        texts = self.texts.get(temperature)
+        if texts is None:
+            return None
         mean = sum(len(ids) + len(text) / 2 for ids, text in zip(self.prompt_ids, texts, strict=True)) / len(texts)
         tables = [table for table in self.tables if table.temperature == temperature]
         return min(tables, key=lambda table: abs(table.context - mean), default=None)

@@ -8,6 +8,8 @@ def markdown(report: Report) -> str:
     """Return the verdict, the runs and the settings."""
     chosen, gate = report.recommendation, report.gate
     lines = [f"## draftsmith: {'GO' if chosen.go else 'NO-GO'}", "", chosen.reason, ""]
+    if report.failures:
+        lines += [*(f"* Failed: {failure.what}: {failure.error}" for failure in report.failures), ""]
     if gate is not None:
         asked = [f"speed-up above {gate.min_speedup:g}"] if gate.min_speedup is not None else []
         asked += [f"gain of τ over stock above {gate.min_gain:g}"] if gate.min_gain is not None else []

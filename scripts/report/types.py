@@ -377,6 +377,16 @@ class Recommendation(Entry):
 
 
 @dataclass(frozen=True)
+class Failure(Entry):
+    """A part of the work that failed."""
+
+    what: Annotated[str, Says(minLength=1)]
+    error: Annotated[str, Says(minLength=1)]
+    exit_code: Literal[1, 2]
+    """2: the input is to blame, or memory ran out; 1: draftsmith is."""
+
+
+@dataclass(frozen=True)
 class Report(Entry):
     """What `draftsmith measure` leaves in report.json."""
 
@@ -398,6 +408,8 @@ class Report(Entry):
     gate: Gate | None
     """Null where none was asked for."""
     recommendation: Recommendation
+    failures: Sequence[Failure] = ()
+    """What failed: the report is partial then, and no GO."""
 
     def proposers(self) -> dict[str, ProposerEntry]:
         """Return the drafters by name, in order."""

@@ -1,7 +1,6 @@
 """A run that is killed, starved or fed nonsense: nothing is lost, and nothing goes on in silence."""
 
 import json
-import multiprocessing
 import os
 import resource
 import shutil
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pipelines import configured, furthest, weights
+from processes import exit_code as forked
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
 
@@ -42,15 +42,6 @@ def options(pipeline: Path) -> dict:
         "optimizer": "muon",
         "training": training,
     }
-
-
-def forked(work) -> int:
-    """Run in a process of its own, and return its exit code (negative: the signal that ended it)."""
-    process = multiprocessing.get_context("fork").Process(target=work)
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode
 
 
 def losses(directory: Path) -> dict[int, tuple]:

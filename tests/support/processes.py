@@ -37,6 +37,15 @@ ENVIRONMENT = {
 }
 
 
+def exit_code(work: Callable[[], Any]) -> int:
+    """Run in a fork of this process, and return its exit code (negative: the signal that ended it)."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
 def forked(job: Callable[..., Any], *args: Any, strategy: str, launch: dict[str, str] | None = None) -> list[Any]:
     """Run `job(*args)` in two processes under a strategy, or in one under "one"; return what each returned.
 

@@ -173,6 +173,7 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         "runs": case.runs,
         "environment": SimpleNamespace(device="cpu", dtype="float32", threads=1),
         "prompts": SimpleNamespace(count=8, replayed=9),
+        "failures": [],
     }
     for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):
         gate, verdict = case.judge(min_speedup=least, min_gain=0.1)

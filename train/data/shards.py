@@ -145,9 +145,10 @@ def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | N
 def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a new directory, or require that the one there was begun from the same settings and inputs.
 
-    Of completions and of teacher caches. `settings` must agree field by field; `prompts`, `target` and `completions` by
-    everything but their `path`, and `source` by everything but its `endpoint`, since files and servers may move. Other
-    `versions` are warned of: libraries may sample otherwise, and a long run should survive an upgrade.
+    Of completions, of teacher caches and of what `measure` has finished. `settings` must agree field by field;
+    `completions`, and whatever has a `path`, such as `prompts` and `target`, by everything but that, and `source` by
+    everything but its `endpoint`, since files and servers may move. Other `versions` are warned of: libraries may
+    sample otherwise, and a long run should survive an upgrade.
 
     Raises:
         InputError: names the first difference, and the way out.
@@ -168,7 +169,7 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
     for name, then, now in compared:
         if then != now:
             raise InputError(f"{name}: expected {then!r}, found {now!r}{way_out}")
-    for name in sorted(manifest.keys() & {"prompts", "target"}):
+    for name in sorted(name for name, value in manifest.items() if isinstance(value, dict) and "path" in value):
         for part in sorted((manifest[name].keys() | before[name].keys()) - {"path"}):
             then, now = before[name].get(part), manifest[name].get(part)
             if then != now:

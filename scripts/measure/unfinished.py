@@ -1,0 +1,105 @@
+"""What a run of `measure` has finished, on disk until the run ends well, and what failed in it."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from draftsmith.decode.errors import InputError, first_line, lacks_memory
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.pair import Pair
+from draftsmith.scripts.report.types import Failure
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.shards import settle_manifest
+from draftsmith.train.files import remove, write_aside
+from draftsmith.train.models import identity
+from draftsmith.train.provenance import environment
+
+SCHEMA = "draftsmith.unfinished/1"
+DIRECTORY = ".unfinished"
+MAY_CHANGE = ("output", "costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
+"""Settings that decide nothing of what is decoded: where it goes, and how it is judged."""
+IDENTIFIED = ("target", "prompts", "draft", "baseline_draft", "medusa", "dtype", "threads")
+"""Settings that say where something lies, or leave it open: it is compared itself."""
+
+logger = logging.getLogger(__name__)
+
+
+class Unfinished:
+    """The finished units of work of a run, a file each in a hidden directory, and the failures.
+
+    Whatever was timed together is one unit, so that no speed-up is of two processes.
+    """
+
+    def __init__(self, config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]):
+        """Begin in the config's output directory, or go on with what an earlier run of the same settings left there.
+
+        Raises:
+            InputError: it was of other settings, models, prompts, libraries or another device; names the first.
+        """
+        self.failures: list[Failure] = []
+        self.errors: list[Exception] = []
+        self._directory = Path(config.output) / DIRECTORY
+        settle_manifest(self._directory, _manifest(config, pair, prompts, encoded))
+
+    def kept(self, *key: object) -> Any:
+        """Return what a finished unit of work gave, in plain JSON types; None where it is not finished."""
+        path = self._path(key)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def keep(self, *key: object, value: Any) -> None:
+        """Write down what a unit of work gave, in plain JSON types."""
+        write_aside(self._path(key), json.dumps(value))
+
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Let the block fail: that is written down, and what comes behind it goes on. A full disk ends the run."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            told = isinstance(error, InputError) or lacks_memory(error)
+            logger.warning("%s failed: %s", what, first_line(error), exc_info=None if told else error)
+            self.failures.append(Failure(what, first_line(error), exit_code=2 if told else 1))
+            self.errors.append(error.with_traceback(None))  # which would hold the memory that ran out
+
+    def end(self) -> None:
+        """Remove the files, unless something failed that another run may finish."""
+        if not self.failures:
+            remove(self._directory)
+
+    def _path(self, key: tuple[object, ...]) -> Path:
+        return self._directory / f"{quote('-'.join(map(str, key)), safe='')}.json"
+
+
+def _manifest(
+    config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
+) -> dict[str, Any]:
+    """Say what determines every figure of a run."""
+    settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
+    here = environment(pair.target.device, pair.dtype)
+    sha = here.pop("git_sha")
+    digest = hashlib.sha256()
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        digest.update(json.dumps([prompt.category, ids]).encode())
+    models = {"target": config.target} | {
+        d.name if d.kind == d.name else f"{d.kind} {d.name}": d.path for d in pair.drafters
+    }
+    return {
+        "schema": SCHEMA,
+        "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
+        "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(prompts)},
+        **{
+            name: {"path": path} | identity(path, trust_remote_code=config.trust_remote_code)
+            for name, path in models.items()
+            if path is not None
+        },
+        "versions": {"draftsmith": version("draftsmith"), "git_sha": sha},
+    }
