@@ -1,0 +1,92 @@
+"""Top-k and top-p over many tokens: what the library's processors return, bit for bit, for less."""
+
+import math
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from draftsmith.decode.sampling import LARGE, LIKELIEST, Sampler
+
+VOCAB = LARGE + 1000
+
+
+def logits_of(generator: torch.Generator, rows: int = 3) -> torch.Tensor:
+    """Sure and flat rows, in full or in half precision, some of them full of ties, some with most tokens ruled out."""
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    logits = torch.randn(rows, VOCAB, generator=generator) * pick(0.0, 0.5, 3.0, 6.0, 12.0)
+    logits += pick(0.0, 1.0) * -torch.arange(1, VOCAB + 1).log()
+    step = pick(None, None, 0.1, 1.0, 4.0)
+    if step is not None:
+        logits = (logits / step).round() * step
+    left = pick(VOCAB, VOCAB, 1, 7, LIKELIEST, 4000)
+    if left < VOCAB:
+        logits[:, torch.randperm(VOCAB, generator=generator)[left:]] = -math.inf
+    return logits.to(pick(torch.float32, torch.float32, torch.bfloat16, torch.float64))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_cuts_are_the_librarys(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*options):
+        return options[int(torch.randint(len(options), (), generator=generator))]
+
+    for _ in range(25):
+        logits = logits_of(generator)
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        top_p = pick(0.0, 0.1, 0.5, 0.8, 0.9, 0.95, 0.99, 0.9999, 1.0)
+        if pick(False, True):  # where the library's own rounding decides
+            sums = scores.sort().values.softmax(-1).cumsum(-1)[0]
+            top_p = min(1.0, max(0.0, 1 - float(sums[-int(torch.randint(1, 30, (), generator=generator))])))
+        filled = {"filter_value": pick(-math.inf, -math.inf, -1e4), "min_tokens_to_keep": pick(1, 1, 2, 40, LIKELIEST)}
+        processors = [TopPLogitsWarper(top_p, **filled)]
+        k = pick(None, 1, 5, 50, LIKELIEST, 3000, VOCAB + 5)
+        if k is not None:
+            kept = processors if pick(False, True, True) else []
+            processors = [TopKLogitsWarper(k, filter_value=pick(-math.inf, -math.inf, -1e4)), *kept]
+        if pick(False, True):
+            processors.insert(0, TemperatureLogitsWarper(pick(0.3, 0.7, 1.5)))
+        if pick(False, True):
+            processors.append(MinPLogitsWarper(0.05))
+        before = logits.clone()
+        found = Sampler(LogitsProcessorList(processors), do_sample=True).scores(logits, [])
+        assert torch.equal(logits, before)
+        assert torch.equal(found, LogitsProcessorList(processors)(None, scores)), processors
+
+
+def test_numbers_that_are_none_stay_what_the_library_makes_of_them():
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)) * 5
+    logits[0], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
+    logits[3, :5] = math.nan
+    for processor in (TopPLogitsWarper(0.9), TopKLogitsWarper(3), TopKLogitsWarper(9)):
+        found = Sampler(LogitsProcessorList([processor]), do_sample=True).scores(logits, [])
+        torch.testing.assert_close(found, processor(None, logits), rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_whole_vocabulary_is_sorted_only_where_it_must_be(monkeypatch):
+    """Of rows that are flat, and of rows whose cut lies between equal scores."""
+    sorted_rows = []
+    sort = torch.sort
+
+    def watched(scores, **options):
+        sorted_rows.append(len(scores))
+        return sort(scores, **options)
+
+    monkeypatch.setattr(torch, "sort", watched)
+    peaked = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0)) * 8
+    flat, tied = torch.zeros(2, VOCAB), torch.full((1, VOCAB), -30.0)
+    flat[:, 0], tied[:, :4] = 1.0, 0.0
+    for logits, top_k, rows in [(peaked, 0, []), (peaked / 8, 50, []), (flat, 0, [2]), (tied, 0, [1])]:
+        Sampler.of(0.8, top_k=top_k, top_p=0.6).scores(torch.cat([peaked, logits]), [])
+        assert sorted_rows == rows
+        sorted_rows.clear()
