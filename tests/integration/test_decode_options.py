@@ -13,10 +13,10 @@ from draftsmith.decode import (
     DynamicTree,
     InputError,
     autoregressive_generate,
-    cache,
     speculative_decode,
     speculative_generate,
 )
+from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.planner import Costs, Plan
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
 from draftsmith.decode.speculative import Round
@@ -162,7 +162,7 @@ def test_fixed_shapes_change_nothing_and_are_few(tree, do_sample, monkeypatch):
     """Compiled by a backend that runs the captured graphs as they are: what a compiler sees, without its minutes."""
     target = tiny_llama(0, layers=1)
     draft = perturbed(target, 0.05)
-    monkeypatch.setattr(cache, "_compiled", lambda model: compiled[model])
+    monkeypatch.setattr(cached_model, "_compiled", lambda model: compiled[model])
     compiled = {model: torch.compile(model.forward, backend="eager", dynamic=False) for model in (target, draft)}
     ids, mask = batch(3, 7, 5)
     plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences

@@ -20,9 +20,9 @@ from draftsmith.decode import (
     Threshold,
     Tree,
     Typical,
-    cache,
     speculative_generate,
 )
+from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.proposers.base import Task
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -227,7 +227,7 @@ def captured(monkeypatch):
             compiled[model] = torch.compile(model.forward, backend="eager", dynamic=False)
         return compiled[model]
 
-    monkeypatch.setattr(cache, "_compiled", compile)
+    monkeypatch.setattr(cached_model, "_compiled", compile)
     torch._dynamo.reset()
 
 
