@@ -58,7 +58,8 @@ def written_aside(path: Path) -> Iterator[Path]:
         yield aside
         replace(aside, path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk names none
+        if error.errno is not None:  # a full disk names no file
+            error.filename = error.filename or str(path)
         raise
     finally:
         remove(aside)
