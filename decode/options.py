@@ -37,7 +37,7 @@ class Filters(Options):
         require(self, at_least(0), "top_k", "no_repeat_ngram_size")
         require(self, more_than(0) & at_most(1), "top_p")
         require(self, at_least(0) & less_than(1), "min_p")
-        require(self, more_than(0), "repetition_penalty")
+        require(self, finite(more_than(0)), "repetition_penalty")
 
     def at(self, temperature: float) -> "Sampling":
         """Return them with a temperature."""

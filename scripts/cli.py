@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 from draftsmith.train.cli import flags, parse_config, run
@@ -58,7 +59,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items()),
         "",
-        "draftsmith COMMAND --help lists its fields.",
+        "draftsmith COMMAND --help lists its fields; draftsmith version says which one this is.",
     ]
 )
 LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with
@@ -73,6 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
+        return 0
+    if arguments[0] in ("-V", "--version", "version"):
+        print(", ".join(f"{name} {version(name)}" for name in ("draftsmith", "torch", "transformers")))
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

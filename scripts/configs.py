@@ -7,7 +7,7 @@ from draftsmith.decode.errors import InputError, Range, at_least, more_than, one
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.measure.config import TEST_TOKENS
 from draftsmith.train.cli import Ints, numbers
-from draftsmith.train.options import DTYPES, ModelOptions, PromptOptions
+from draftsmith.train.options import DRAFT_LENGTH, DTYPES, THREADS, TREE_NODES, ModelOptions, PromptOptions
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
@@ -61,8 +61,10 @@ class GenerateConfig(Sampling, ModelOptions):
         for proposer, name in (("draft", "draft"), ("medusa", "medusa"), ("early_exit", "exit_layers")):
             if self.proposer == proposer and getattr(self, name) is None:
                 raise InputError(f"{name}: expected one with the proposer {proposer}, found none")
-        require(self, at_least(1), "draft_length", "max_new_tokens", "exit_layers")
-        require(self, at_least(0), "width")
+        require(self, DRAFT_LENGTH, "draft_length")
+        require(self, at_least(1), "max_new_tokens", "exit_layers")
+        require(self, at_least(0), "width", "seed")
+        TREE_NODES.check("width: nodes of a tree of width · draft_length", max(self.width, 1) * self.draft_length)
         as_rule(self.rule)
         for name, wanted in (("width", self.width > 0), ("rule", self.rule == "cascade")):
             if wanted and self.proposer not in MODELS:
@@ -107,7 +109,8 @@ class ProfileConfig(Sampling, PromptOptions):
             )
         self.batch_size = numbers(self.batch_size, int, "batch_size")
         require_some(self, "batch_size", "number")
-        require(self, at_least(1), "batch_size", "draft_length")
+        require(self, at_least(1), "batch_size")
+        require(self, DRAFT_LENGTH, "draft_length")
 
     @property
     def kind(self) -> str:
@@ -140,7 +143,9 @@ class MedusaTreeConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "nodes", "rows", "limit")
+        require(self, at_least(1), "rows", "limit")
+        require(self, TREE_NODES, "nodes")
+        require(self, at_least(0), "seed")
         require_some(self, "completions", "directory")
 
 
@@ -191,7 +196,7 @@ class ExportConfig:
         if self.format is not None:
             check_format(self.format, FORMATS if self.draft is None else SERVERS)
         require(self, one_of(STORED), "dtype")
-        require(self, at_least(1), "draft_length")
+        require(self, DRAFT_LENGTH, "draft_length")
         if self.draft_length is not None and self.draft is None and (self.heads is None or self.format != "vllm"):
             raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
 
@@ -235,7 +240,9 @@ class LosslessConfig(Sampling, ModelOptions):
         unknown = [name for name in self.proposers if name not in CHECKED]
         if unknown or not self.proposers:
             raise InputError(f"proposers: expected some of {', '.join(CHECKED)}, found {', '.join(unknown) or 'none'}")
-        require(self, at_least(1), "draft_length", "max_new_tokens", "max_prompt_tokens", "batch_size")
+        require(self, at_least(1), "max_new_tokens", "max_prompt_tokens", "batch_size")
+        require(self, DRAFT_LENGTH, "draft_length")
+        require(self, THREADS, "threads")
         require(self, TEST_TOKENS, "sampled_tokens")
         if self.sampled_tokens:
             require(self, Range("more than 0 for sampled texts", more_than(0).holds), "temperature")

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 from rich.text import Text
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode import RetokenizedProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.exactness import mismatch_position
@@ -51,11 +51,7 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
     target, input_ids = pair.target, torch.tensor([ids], device=default_device())
     proposer = pair.drafter.proposer if pair.drafters else NoDraft()
-    _check_positions(config, target, len(ids), "target")
-    draft = pair.drafter.model if config.proposer == "draft" else None
-    # A draft whose text is encoded again has its own count of tokens, and minds its limit itself.
-    if draft is not None and not (isinstance(proposer, RetokenizedProposer) and not proposer.renumbers):
-        _check_positions(config, draft, len(ids), "draft")
+    pair.check_positions(len(ids), config.max_new_tokens)
     options: dict[str, Any] = {"seed": config.seed, **config.generate_kwargs()}
 
     def speculative(new: int, progress: Progress | None = None) -> DecodeOutput:
@@ -117,16 +113,6 @@ def _encode(config: GenerateConfig, prompt: str, tokenizer: PreTrainedTokenizerB
     if tokenizer.chat_template is None:
         raise InputError(f"chat: expected a tokenizer with a chat template, found none in {config.target}")
     return encode_prompt(Prompt("prompt", None, [{"role": "user", "content": prompt}], None), tokenizer)
-
-
-def _check_positions(config: GenerateConfig, model: PreTrainedModel, length: int, name: str) -> None:
-    # Not every architecture has such a limit; past it, a model that has one writes noise or fails.
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and length + config.max_new_tokens > limit:
-        raise InputError(
-            f"max_new_tokens: expected prompt and text within the {name}'s {limit} positions, found "
-            f"{length} + {config.max_new_tokens} tokens"
-        )
 
 
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:

@@ -119,6 +119,32 @@ class Pair:
         (drafter,) = self.drafters
         return drafter
 
+    def check_positions(self, prompt: int, new_tokens: int) -> None:
+        """Require that the longest prompt and its text lie within the positions of the target and the draft models.
+
+        Not every architecture has such a limit; past it, a model that has one writes noise or fails. A draft whose text
+        is encoded again has its own count of tokens, and minds its limit itself.
+
+        Args:
+            prompt: tokens of the longest.
+            new_tokens: of its text at most.
+
+        Raises:
+            InputError: names the model and its positions.
+        """
+        models = {"target": self.target}
+        for drafter in self.drafters:
+            recounts = isinstance(drafter.proposer, RetokenizedProposer) and not drafter.proposer.renumbers
+            if drafter.kind in DRAFTS and drafter.model is not None and not recounts:
+                models[drafter.name] = drafter.model
+        for name, model in models.items():
+            limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            if limit is not None and prompt + new_tokens > limit:
+                raise InputError(
+                    f"max_new_tokens: expected prompt and text within the {name}'s {limit} positions, found {prompt} + "
+                    f"{new_tokens} tokens"
+                )
+
 
 def load_pair(
     path: str,

@@ -36,6 +36,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     spec = DrafterSpec(config.kind, config.draft or config.medusa, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
+    pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     target, proposer, (draft_length,) = pair.target, pair.drafter.proposer, pair.drafter.draft_lengths
     options: dict[str, Any] = {
         "draft_length": draft_length,

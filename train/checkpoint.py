@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
@@ -46,7 +47,7 @@ def reading(field: str, expected: str) -> Iterator[None]:
         elif isinstance(error, StrictDataclassError):  # it names the field in the second line
             found = " ".join(str(error).split())
         else:
-            kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+            kind = "" if isinstance(error, OSError | ValueError | TemplateError) else f"{type(error).__name__}: "
             found = kind + first_line(error)
         raise InputError(f"{field}: expected {expected}, found: {found}") from error
 

@@ -10,9 +10,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from draftsmith.decode.errors import InputError, lacks_memory
+from draftsmith.decode.errors import InputError, Range, lacks_memory
 
 if TYPE_CHECKING:
     Ints = list[int]
@@ -22,6 +23,8 @@ else:  # what a file or a flag may say; `numbers` makes a list of it
     Floats = str | float | list[float]
 
 INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # the exit codes a shell gives for SIGINT and SIGPIPE
+BELOW_MOST = Range("a whole number below 2 to the power of 62", lambda value: abs(value) < 2**62)
+"""All whole numbers: the libraries take 64 bits, and a sum must not pass them."""
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """What a disk says that cannot be written."""
 
@@ -54,24 +57,65 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
         from transformers import TrainingArguments
 
         parser.add_class_arguments(TrainingArguments, "training")
+    for key, following in zip(arguments, [*arguments[1:], ""], strict=False):
+        flag, _, file = key.partition("=")
+        if flag == "--config":
+            _require_unique_keys(file or following)
     try:
         values = vars(parser.instantiate(parser.parse_args(arguments)))
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
         raise InputError(" ".join(str(error).split())) from error
+    for field in fields:
+        value = values.get(field.name)
+        BELOW_MOST.check(field.name, [value] if isinstance(value, int) else [])
     return cls(**{f.name: values[f.name] for f in fields if f.init})
+
+
+def _require_unique_keys(file: str) -> None:
+    """Require that a YAML file has each key once: the parser would take the last, and leave the others unsaid.
+
+    Raises:
+        InputError: names the key and its lines. A file that cannot be read or parsed is left to the parser.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return
+    seen: set[int] = set()  # an alias is the node that it names
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+            continue
+        lines: dict[str, int] = {}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in lines and name != "<<":
+                raise InputError(f"{name}: expected it once in {file}, found it in lines {lines[name]} and {line}")
+            lines[name] = line
+            nodes.append(value)
 
 
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
     """Return the numbers of a field that takes one, a list, or several with commas; an empty list stays empty.
 
     Raises:
-        InputError: something else.
+        InputError: something else, or a number twice.
     """
     items = value if isinstance(value, list) else str(value).split(",")
     try:
-        return [kind(item) for item in items if item != ""]
+        found = [kind(item) for item in items if item != ""]
     except ValueError as error:
         raise InputError(f"{name}: expected numbers separated by commas, found {value!r}") from error
+    if twice := [number for place, number in enumerate(found) if number in found[:place]]:
+        raise InputError(f"{name}: expected each number once, found {twice[0]} again")
+    BELOW_MOST.check(name, [number for number in found if isinstance(number, int)])
+    return found
 
 
 def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[str]:

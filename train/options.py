@@ -2,12 +2,18 @@
 
 from dataclasses import dataclass
 
-from draftsmith.decode.errors import at_least, less_than, more_than, one_of, require, require_some
+from draftsmith.decode.errors import at_least, at_most, less_than, more_than, one_of, require, require_some
 from draftsmith.decode.options import Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 """What a field `dtype` may say."""
 QUANTIZATIONS = ("8bit", "4bit")
+DRAFT_LENGTH = at_least(1) & at_most(256)
+"""γ: a round of more is no use to anyone."""
+TREE_NODES = at_least(1) & at_most(1024)
+"""Of a tree: the mask of a round has their square."""
+THREADS = at_least(1) & at_most(1024)
+"""Of far more the thread library crashes."""
 
 
 @dataclass(kw_only=True)
@@ -43,7 +49,8 @@ class PromptOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens", "threads")
+        require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens")
+        require(self, THREADS, "threads")
         require(self, at_least(0), "seed")
 
 

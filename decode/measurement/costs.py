@@ -6,6 +6,7 @@ Everything is warm, taken in turns, and a median; measured through the decoder's
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
+MOST_SECONDS = 1e6
+"""What nothing takes so long as."""
 WRITTEN = 24
 """Tokens that are written to see what the loop costs."""
 
@@ -117,12 +120,12 @@ class CostTable:
             return {int(number): float(s) for number, s in seconds.items()}
 
         try:
-            return cls(
-                context=values["context"],
-                temperature=values["temperature"],
+            table = cls(
+                context=int(values["context"]),
+                temperature=float(values["temperature"]),
                 target_seconds={int(b): by_number(seconds) for b, seconds in values["target_seconds"].items()},
                 plain_overhead_seconds=by_number(values["plain_overhead_seconds"]),
-                prompt=values["prompt"],
+                prompt=int(values["prompt"]),
                 prefill_seconds=by_number(values["prefill_seconds"]),
                 drafters={
                     name: {int(b): DraftCosts(**{k: float(s) for k, s in c.items()}) for b, c in by_rows.items()}
@@ -131,6 +134,32 @@ class CostTable:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"costs: expected a table of costs, found one with {error!r}") from error
+        if (fault := table._fault()) is not None:
+            raise InputError(f"costs: expected a table of costs, found one with {fault}")
+        return table
+
+    def _fault(self) -> str | None:
+        """Return the first thing in a table from elsewhere that cannot be."""
+        if self.context < 1 or self.prompt < 1 or not 0 <= self.temperature < math.inf:
+            return f"context {self.context}, prompt {self.prompt} and temperature {self.temperature}"
+        sizes = self.target_seconds.keys()
+        parts: dict[str, Mapping[int, Any]] = {**self.drafters, "plain_overhead_seconds": self.plain_overhead_seconds}
+        for name, by_rows in (parts | {"prefill_seconds": self.prefill_seconds}).items():
+            if by_rows.keys() != sizes:
+                return f"{name} of batch sizes {sorted(by_rows)} beside those of {sorted(sizes)}"
+        for rows, seconds in self.target_seconds.items():
+            if 1 not in seconds or min(rows, *seconds) < 1:
+                return f"the target's seconds for {sorted(seconds)} tokens of {rows} rows, without 1 or with fewer"
+            drafting = [by_rows[rows] for by_rows in self.drafters.values()]
+            spent = [*seconds.values(), self.prefill_seconds[rows], self.plain_overhead_seconds[rows] + seconds[1]]
+            spent += [costs.start + costs.step + costs.overhead + seconds[1] for costs in drafting]
+            for value in spent:  # only what lies beside forwards may be less than nothing, by noise
+                if not 0 < value < MOST_SECONDS:
+                    return f"{value:g} seconds, which are none or endless"
+            for value in (part for costs in drafting for part in (costs.start, costs.step, costs.prefill)):
+                if not 0 <= value < MOST_SECONDS:
+                    return f"{value:g} seconds of drafting"
+        return None
 
 
 def _drained(steps: Sequence[float], seconds: Callable[[int], float]) -> float:

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.decode.errors import InputError, Range, at_least, between, finite, require, require_some
+from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, Ints, numbers
-from draftsmith.train.options import PromptOptions
+from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
 
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
 
@@ -66,7 +66,9 @@ class MeasureConfig(Filters, PromptOptions):
             setattr(self, name, numbers(getattr(self, name), kind, name))
         for name in ("draft_length", "temperature", "batch_size"):
             require_some(self, name, "number")
-        require(self, at_least(1), "repeats", "draft_length", "batch_size", "context")
+        require(self, at_least(1), "repeats", "batch_size", "context")
+        require(self, DRAFT_LENGTH, "draft_length")
+        require(self, more_than(0), "min_speedup")
         require(self, at_least(self.limit or 1), "replay_limit")
         require(self, finite(at_least(0)), "temperature")
         require(self, between(0, 1), "confidence")

@@ -1,6 +1,5 @@
 """Costs in a file: measured once on a machine, and used again there."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.pair import Pair
+from draftsmith.train.files import parse_json
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"
@@ -77,18 +77,21 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
             or of smaller batches alone. Drafters of one size cost the same, wherever they lie.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise InputError(f"costs: expected a file that `measure` wrote at {path}, found: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise InputError(f"costs: expected schema {SCHEMA} in {path}, found another")
+    for name, kind in (("environment", dict), ("drafters", dict), ("tables", list)):
+        if not isinstance(content.get(name), kind):
+            raise InputError(f"costs: expected {name} in {path} as `measure` wrote it, found {content.get(name)!r:.40}")
     here: dict[str, Any] = environment(pair.target.device, pair.dtype)
     pairs = [("target", config.target, content.get("target"))]
-    pairs += [(name, here[name], content.get("environment", {}).get(name)) for name in SAME]
-    measured = content.get("drafters", {})
+    pairs += [(name, here[name], content["environment"].get(name)) for name in SAME]
+    measured = content["drafters"]
     for drafter in pair.drafters:
         of_file = measured.get(drafter.name)
-        if of_file is None:
+        if not isinstance(of_file, dict):
             others = ", ".join(measured) or "none"
             raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
         pairs += [
@@ -99,11 +102,14 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
             raise InputError(
                 f"costs: expected those of {name} {wanted} in {path}, found those of {actual}: measure again"
             )
-    tables = [CostTable.from_dict(table) for table in content.get("tables", [])]
+    tables = [CostTable.from_dict(table) for table in content["tables"]]
     largest = max((rows for table in tables for rows in table.target_seconds), default=0)
     most = max(config.batch_size)
     if most > largest:
         raise InputError(f"costs: expected those of batch size {most} in {path}, found up to {largest}: measure again")
+    for table in tables:
+        if missing := sorted({drafter.name for drafter in pair.drafters} - table.drafters.keys()):
+            raise InputError(f"costs: expected those of {missing[0]} in every table of {path}, found none")
     for temperature in config.temperature:
         if all(table.temperature != temperature for table in tables):
             raise InputError(f"costs: expected those at T={temperature:g} in {path}, found none: measure again")

@@ -131,6 +131,7 @@ def _load(config: TuneConfig) -> Task:
     spec = DrafterSpec(kind, path, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
     ids = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
+    pair.check_positions(max(map(len, ids)), config.max_new_tokens)
     return Task(config, pair, ids)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require
 from draftsmith.decode.options import Sampling
 from draftsmith.train.cli import Floats, numbers
-from draftsmith.train.options import PromptOptions
+from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
 
 BELOW_ONE = Range("levels of at least 0 and less than 1", lambda level: 0 <= level < 1)
 UP_TO_ONE = Range("levels of at least 0 and at most 1", lambda level: 0 <= level <= 1)
@@ -58,7 +58,8 @@ class TuneConfig(Sampling, PromptOptions):
             raise InputError(
                 f"draft: expected a draft model or, as `medusa`, heads, found {'both' if self.draft else 'neither'}"
             )
-        require(self, at_least(1), "draft_length", "batch_size")
+        require(self, at_least(1), "batch_size")
+        require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(2), "limit")
         require(self, at_least(0), "refine", "typical_delta")
         # The other limit says nothing there: disagreements are of T=0 alone.
@@ -67,7 +68,7 @@ class TuneConfig(Sampling, PromptOptions):
             raise InputError(f"{other}: expected {wanted} at temperature {self.temperature:g}, found {other}")
         require(self, more_than(0) & less_than(1), wanted)
         for name, allowed in LEVELS.items():
-            setattr(self, name, sorted(set(numbers(getattr(self, name), float, name))))
+            setattr(self, name, sorted(numbers(getattr(self, name), float, name)))
             require(self, allowed, name)
         if not (self.typical_levels or self.threshold_levels or self.cascade_levels):
             raise InputError("threshold_levels: expected a level of at least one rule, found none")

@@ -96,3 +96,59 @@ def test_a_file_of_findings_that_cannot_be_is_refused_before_the_work(command, t
     (tmp_path / "file").write_text("")
     refused(command, "doctor", "json: expected a directory to write in", json=tmp_path / "file" / "below")
     refused(command, "doctor", "json: expected a file or nothing at", json=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["generate", "measure", "tune", "profile"])
+def test_a_text_past_the_models_positions_is_refused(command, name):
+    refused(command, name, "max_new_tokens: expected prompt and text within the target's 512", max_new_tokens=510)
+
+
+@pytest.mark.parametrize("name", ["measure", "tune", "profile", "doctor"])
+def test_prompts_that_cannot_be_are_refused(command, tmp_path, name):
+    prompts = tmp_path / "prompts.jsonl"
+    for text, found in (("[" * 10_000, "nested too deeply"), ('{"prompt": "a", "category": "\\ud800"}', "surrogate")):
+        prompts.write_text(text)
+        code, err = command(name, prompts=prompts)
+        assert code == 2 and err.count("error: ") == 1 and f"error: {prompts}:1: " in err and found in err, err
+
+
+@pytest.mark.parametrize(
+    ("template", "found"),
+    [
+        ("{{ messages[0]['content'] + 3 }}", "TypeError: can only concatenate str"),
+        ("{{ 1 // 0 }}", "ZeroDivisionError: "),
+        ("{% for i in range(10**9) %}{% endfor %}", "OverflowError: Range too big"),
+        ("{{ raise_exception('no system role') }}", "no system role"),
+    ],
+)
+def test_a_chat_template_that_fails_is_refused(command, made, tmp_path, template, found):
+    target = shutil.copytree(made / "target", tmp_path / "target")
+    (target / "chat_template.jinja").write_text(template)
+    named = f"prompt 'prompt': expected messages that the chat template renders, found: {found}"
+    refused(command, "generate", named, target=target, chat="true")
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    named = f"prompt '0': expected messages that the chat template renders, found: {found}"
+    refused(command, "measure", named, target=target, prompts=tmp_path / "chat.jsonl")
+    named = f"samples: 1 cannot be used; {named}"
+    refused(command, "doctor", named, target=target, prompts=tmp_path / "chat.jsonl")
+
+
+def test_costs_that_are_none_are_refused(command, made, tmp_path):
+    code, err = command("measure", measure_costs="true", output=tmp_path / "measured")
+    assert code == 0, err
+    costs = json.loads((tmp_path / "measured" / "costs.json").read_text())
+    (table,) = costs["tables"]
+    damaged = [
+        *(costs | {name: value} for name in ("environment", "drafters", "tables") for value in (None, 7)),
+        costs | {"drafters": {"draft": [1]}},
+        costs | {"tables": [None]},
+        costs | {"tables": [table | {"drafters": {}}]},
+        json.loads((tmp_path / "measured" / "report.json").read_text()),
+        [costs],
+    ]
+    file = tmp_path / "costs.json"
+    for content in damaged:
+        file.write_text(json.dumps(content))
+        refused(command, "measure", "costs: expected ", costs=file)
+    file.write_text("[" * 100_000)
+    refused(command, "measure", "costs: expected ", costs=file)

@@ -83,7 +83,7 @@ def test_a_wrong_decoder_fails(pair, monkeypatch, capsys):
         (["--proposers", "[medusa]"], "proposers: expected some of draft, .*, found medusa"),
         (["--sampled_tokens", "100"], "sampled_tokens: expected 0 or at least 2000, found 100"),
         (["--sampled_tokens", "2000", "--temperature", "0"], "temperature: expected more than 0 .*, found 0.0"),
-        (["--draft_length", "0"], "draft_length: expected at least 1, found 0"),
+        (["--draft_length", "0"], "draft_length: expected at least 1 and at most 256, found 0"),
     ],
 )
 def test_bad_input_is_one_line(pair, capsys, more, message):

@@ -4,6 +4,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ def test_help_imports_nothing_heavy():
     environment = dict(os.environ, COLUMNS="300")  # no sentence is broken
     done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("argument", ["version", "--version", "-V"])
+def test_the_version_is_said_without_importing_anything_heavy(argument, capsys):
+    assert cli.main([argument]) == 0
+    out = capsys.readouterr().out
+    assert (
+        out == f"draftsmith {version('draftsmith')}, torch {version('torch')}, transformers {version('transformers')}\n"
+    )
 
 
 @pytest.fixture

@@ -497,7 +497,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
         ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),
         ({"proposer": "early_exit", "exit_layers": 3}, "exit_layers: expected at most the target's 2 layers, found 3"),
-        ({"draft_length": 0}, "draft_length: expected at least 1, found 0"),
+        ({"draft_length": 0}, "draft_length: expected at least 1 and at most 256, found 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
         ({"width": -1}, "width: expected at least 0, found -1"),
         ({"width": 2, "proposer": "unigram"}, "width: expected a proposer that is a model (draft or early_exit)"),

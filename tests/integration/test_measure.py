@@ -690,8 +690,8 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         capsys, flags_of(root, tmp_path)
     )
     for flags, named in [
-        (["--draft_length", "0"], "draft_length: expected at least 1, found 0"),
-        (["--draft_length", "4,0"], "draft_length: expected at least 1, found 0"),
+        (["--draft_length", "0"], "draft_length: expected at least 1 and at most 256, found 0"),
+        (["--draft_length", "4,0"], "draft_length: expected at least 1 and at most 256, found 0"),
         (["--draft_length", "many"], "draft_length: expected numbers separated by commas, found 'many'"),
         (["--draft_length", "1.5"], "draft_length"),
         (["--temperature", "0,hot"], "temperature: expected numbers separated by commas, found '0,hot'"),

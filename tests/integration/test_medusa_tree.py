@@ -127,7 +127,9 @@ def test_text_that_the_target_did_not_write_so_is_refused(pipeline, made, heads,
 
 
 def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
-    assert "nodes: expected at least 1, found 0" in refusal(tree_of(pipeline, made, heads, "--nodes", "0"), capsys)
+    assert "nodes: expected at least 1 and at most 1024, found 0" in refusal(
+        tree_of(pipeline, made, heads, "--nodes", "0"), capsys
+    )
     error = refusal(tree_of(pipeline, made, heads, "--nodes", "4", "--limit", "3"), capsys)
     assert "completions: expected at least 4 different texts, found 3" in error
     error = refusal(tree_of(pipeline, made, tmp_path / "none"), capsys)

@@ -298,7 +298,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys):
         ((*draft, "--batch_size", "1,6"), "batch_size: expected at most the 5 prompts, found 6"),
         ((*draft, "--batch_size", "2,0"), "batch_size: expected at least 1, found 0"),
         ((*draft, "--batch_size", "few"), "batch_size: expected numbers separated by commas, found 'few'"),
-        ((*draft, "--draft_length", "0"), "draft_length: expected at least 1, found 0"),
+        ((*draft, "--draft_length", "0"), "draft_length: expected at least 1 and at most 256, found 0"),
         ((*draft, "--temperature=-1"), "temperature: expected a finite number, at least 0, found -1.0"),
         (("--medusa", str(root / "strangers")), "expected heads with the target's hidden_size 32, found 8"),
         (("--draft", str(tmp_path / "gone")), "draft: expected a model directory or a hub id, found nothing at"),

@@ -89,7 +89,7 @@ def test_an_unknown_key_is_refused(path, tmp_path):
         (CACHE + "k: much\n", "k"),
         ("target: t\noutput: o\n", "completions"),
         ("target: t\n\toutput: o\n", "config"),
-        (CACHE + "completions: []\n", "completions: expected at least one directory"),
+        ("target: t\noutput: o\ncompletions: []\n", "completions: expected at least one directory"),
         (CACHE + "batch_size: 0\n", "batch_size: expected at least 1, found 0"),
         (CACHE + "temperature: 0\n", "temperature: expected a finite number, more than 0"),
         (DISTILL + "training: {no_such_key: 1}\n", "no_such_key"),
@@ -126,3 +126,50 @@ def test_lists_of_numbers_are_read_from_either_form(tmp_path):
         assert (config.draft_length, config.temperature) == ([1, 4], [0.0, 0.5])
     config = parse(MeasureConfig, text + "draft_length: 8\ntemperature: 1\n", tmp_path)
     assert (config.draft_length, config.temperature) == ([8], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("target: a\nk: 1\ntarget: b\n", "target: expected it once in .*, found it in lines 1 and 3"),
+        ("completions: [{a: 1, a: 2}]\n", "a: expected it once"),
+        ("k: {<<: {a: 1}, <<: {b: 2}, c: 1, c: 2}\n", "c: expected it once"),
+    ],
+)
+@pytest.mark.parametrize("flag", ["--config {}", "--config={}"])
+def test_a_key_twice_is_refused(text, named, flag, tmp_path):
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(InputError, match=named) as error:
+        parse_config(CacheConfig, flag.format(tmp_path / "twice.yaml").split())
+    assert "\n" not in str(error.value)
+
+
+MEASURE = ["--target", "t", "--draft", "d", "--prompts", "p", "--output", "o"]
+TREE = ["--target", "t", "--heads", "h", "--completions", "[c]"]
+GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "flags", "named"),
+    [
+        (MeasureConfig, [*MEASURE, "--draft-length", "4,8,4"], "draft_length: expected each number once, found 4"),
+        (MeasureConfig, [*MEASURE, "--temperature", "0,-0.0"], "temperature: expected each number once, found -0.0"),
+        (MeasureConfig, [*MEASURE, "--batch-size", "1,1"], "batch_size: expected each number once, found 1 again"),
+        (MeasureConfig, [*MEASURE, "--temperature", "nan"], "temperature: expected a finite number"),
+        (MeasureConfig, [*MEASURE, "--draft-length", "1000"], "draft_length: expected at least 1 and at most 256"),
+        (MeasureConfig, [*MEASURE, "--threads", "1000000"], "threads: expected at least 1 and at most 1024"),
+        (MeasureConfig, [*MEASURE, "--seed", str(10**20)], "seed: expected a whole number below 2 to the power of 62"),
+        (MeasureConfig, [*MEASURE, "--limit", str(10**20)], "limit: expected a whole number below"),
+        (MeasureConfig, [*MEASURE, "--batch-size", str(10**20)], "batch_size: expected a whole number below"),
+        (MeasureConfig, [*MEASURE, "--min-speedup", "-1"], "min_speedup: expected more than 0"),
+        (GenerateConfig, [*GENERATE, "--seed", "-1"], "seed: expected at least 0, found -1"),
+        (GenerateConfig, [*GENERATE, "--draft-length", "257"], "draft_length: expected at least 1 and at most 256"),
+        (GenerateConfig, [*GENERATE, "--width", "300"], "width: nodes of a tree of .* at most 1024, found 1200"),
+        (MedusaTreeConfig, [*TREE, "--nodes", "1000000"], "nodes: expected at least 1 and at most 1024"),
+        (MedusaTreeConfig, [*TREE, "--seed", "-1"], "seed: expected at least 0"),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_run_can_use_are_refused(cls, flags, named):
+    with pytest.raises(InputError, match=f"^{named}") as error:
+        parse_config(cls, flags)
+    assert "\n" not in str(error.value)

@@ -242,8 +242,8 @@ LOSSY = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
         (CHATML, [assistant("hello")], rf"sample 'x': expected a chat .*, found: {masks.UNASKED} \(message 0\); .*"),
         (CHATML, [user("say")], "sample 'x': expected an assistant turn at the end, found a user turn"),
         (CHATML, [], "sample 'x': expected an assistant turn at the end, found no messages"),
-        ("{{ raise_exception('roles must alternate') }}", TALK, "sample 'x': expected roles that the chat template "
-         "takes, found: roles must alternate"),
+        ("{{ raise_exception('roles must alternate') }}", TALK, "sample 'x': expected messages that the chat template "
+         "renders, found: roles must alternate"),
     ],
 )  # fmt: skip
 def test_a_sample_that_cannot_be_learned_from_is_refused_by_name(template, talk, message):

@@ -44,7 +44,8 @@ def test_filters_take_a_temperature():
         ({"top_k": -1}, "top_k: expected at least 0, found -1"),
         ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, found 0.0"),
         ({"min_p": 1.0}, "min_p: expected at least 0 and less than 1, found 1.0"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty: expected more than 0, found 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty: expected a finite number, more than 0, found 0.0"),
+        ({"repetition_penalty": float("inf")}, "repetition_penalty: expected a finite number, more than 0, found inf"),
         ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size: expected at least 0, found -1"),
     ],
 )

@@ -131,6 +131,10 @@ def test_ids_are_unique_and_limit_reads_no_further(tmp_path):
         ("p.txt", "\n", "{path}: expected prompts, found none"),
         ("p.jsonl", '{"prompt": "a"}\n\n{"prompt"\n', "{path}:3: expected a JSON object, found: Expecting ':' delimiter (column 10)"),
         ("p.jsonl", '["a"]\n', "{path}:1: expected an object, found a list"),
+        ("p.jsonl", '{"prompt": ' + "[" * 10_000, "{path}:1: expected a JSON object, found: nested too deeply (column 1)"),
+        ("p.json", "[" * 100_000, "{path}:1: expected JSON, found: nested too deeply (column 1)"),
+        ("p.jsonl", '{"prompt": "a", "id": ' + "9" * 5000 + "}", "{path}:1: expected a JSON object, found: a number of too many digits (column 1)"),
+        ("p.jsonl", '{"prompt": "a", "category": "\\ud800"}', "{path}:1: category: expected Unicode text, found a lone surrogate"),
         ("p.jsonl", '{"prompt": "a"}\n{"question": "b", "n": 1}', "{path}:2: expected one of the fields prompt, messages, conversations, turns, found 'question', 'n'"),
         ("p.jsonl", "{}", "{path}:1: expected one of the fields prompt, messages, conversations, turns, found an empty object"),
         ("p.jsonl", '{"prompt": " "}', "{path}:1: prompt: expected some text, found an empty string"),
@@ -194,7 +198,9 @@ def test_chat_template_writes_the_generation_prompt_and_its_own_special_tokens(t
     assert all(type(token) is int for token in ids)
     assert ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(ids) == f"{END_OF_TEXT}[system]Be brief.\n[user]a\n[assistant]b\n[user]c\n[assistant]"
-    with pytest.raises(InputError, match=r"^prompt 'x': expected roles that the chat template takes, found: no system"):
+    with pytest.raises(
+        InputError, match=r"^prompt 'x': expected messages that the chat template renders, found: no system"
+    ):
         encode_prompt(Prompt("x", None, [{"role": "system", "content": "no"}, user("a")], None), tokenizer)
 
 

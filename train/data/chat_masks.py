@@ -28,11 +28,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import reading
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
@@ -187,7 +187,7 @@ def _render(
     """Return the text of the chat template, up to the answer to come where that is asked for, and the marked spans."""
     variables: dict[str, Any] = tokenizer.special_tokens_map
     rendered: Any
-    try:
+    with reading(f"sample {name!r}", "messages that the chat template renders"):
         rendered = render_jinja_template(
             conversations=[[dict(message) for message in messages]],
             chat_template=tokenizer.get_chat_template(),
@@ -195,8 +195,6 @@ def _render(
             return_assistant_tokens_mask=marked,
             **variables,
         )
-    except TemplateError as error:
-        raise InputError(f"sample {name!r}: expected roles that the chat template takes, found: {error}") from error
     (text,), spans = rendered
     return text, list(spans[0]) if marked else []
 

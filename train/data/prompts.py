@@ -21,10 +21,11 @@ from typing import Any, Literal
 
 import datasets
 import pyarrow.parquet as pq
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, at_least, first_line
+from draftsmith.train.checkpoint import reading
+from draftsmith.train.files import parse_json
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
@@ -111,14 +112,10 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tok
     """
     ids: Any
     if prompt.messages is not None and tokenizer.chat_template is not None:
-        try:
+        with reading(f"prompt {prompt.id!r}", "messages that the chat template renders"):
             ids = tokenizer.apply_chat_template(
                 prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
-        except TemplateError as error:
-            raise InputError(
-                f"prompt {prompt.id!r}: expected roles that the chat template takes, found: {error}"
-            ) from error
     else:
         turns = [m["content"] for m in prompt.messages or [] if m["role"] == "user"]
         text = prompt.text if prompt.text is not None else "\n\n".join(turns)
@@ -173,7 +170,7 @@ def _jsonl(path: Path) -> Iterator[Located]:
     for where, line in _lines(path):
         if line.strip():
             try:
-                yield where, json.loads(line)
+                yield where, parse_json(line)
             except json.JSONDecodeError as error:
                 raise InputError(
                     f"{where}: expected a JSON object, found: {error.msg} (column {error.colno})"
@@ -187,7 +184,7 @@ def _json(path: Path) -> Iterator[Located]:
             f"{path}: expected an array of records, found {text[0]!r} (a file of one record a line is named .jsonl)"
         )
     try:
-        return _rows(json.loads(text or "[]"), str(path))
+        return _rows(parse_json(text or "[]"), str(path))
     except json.JSONDecodeError as error:
         raise InputError(f"{path}:{error.lineno}: expected JSON, found: {error.msg} (column {error.colno})") from error
 
@@ -231,8 +228,8 @@ def _given_id(record: Any, where: str) -> str | None:
 
 def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) -> Prompt:
     category = record.get("category")
-    if category is not None and not isinstance(category, str):
-        raise InputError(f"{where}: category: expected a string, found {_kind(category)}")
+    if category is not None:
+        category = _text(category, where, "category", may_be_empty=True)
     field = next((field for field in FIELDS if record.get(field) is not None), None)
     if field is None:
         found = ", ".join(map(repr, record)) or "an empty object"
