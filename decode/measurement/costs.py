@@ -28,8 +28,8 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
-MOST_SECONDS = 1e6
-"""What nothing takes so long as."""
+LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6
+"""What no forward is shorter than, and nothing as long as."""
 WRITTEN = 24
 """Tokens that are written to see what the loop costs."""
 
@@ -151,14 +151,15 @@ class CostTable:
             if 1 not in seconds or min(rows, *seconds) < 1:
                 return f"the target's seconds for {sorted(seconds)} tokens of {rows} rows, without 1 or with fewer"
             drafting = [by_rows[rows] for by_rows in self.drafters.values()]
-            spent = [*seconds.values(), self.prefill_seconds[rows], self.plain_overhead_seconds[rows] + seconds[1]]
-            spent += [costs.start + costs.step + costs.overhead + seconds[1] for costs in drafting]
-            for value in spent:  # only what lies beside forwards may be less than nothing, by noise
-                if not 0 < value < MOST_SECONDS:
-                    return f"{value:g} seconds, which are none or endless"
-            for value in (part for costs in drafting for part in (costs.start, costs.step, costs.prefill)):
-                if not 0 <= value < MOST_SECONDS:
-                    return f"{value:g} seconds of drafting"
+            rest = [self.plain_overhead_seconds[rows], *(costs.overhead for costs in drafting)]
+            spent = [part for costs in drafting for part in (costs.start, costs.step, costs.prefill)]
+            for value, least in (
+                *((value, -MOST_SECONDS) for value in rest),  # noise may leave it below nothing
+                *((value, 0.0) for value in spent),
+                *((value, LEAST_SECONDS) for value in (*seconds.values(), self.prefill_seconds[rows])),
+            ):
+                if not least <= value < MOST_SECONDS:
+                    return f"{value:g} seconds, expected at least {least:g} and less than {MOST_SECONDS:g}"
         return None
 
 
