@@ -66,7 +66,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
-    pair.check_positions(max(prompt_lengths), config.max_new_tokens)
+    pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
         tables = load_costs(Path(config.costs), config, pair)
