@@ -140,7 +140,7 @@ def _replayed(
     texts: list[TextRanks] = []
     middles: list[int] = []
     for path in config.completions:
-        samples = load_completions(path)
+        samples = load_completions(path, size)
         wrong = tokens = 0
         first = ""
         for sample in tqdm(samples, desc=path, unit="text", disable=not progress):

@@ -1,5 +1,6 @@
 """From a config to a finished run: what every recipe's entry point does around its model."""
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import training_examples
-from draftsmith.train.models import check_head, load_model, resolve_dtype
+from draftsmith.train.data.generate import other_target
+from draftsmith.train.models import check_head, load_config, load_model, resolve_dtype
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import last_checkpoint
@@ -18,11 +20,18 @@ from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
 
+logger = logging.getLogger(__name__)
+
 
 def read_data(config: RecipeConfig) -> tuple[Dataset, Dataset | None]:
     """Return the samples to train on and those to measure acceptance on."""
-    train = training_examples(config.completions, config.max_length)
-    return train, training_examples(config.heldout, config.max_length) if config.heldout else None
+    target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    size = target.get_text_config().vocab_size
+    for path in [*config.completions, *config.heldout]:
+        if (other := other_target(path, config.target, config.trust_remote_code)) is not None:
+            logger.warning("%s: written by %s, which is another target than %s", path, other, config.target)
+    train = training_examples(config.completions, config.max_length, size)
+    return train, training_examples(config.heldout, config.max_length, size) if config.heldout else None
 
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

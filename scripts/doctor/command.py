@@ -62,6 +62,8 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
             samples = loss_masks.read(config.prompts, config.completions, tokenizer, config.split, config.limit)
         for finding in loss_masks.check_masks(samples):
             add(finding)
+        if config.completions is not None:
+            add(loss_masks.check_origin(config.completions, config.target, config.trust_remote_code))
         if (lengths := loss_masks.check_lengths(samples.all, pair)) is not None:
             add(lengths)
         loss_masks.show(samples, config.show_mask, tokenizer, console)

@@ -15,8 +15,9 @@ from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
 from draftsmith.train.data.chat_masks import mask_conversation
-from draftsmith.train.data.generate import load_completions
+from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.models import tokenizer_size
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def read(
     """
     samples = Samples()
     if completions is not None:
-        rows = load_completions(completions)
+        rows = load_completions(completions, tokenizer_size(tokenizer))
         for row in rows.select(range(min(len(rows), limit or len(rows)))):
             samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
     elif prompts is not None:
@@ -79,6 +80,14 @@ def read(
             except InputError as error:
                 samples.refused.append(str(error))
     return samples
+
+
+def check_origin(completions: str, target: str, trust_remote_code: bool) -> Finding:
+    """Say whether this target wrote the completions."""
+    other = other_target(completions, target, trust_remote_code)
+    if other is None:
+        return Finding("ok", "origin", "written by this target")
+    return Finding("warning", "origin", f"written by {other}, another target", "let this one write them: prepare")
 
 
 def check_masks(samples: Samples) -> Iterator[Finding]:

@@ -4,12 +4,15 @@ import json
 import os
 import shutil
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from conftest import perturbed, tiny_llama
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli
-from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.shards import COLUMNS
 from draftsmith.train.runs import save_model
 
 COUNT = 6
@@ -152,3 +155,91 @@ def test_costs_that_are_none_are_refused(command, made, tmp_path):
         refused(command, "measure", "costs: expected ", costs=file)
     file.write_text("[" * 100_000)
     refused(command, "measure", "costs: expected ", costs=file)
+
+
+def manifest(**fields: object):
+    """Change a manifest; None takes a field out."""
+
+    def change(directory):
+        file = directory / "manifest.json"
+        content = json.loads(file.read_text()) | fields
+        file.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+    return change
+
+
+def samples(**columns):
+    """Change columns of the first shard's samples: what a function of the sample returns."""
+
+    def change(directory):
+        file = directory / "shard-00000.parquet"
+        rows = pq.ParquetFile(file).read().to_pylist()
+        rows = [row | {name: of(row) for name, of in columns.items()} for row in rows]
+        pq.write_table(pa.Table.from_pylist(rows, schema=COLUMNS), file)
+
+    return change
+
+
+def emptied(directory) -> None:
+    for file in directory.glob("*.parquet"):
+        pq.write_table(COLUMNS.empty_table(), file)
+
+
+def copied(number: int):
+    return lambda directory: shutil.copy(directory / "shard-00000.parquet", directory / f"shard-0000{number}.parquet")
+
+
+def as_directory(directory) -> None:
+    (directory / "manifest.json").unlink()
+    (directory / "manifest.json").mkdir()
+
+
+FAULT = r"expected samples as draftsmith prepare writes them, found "
+COMPLETIONS = {
+    "no shards": (manifest(shards=None), "expected shards as draftsmith writes it, found None"),
+    "shards in words": (manifest(shards="3"), "expected shards as draftsmith writes it, found '3'"),
+    "no settings": (manifest(settings=None), "expected settings as"),
+    "a target in words": (manifest(target="x"), "expected target as"),
+    "a list": (lambda directory: (directory / "manifest.json").write_text("[]"), "expected schema"),
+    "a deep nest": (lambda directory: (directory / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
+    "a directory": (as_directory, "Is a directory"),
+    "no samples": (emptied, "found shards without samples"),
+    "an id beyond": (samples(input_ids=lambda row: [9999] * len(row["input_ids"])), FAULT + "token 9999 beside"),
+    "an id below": (samples(input_ids=lambda row: [-1] * len(row["input_ids"])), FAULT + "token -1"),
+    "no ids": (samples(input_ids=lambda row: None), FAULT + "nothing in place of input_ids"),
+    "an id that is none": (samples(input_ids=lambda row: [None] * len(row["input_ids"])), FAULT + "nothing in place"),
+    "no mask": (samples(loss_mask=lambda row: None), FAULT + "nothing in place of loss_mask"),
+    "a short mask": (samples(loss_mask=lambda row: row["loss_mask"][1:]), FAULT + "a loss_mask of another length"),
+    "an odd mask": (samples(loss_mask=lambda row: [7] * len(row["loss_mask"])), FAULT + "7 in loss_mask"),
+    "no prompt": (samples(prompt_length=lambda row: 0), FAULT + "a prompt_length that is none of its tokens"),
+    "a long prompt": (samples(prompt_length=lambda row: 999), FAULT + "a prompt_length that is none"),
+    "a sample twice": (copied(1), "expected each sample once, found '"),
+    "a shard too many": (copied(9), "expected 3 shards, as manifest.json says, found 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", COMPLETIONS)
+def test_completions_that_prepare_did_not_write_are_refused(command, made, tmp_path, fault):
+    damage, named = COMPLETIONS[fault]
+    completions = shutil.copytree(made / "completions", tmp_path / "completions")
+    damage(completions)
+    for name, given in (("medusa-tree", f"[{completions}]"), ("doctor", completions)):
+        code, err = command(name, completions=given)
+        last = err.splitlines()[-1]
+        assert code == 2 and last.startswith(f"error: {completions}") and named in last and "Traceback" not in err, err
+
+
+def test_completions_of_another_target_are_told_of(command, made, capfd):
+    cli.main(["doctor", "--target", str(made / "target"), "--completions", str(made / "completions")])
+    assert "✓ origin: written by this target" in capfd.readouterr().out
+    cli.main(["doctor", "--target", str(made / "other"), "--completions", str(made / "completions")])
+    assert f"! origin: written by {made / 'target'}, another target" in capfd.readouterr().out.replace("\n", " ")
+    code, err = command("medusa-tree", target=made / "other")
+    assert code == 2 and "expected in" in err and "what" in err and "wrote at temperature 0" in err
+
+
+def test_a_shard_that_is_missing_is_told_of(made, tmp_path, caplog):
+    completions = shutil.copytree(made / "completions", tmp_path / "completions")
+    (completions / "shard-00001.parquet").unlink()
+    assert len(load_completions(str(completions))) == 4
+    assert f"{completions}: unfinished, 2 of 3 shards are there" in caplog.text

@@ -20,7 +20,7 @@ IGNORED = -100
 logger = logging.get_logger(__name__)
 
 
-def training_examples(paths: list[str], max_length: int | None = None) -> Dataset:
+def training_examples(paths: list[str], max_length: int | None = None, vocab_size: int | None = None) -> Dataset:
     """Read completions that `draftsmith prepare` wrote, as `id`, `input_ids` and `labels`.
 
     Labels are the tokens themselves where the loss mask is 1, and −100 on the prompt. Samples without a single loss
@@ -30,13 +30,14 @@ def training_examples(paths: list[str], max_length: int | None = None) -> Datase
     Args:
         paths: completion directories.
         max_length: cut longer samples at the end.
+        vocab_size: what the ids of tokens must be below; not looked at if None.
 
     Raises:
         InputError: a directory is missing or malformed, or no sample has a loss token.
     """
     parts = []
     for path in paths:
-        samples = load_completions(path).data.table
+        samples = load_completions(path, vocab_size).data.table
         labelled = pa.Table.from_batches([_labelled(batch, max_length) for batch in samples.to_batches()])
         empty = labelled.filter(pc.invert(labelled["trains"]))["id"]
         listed = f"{', '.join(empty[:5].to_pylist())}{', …' if len(empty) > 5 else ''}"

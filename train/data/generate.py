@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from datasets import Dataset
 from torch import Tensor
@@ -45,6 +46,7 @@ from draftsmith.train.data.shards import (
     completion_files,
     output_directory,
     read_completions,
+    read_manifest,
     read_shard,
     settle_manifest,
     write_shard,
@@ -184,16 +186,42 @@ def end_of_sequence_ids(generation: GenerationConfig | None, tokenizer: PreTrain
     return ends or ([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])
 
 
-def load_completions(path: str) -> Dataset:
+def load_completions(path: str, vocab_size: int | None = None) -> Dataset:
     """Read the completions that `prepare` wrote; of an unfinished directory those that are there, with a warning.
+
+    Args:
+        path: the directory.
+        vocab_size: what the ids of tokens must be below; not looked at if None.
 
     Returns:
         A data set with the columns `id`, `category`, `prompt_length`, `input_ids`, `loss_mask` and `finish_reason`.
 
     Raises:
-        InputError: no such directory, no manifest or one of another schema, no shards, an unreadable shard.
+        InputError: no such directory, no manifest or one of another schema, no shards, an unreadable shard, samples
+            that `prepare` does not write, none of them, or one twice.
     """
-    return Dataset(pa.concat_tables([read_completions(file) for file in completion_files(path)]))
+    samples = pa.concat_tables([read_completions(file, vocab_size) for file in completion_files(path)])
+    if not len(samples):
+        raise InputError(f"{path}: expected completions, found shards without samples")
+    names = samples["id"].value_counts()
+    twice = names.filter(pc.greater(names.field("counts"), 1)).field("values")
+    if len(twice):
+        raise InputError(f"{path}: expected each sample once, found {twice[0].as_py()!r} again")
+    return Dataset(samples)
+
+
+def other_target(path: str, target: str, trust_remote_code: bool = False) -> str | None:
+    """Return the target that wrote completions, if it is another, by its config and weights, than the one given.
+
+    Args:
+        path: the completions.
+        target: a directory or hub id.
+        trust_remote_code: run configuration code that the repository ships.
+    """
+    written = (read_manifest(Path(path)) or {}).get("target", {})
+    known = identity(target, trust_remote_code=trust_remote_code)
+    differs = any(written[name] != known[name] for name in written.keys() & known.keys() - {"generation_config.json"})
+    return str(written.get("path")) if differs else None
 
 
 def _prompts(config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Sample]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.decode.errors import InputError
@@ -29,6 +30,9 @@ COLUMNS = pa.schema(
     ]
 )
 
+FIELDS = {"settings": dict, "target": dict, "versions": dict}
+"""What every manifest has; that of completions has its number of `shards` too."""
+MOST_IDS = 2**31
 UNNAMED = {"min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
 """Settings that older manifests do not name, and what they were."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
@@ -110,35 +114,77 @@ def completion_files(path: str) -> list[Path]:
     if manifest is None or not files:
         missing = f"no {MANIFEST}" if manifest is None else "no shards"
         raise InputError(f"{path}: expected completions written by draftsmith prepare, found {missing}")
+    if len(files) > manifest["shards"]:
+        raise InputError(f"{path}: expected {manifest['shards']} shards, as {MANIFEST} says, found {len(files)}")
     if len(files) < manifest["shards"]:
         logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
     return files
 
 
-def read_completions(file: Path) -> pa.Table:
-    """Read a shard of completions, or raise an InputError that names it."""
+def read_completions(file: Path, vocab_size: int | None = None) -> pa.Table:
+    """Read a shard of completions.
+
+    Args:
+        file: the shard.
+        vocab_size: what the ids of its tokens must be below; not looked at if None.
+
+    Raises:
+        InputError: names the file, which is damaged or holds what `prepare` does not write.
+    """
     shard = read_shard(file)
     if shard is None:
         raise InputError(f"{file}: expected a shard of completions, found a damaged file; run draftsmith prepare again")
+    if (fault := _fault(shard, vocab_size)) is not None:
+        raise InputError(f"{file}: expected samples as draftsmith prepare writes them, found {fault}")
     return shard
+
+
+def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
+    """Return the first thing in a shard of completions that cannot be."""
+    flat = {name: pc.list_flatten(shard[name]) for name in ("input_ids", "loss_mask")}
+    for name in ("id", "prompt_length", "input_ids", "loss_mask"):
+        if shard[name].null_count or (name in flat and flat[name].null_count):
+            return f"nothing in place of {name}"
+    lengths, masked, prompts = (
+        column.to_numpy()
+        for column in (
+            pc.list_value_length(shard["input_ids"]),
+            pc.list_value_length(shard["loss_mask"]),
+            shard["prompt_length"],
+        )
+    )
+    ids, mask = (flat[name].to_numpy() for name in ("input_ids", "loss_mask"))
+    if (lengths != masked).any():
+        return "a loss_mask of another length than its input_ids"
+    if ((prompts < 1) | (prompts > lengths)).any():
+        return "a prompt_length that is none of its tokens"
+    if ((mask != 0) & (mask != 1)).any():
+        return f"{mask[(mask != 0) & (mask != 1)][0]} in loss_mask"
+    beyond = (ids < 0) | (ids >= (vocab_size or MOST_IDS))
+    if beyond.any():
+        return f"token {ids[beyond][0]}" + ("" if vocab_size is None else f" beside a vocabulary of {vocab_size}")
+    return None
 
 
 def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | None:
     """Read the manifest of a directory of completions, or of another schema; None where there is none.
 
     Raises:
-        InputError: it is no JSON, or of another schema.
+        InputError: it is no JSON, of another schema, or without a field.
     """
     path = directory / MANIFEST
     try:
         manifest = parse_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: expected JSON, found: {error}") from error
     schema = manifest.get("schema") if isinstance(manifest, dict) else None
     if schema != expected:
         raise InputError(f"{path}: expected schema {expected!r}, found {schema!r}")
+    for name, kind in (FIELDS | ({"shards": int} if expected == SCHEMA else {})).items():
+        if not isinstance(manifest.get(name), kind):
+            raise InputError(f"{path}: expected {name} as draftsmith writes it, found {manifest.get(name)!r:.40}")
     return manifest
 
 
