@@ -290,7 +290,7 @@ def test_other_settings_are_refused_by_name(name, value, before, config, whole):
     with pytest.raises(InputError) as error:
         prepare(config(**{name: value}))
     assert str(error.value) == (
-        f"{name}: expected {before}, found {value!r}; {output} was begun otherwise, give another --output"
+        f"{name}: expected {before}, found {value!r}; {output} was begun otherwise: give another --output, or remove it"
     )
     assert contents(output) == {"manifest.json": whole["manifest.json"]}
 
@@ -303,14 +303,15 @@ def test_other_prompts_and_another_target_are_refused_but_they_may_move(config, 
     assert prepare(config(prompts=str(moved), target=str(copied))).kept == COUNT
     moved.write_text(moved.read_text().replace("print", "paint"))
     with pytest.raises(
-        InputError, match=rf"^prompts: expected {prompts} as it was \(sha256: .* give another --output$"
+        InputError, match=rf"^prompts: expected {prompts} as it was \(sha256: .* give another --output, or remove it$"
     ):
         prepare(config(prompts=str(moved)))
     weights = copied / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1  # the same names and sizes, trained on
     weights.write_bytes(data)
-    with pytest.raises(InputError, match=rf"^target: expected {target} as it was \(model.safetensors: .* --output$"):
+    expected = rf"^target: expected {target} as it was \(model.safetensors: .* --output, or remove it$"
+    with pytest.raises(InputError, match=expected):
         prepare(config(target=str(copied)))
     assert contents(Path(config().output)) == whole
 

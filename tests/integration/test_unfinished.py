@@ -250,7 +250,10 @@ def begun(root):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"max_new_tokens": 8}, "max_new_tokens: expected 9, found 8; .*was begun otherwise, give another --output"),
+        (
+            {"max_new_tokens": 8},
+            "max_new_tokens: expected 9, found 8; .*was begun otherwise: give another --output, or remove it",
+        ),
         ({"temperature": "0"}, r"temperature: expected \[0.0, 1.0\], found \[0.0\]"),
         ({"draft_length": "3,4"}, r"draft_length: expected \[3\], found \[3, 4\]"),
         ({"dtype": "bfloat16"}, "dtype: expected 'float32', found 'bfloat16'"),

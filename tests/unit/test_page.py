@@ -472,6 +472,12 @@ def test_what_is_null_reads_as_a_dash_and_its_section_is_left_out():
     assert cells[1:] == ["4", "–", "–", "–", "–", "–", "–", "–", "–", "–", "–"]
 
 
+def test_a_partial_report_names_the_parts_that_failed():
+    report = minimal() | {"failures": [{"what": "replay at T = 1", "error": HOSTILE, "exit_code": 1}]}
+    page = Page(render_page(TYPED.validate_python(report)))
+    assert f"Failed: replay at T = 1: {HOSTILE}" in page.text
+
+
 def test_no_go_names_what_failed_and_the_lossy_drafter():
     report = minimal()
     report["recommendation"] |= {

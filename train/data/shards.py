@@ -206,7 +206,7 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
             raise InputError(f"output: expected {MANIFEST} beside the shards in {directory}, found none")
         write_aside(directory / MANIFEST, json.dumps(manifest, indent=2) + "\n")
         return
-    way_out = f"; {directory} was begun otherwise, give another --output"
+    way_out = f"; {directory} was begun otherwise: give another --output, or remove it"
     source = {"answers": "target"}  # what manifests without it mean
     sources = [each.get("source", source) for each in (before, manifest)]
     settings = UNNAMED | before["settings"]
