@@ -17,7 +17,7 @@ from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.types import Failure
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.shards import settle_manifest
-from draftsmith.train.files import remove, write_aside
+from draftsmith.train.files import parse_json, remove, write_aside
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
 
@@ -49,9 +49,11 @@ class Unfinished:
         settle_manifest(self._directory, _manifest(config, pair, prompts, encoded))
 
     def kept(self, *key: object) -> Any:
-        """Return what a finished unit of work gave, in plain JSON types; None where it is not finished."""
-        path = self._path(key)
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        """Return what a finished unit of work gave, in plain JSON types; None where it is not finished, or damaged."""
+        try:
+            return parse_json(self._path(key).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
 
     def keep(self, *key: object, value: Any) -> None:
         """Write down what a unit of work gave, in plain JSON types."""

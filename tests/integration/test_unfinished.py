@@ -275,6 +275,14 @@ def test_other_settings_are_refused_by_name(root, begun, tmp_path, fields, said)
     assert "\n" not in str(error.value)
 
 
+def test_what_is_damaged_is_done_again(root, whole, begun, tmp_path, finished):
+    output = tmp_path / "out"
+    shutil.copytree(begun, output)
+    (unit,) = (path for path in (output / DIRECTORY).iterdir() if path.name.startswith("decoded"))
+    unit.write_text(unit.read_text()[:-9])
+    assert measured(root, output) == whole and len(finished) == UNITS
+
+
 def test_models_may_move_and_the_gate_may_change(root, begun, tmp_path, finished):
     output = tmp_path / "out"
     shutil.copytree(begun, output)
