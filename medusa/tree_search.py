@@ -214,7 +214,7 @@ class Budget:
     acceptance_length: float
     """τ at T=0, replayed."""
     costs: Costs
-    """Of a round with this tree: all of its drafting is in `overhead`."""
+    """Of a round with this tree: its drafting, and the loop's own, are in `overhead`."""
 
     @property
     def verification(self) -> float:
@@ -230,7 +230,7 @@ class Budget:
 def search_budgets(
     texts: Sequence[TextRanks],
     nodes: Sequence[int],
-    costs: Callable[[Tree], Costs],
+    costs: Callable[[Sequence[Tree]], Sequence[Costs]],
     selection: Sequence[TextRanks] | None = None,
 ) -> list[Budget]:
     """Search a tree of each size, for measured costs to choose among them: the greatest `speedup` is the best.
@@ -238,13 +238,14 @@ def search_budgets(
     Args:
         texts: to search on.
         nodes: sizes to try; one that adds nothing to a smaller one is left out.
-        costs: says what rounds with a tree cost, with no `draft_step`.
+        costs: says what rounds with each tree cost, with no `draft_step`.
         selection: other texts, which say what each tree is worth; those searched on if None.
     """
-    budgets: list[Budget] = []
+    trees: list[Tree] = []
     for size in sorted(nodes):
         tree = search_tree(texts, size, selection)
-        if all(tree != budget.tree for budget in budgets):
-            length = mean_acceptance_length(texts if selection is None else selection, tree)
-            budgets.append(Budget(tree, length, costs(tree)))
-    return budgets
+        if tree not in trees:
+            trees.append(tree)
+    judged = texts if selection is None else selection
+    lengths = [mean_acceptance_length(judged, tree) for tree in trees]
+    return [Budget(*of_tree) for of_tree in zip(trees, lengths, costs(trees), strict=True)]

@@ -130,7 +130,9 @@ class MedusaTreeConfig(ModelOptions):
     """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the heads were
     trained on."""
     nodes: int | None = None
-    """Nodes of the tree. None measures what verifying them costs on this machine, and lets that choose."""
+    """Nodes of the tree. None measures what rounds with some trees take on this machine, and lets that choose."""
+    compiled: bool | None = None
+    """For forwards that run through `torch.compile`; null: as `measure` chooses, together with `dtype: auto`."""
     output: str | None = None
     """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the heads stay as they are. None
     writes them beside the heads, and the tree into their config.json."""

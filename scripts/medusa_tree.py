@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,10 +14,11 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import drafting_seconds
+from draftsmith.decode.measurement.costs import endless, loop_seconds
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
 from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.replay.ranks import TextRanks
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
@@ -33,8 +35,9 @@ from draftsmith.medusa.tree_search import (
     search_tree,
 )
 from draftsmith.scripts.configs import MedusaTreeConfig
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import DrafterSpec
 from draftsmith.scripts.report.tree_chart import draw_tree
+from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
@@ -45,6 +48,8 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.medusa-tree/1"
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
+COMPILED_SIZES = (9, 33)
+REPEATS = 3
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that half precision may turn: forwards over other shapes break near-ties otherwise."""
 FILES = ("tree.json", "tree.svg", "tree.png")
@@ -68,8 +73,15 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
         raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
     require_writable(_directory(config), *FILES, field="heads" if config.output is None else "output")
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    pair = load_pair(
-        config.target, tokenizer, [DrafterSpec("medusa", config.heads)], config.dtype, config.trust_remote_code
+    specs, open_ = [DrafterSpec("medusa", config.heads)], config.nodes is None
+    pair, settings = load_fastest(
+        config.target,
+        tokenizer,
+        specs,
+        config.dtype,
+        torch.get_num_threads(),
+        config.compiled if open_ else False,
+        config.trust_remote_code,
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
     require_split(target, "target")
@@ -81,7 +93,8 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     budgets: list[Budget] = []
     if config.nodes is None:
-        budgets = search_budgets(searched_on, LADDER, _measured_costs(target, heads, config.rows, median), selection)
+        costs = partial(_costs, target, heads, _text(config), config.rows, median, settings.compiled)
+        budgets = search_budgets(searched_on, LADDER, costs, selection)
         tree = max(budgets, key=lambda budget: budget.speedup).tree
     else:
         tree = search_tree(searched_on, config.nodes, selection)
@@ -119,12 +132,12 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
                 "nodes": len(budget.tree),
                 "mean_acceptance_length": budget.acceptance_length,
                 "verification_seconds": budget.verification,
-                "drafting_seconds": budget.costs.overhead,
+                "rest_seconds": budget.costs.overhead,
                 "predicted_speedup": budget.speedup,
             }
             for budget in budgets
         ]
-        report["costs"] = {"rows": config.rows, "context": median, "budgets": rows}
+        report["costs"] = {"rows": config.rows, "context": median, "compiled": settings.compiled, "budgets": rows}
     _write(config, report, tree)
     return report
 
@@ -174,18 +187,43 @@ def _disagreements(target: PreTrainedModel, hidden: Tensor, tokens: Tensor, size
     return (choices != tokens).nonzero()[:, 0].tolist()
 
 
-def _measured_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int, context: int) -> Callable[[Tree], Costs]:
-    """Return what rounds cost: forwards of the target over each size of the ladder, and the drafting of each tree."""
-    measured = verification_costs(target, rows, context, [1, *(nodes + 1 for nodes in LADDER)], repeats=9)
+def _text(config: MedusaTreeConfig) -> Tensor:
+    """Return what the target wrote, prompts too, (T,): rounds are timed behind parts of it."""
+    samples = load_completions(config.completions[0])
+    return torch.tensor(
+        [token for sample in samples.select(range(min(16, len(samples)))) for token in sample["input_ids"]]
+    )
+
+
+def _costs(
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    text: Tensor,
+    rows: int,
+    context: int,
+    compiled: bool,
+    trees: Sequence[Tree],
+) -> list[Costs]:
+    """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding.
+
+    Compiling a forward for each tree would take minutes: with `compiled`, forwards are measured at a few sizes, and the
+    rest of a round is that of an eager one.
+    """
+    eager = verification_costs(target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9)
+    proposers = {str(i): MedusaProposer(heads, tree) for i, tree in enumerate(trees)}
+    depths = {str(i): tree.depth for i, tree in enumerate(trees)}
+    with endless(target):
+        token, rounds = loop_seconds(
+            target, proposers, depths, text.to(target.device), rows, context, Sampler.of(0), REPEATS
+        )
+    forwards = eager
+    if compiled:
+        sizes = [1, *(size for size in COMPILED_SIZES if size <= max(eager))]
+        forwards = verification_costs(target, rows, context, sizes, repeats=9, compiled=True)
     # More tokens never cost less: where they seem to, the smaller block was disturbed.
-    seconds = {k: min(t for tokens, t in measured.items() if tokens >= k) for k in measured}
-    texts = torch.ones(rows, context + 8, dtype=torch.long, device=target.device)
-
-    def costs(tree: Tree) -> Costs:
-        drafting, _, _ = drafting_seconds(target, MedusaProposer(heads, tree), texts, context, tree.depth)
-        return Costs(seconds, draft_step=0.0, overhead=drafting)
-
-    return costs
+    seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
+    rest = [rounds[name][0] - eager[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)]
+    return [Costs(seconds, 0.0, overhead=each, plain_overhead=token - eager[1]) for each in rest]
 
 
 def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:
@@ -228,9 +266,10 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
     if report["costs"]:
         costs = report["costs"]
         table = figures_table(
-            ("nodes", "τ", "verify", "draft", "speed-up"),
+            ("nodes", "τ", "verify", "rest", "speed-up"),
             "",
-            f"measured behind {costs['context']} tokens, {costs['rows']} at a time",
+            f"measured behind {costs['context']} tokens, {costs['rows']} at a time"
+            + (", compiled" if costs["compiled"] else ""),
         )
         for row in costs["budgets"]:
             chosen = row["nodes"] == report["trees"]["searched"]["nodes"]
@@ -238,7 +277,7 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
                 str(row["nodes"]),
                 f"{row['mean_acceptance_length']:.2f}",
                 f"{1e3 * row['verification_seconds']:.1f} ms",
-                f"{1e3 * row['drafting_seconds']:.1f} ms",
+                f"{1e3 * row['rest_seconds']:.1f} ms",
                 f"{row['predicted_speedup']:.2f}×",
                 style="bold" if chosen else "",
             )

@@ -55,6 +55,8 @@ class DrafterSpec:
     """The target's layers that draft, of an early exit."""
     retokenize: bool = False
     """Let a draft model have another tokenizer: its text is encoded again."""
+    dtype: str | None = None
+    """Of a draft model; the target's if None."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Pair:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     dtype: str
-    """The name of the dtype that all models have."""
+    """The name of the target's dtype, which drafters have too unless they were given their own."""
     drafters: list[Drafter]
 
     @property
@@ -162,7 +164,7 @@ def load_pair(
         path: the target's directory or hub id.
         tokenizer: the target's (`load_tokenizer`), which commands have at hand, for prompts are read first.
         drafters: what to load.
-        dtype: of all models; "auto" is the target's (`resolve_dtype`).
+        dtype: of all models that have none of their own; "auto" is the target's (`resolve_dtype`).
         trust_remote_code: run model code that repositories ship.
 
     Raises:
@@ -181,7 +183,8 @@ def load_pair(
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     models = {}
     for draft, spec in drafts.items():
-        models[draft] = load_model(draft, field=spec.kind, dtype=dtype, trust_remote_code=trust_remote_code)
+        own = spec.dtype or dtype
+        models[draft] = load_model(draft, field=spec.kind, dtype=own, trust_remote_code=trust_remote_code)
         check_head(models[draft], tokenizers[draft], spec.kind)
     pair = Pair(target, tokenizer, dtype, [])
     pair.drafters.extend(_drafter(spec, pair, models, tokenizers) for spec in drafters)

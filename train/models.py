@@ -84,11 +84,17 @@ def resolve_dtype(
         return dtype
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     kind, stored = (device or default_device()).type, stored_dtype(config)
-    chosen = stored if _has_fast(stored, kind) else "float32"
+    chosen = fast_dtype(config, kind)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         why = "" if chosen == stored else f", for which this {kind.upper()} has no fast arithmetic"
         print(f"dtype: {chosen}; {path} is stored in {stored}{why}", file=sys.stderr)
     return chosen
+
+
+def fast_dtype(config: PretrainedConfig, device: str) -> str:
+    """Return the dtype of `resolve_dtype`'s "auto" for a model with this config on a device of this type."""
+    stored = stored_dtype(config)
+    return stored if _has_fast(stored, device) else "float32"
 
 
 def stored_dtype(config: PretrainedConfig) -> str:

@@ -184,6 +184,7 @@ def measure_costs(
     prompt: int,
     blocks: Sequence[int] = BLOCKS,
     repeats: int = 5,
+    compiled: bool = False,
 ) -> list[CostTable]:
     """Measure what rounds cost behind texts of `context` tokens.
 
@@ -198,9 +199,11 @@ def measure_costs(
         prompt: tokens of a prompt.
         blocks: k, tokens of a forward.
         repeats: each is measured so often, once more to warm up.
+        compiled: of forwards that run through `torch.compile`.
     """
     sizes = sorted(set(batch_sizes))
-    forwards = {b: verification_costs(target, b, context, sorted(set(blocks) | {1}), repeats) for b in sizes}
+    of_blocks = sorted(set(blocks) | {1})
+    forwards = {b: verification_costs(target, b, context, of_blocks, repeats, compiled) for b in sizes}
     prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in sizes}
     tables = []
     for temperature, sampler in samplers.items():
@@ -208,11 +211,15 @@ def measure_costs(
         drafters: dict[str, dict[int, DraftCosts]] = {name: {} for name in proposers}
         for rows, forward in forwards.items():
             drafts = {
-                name: _drafts(target, proposer, text, rows, context, prompt, sampler, draft_lengths[name], repeats)
+                name: _drafts(
+                    target, proposer, text, rows, context, prompt, sampler, draft_lengths[name], repeats, compiled
+                )
                 for name, proposer in proposers.items()
             }
-            with _endless(target):
-                token, rounds = _loops(target, proposers, draft_lengths, text, rows, context, sampler, repeats)
+            with endless(target):
+                token, rounds = loop_seconds(
+                    target, proposers, draft_lengths, text, rows, context, sampler, repeats, compiled
+                )
             plain[rows] = token - forward[1]
             for name, (start, step, first) in drafts.items():
                 costs, (seconds, nodes) = Costs(forward, step, draft_start=start), rounds[name]
@@ -229,7 +236,7 @@ def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: i
 
 
 @contextmanager
-def _endless(target: PreTrainedModel) -> Iterator[None]:
+def endless(target: PreTrainedModel) -> Iterator[None]:
     """Let no end of text cut a measurement short."""
     generation: Any = target.generation_config
     ends, generation.eos_token_id = generation.eos_token_id, None
@@ -239,11 +246,11 @@ def _endless(target: PreTrainedModel) -> Iterator[None]:
         generation.eos_token_id = ends
 
 
-def _options(sampler: Sampler, tokens: int) -> dict[str, Any]:
+def _options(sampler: Sampler, tokens: int, compiled: bool) -> dict[str, Any]:
     # The sampler's processors as they are, and no other settings.
     processors = {"logits_processor": sampler.processors} if sampler.processors else {}
     sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if sampler.do_sample else {}
-    return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, **sampling, **processors}
+    return {"max_new_tokens": tokens, "do_sample": sampler.do_sample, "compiled": compiled, **sampling, **processors}
 
 
 def _contexts(text: Tensor, rows: int, length: int) -> Tensor:
@@ -253,7 +260,7 @@ def _contexts(text: Tensor, rows: int, length: int) -> Tensor:
     return torch.stack([enough[row * shift : row * shift + length] for row in range(rows)])
 
 
-def _loops(
+def loop_seconds(
     target: PreTrainedModel,
     proposers: Mapping[str, Proposer],
     draft_lengths: Mapping[str, int],
@@ -261,20 +268,25 @@ def _loops(
     rows: int,
     context: int,
     sampler: Sampler,
-    repeats: int,
+    repeats: int = 5,
+    compiled: bool = False,
 ) -> tuple[float, dict[str, tuple[float, float]]]:
-    """Return what a token of plain decoding takes, and a round of each drafter and its nodes, as they take turns."""
+    """Return what a token of plain decoding takes, and a round of each drafter and its nodes, as they take turns.
+
+    See `measure_costs` for the arguments. The target must not end texts.
+    """
     prompts = _contexts(text, rows, max(1, context - WRITTEN // 2))
 
     def plain(tokens: int) -> float:
-        return timed(lambda: autoregressive_generate(target, prompts, **_options(sampler, tokens)), target.device)[0]
+        options = _options(sampler, tokens, compiled)
+        return timed(lambda: autoregressive_generate(target, prompts, **options), target.device)[0]
 
     tokens: list[float] = []
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in proposers}
     for repeat in range(repeats + 1):
         seconds = (plain(WRITTEN + 2) - plain(2)) / WRITTEN
         latest = {
-            name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler)
+            name: _round_seconds(target, proposer, prompts, draft_lengths[name], sampler, compiled)
             for name, proposer in proposers.items()
         }
         if repeat:  # the first is for warming up
@@ -286,7 +298,7 @@ def _loops(
 
 
 def _round_seconds(
-    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler
+    target: PreTrainedModel, proposer: Proposer, prompts: Tensor, draft_length: int, sampler: Sampler, compiled: bool
 ) -> tuple[float, float]:
     """Return what a round takes, and the tokens that it verifies beside the last one.
 
@@ -301,7 +313,7 @@ def _round_seconds(
             nodes.append(round.nodes)
         written[round.row] += len(round.tokens)
 
-    options = _options(sampler, most + draft_length + 1)
+    options = _options(sampler, most + draft_length + 1, compiled)
     speculative_generate(target, proposer, prompts, draft_length=draft_length, observer=observe, **options)
     # A round ends with its last row, and is as wide as its widest.
     widest = [max(nodes[at : at + rows]) for at in range(rows, len(nodes), rows)]
@@ -318,12 +330,13 @@ def _drafts(
     sampler: Sampler,
     draft_length: int,
     repeats: int,
+    compiled: bool,
 ) -> tuple[float, float, float]:
     """Return start and step of d(γ), and what the first draft behind a prompt takes on top."""
     texts = _contexts(text, rows, max(prompt, context) + repeats + 2)
 
     def drafting(length: int, draft_length: int) -> tuple[float, float, int]:
-        return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats)
+        return drafting_seconds(target, proposer, texts, length, draft_length, sampler, repeats, compiled)
 
     short, _, _ = drafting(context, 1)
     long, _, nodes = drafting(context, draft_length)
@@ -342,6 +355,7 @@ def drafting_seconds(
     draft_length: int,
     sampler: Sampler | None = None,
     repeats: int = 5,
+    compiled: bool = False,
 ) -> tuple[float, float, int]:
     """Measure a draft for rows of text, all of whose drafts are rejected: after each round a row has one token more.
 
@@ -353,6 +367,7 @@ def drafting_seconds(
         draft_length: γ.
         sampler: T=0 if None.
         repeats: drafts that are measured.
+        compiled: run a draft model through `torch.compile`.
 
     Returns:
         The median seconds of a draft, those of the first one, which reads the text, and the tokens of a draft.
@@ -365,7 +380,7 @@ def drafting_seconds(
         max_length=length + draft_length,
         draft_length=draft_length,
         draw_siblings=True,
-        compiled=False,
+        compiled=compiled,
         target=target,
     )
     proposer.start(task)

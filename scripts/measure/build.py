@@ -41,7 +41,7 @@ def build_report(measured: Measured) -> Report:
 
     Intervals are bootstrapped over prompts; comparisons are paired over prompts.
     """
-    config, pair = measured.config, measured.pair
+    config, pair, settings = measured.config, measured.pair, measured.chosen
     plain = {(t, b): groups for (t, b, method), groups in measured.observations.items() if method == Method()}
     runs = [_run(measured, *key, groups) for key, groups in measured.observations.items() if key[2] != Method()]
     lengths = sorted({run.draft_length for run in runs})
@@ -69,7 +69,12 @@ def build_report(measured: Measured) -> Report:
             gate = replace(gate, passed=False, failures=[*told, *gate.failures])
     return Report(
         schema=SCHEMA,
-        environment=Environment(**environment(pair.target.device, pair.dtype)),
+        environment=Environment(
+            **environment(pair.target.device, pair.dtype),
+            compiled=settings.compiled,
+            draft_dtypes=sorted(set(settings.draft_dtypes.values())),
+            settings_by=settings.why,
+        ),
         target=Target(config.target, pair.target.num_parameters(), pair.dtype),
         prompts=Prompts(
             config.prompts,

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import Measured
-from draftsmith.scripts.measure.unfinished import Unfinished
-from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, load_pair, short_names
+from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
+from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, short_names
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, TreePicture, Verifier
+from draftsmith.scripts.settings import Settings, load_fastest
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import complete
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
@@ -55,8 +56,6 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
         InputError: bad input, settings that are not those of the unfinished run there, or a full disk.
     """
     output = require_writable(config.output, *FILES)
-    if config.threads:
-        torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
     encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
@@ -65,14 +64,25 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
         raise InputError(
             f"batch_size: expected at most the {count} prompts that are decoded, found {max(config.batch_size)}"
         )
-    pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
+    pair, settings = load_fastest(
+        config.target,
+        tokenizer,
+        _drafters(config),
+        config.dtype,
+        config.threads,
+        config.compiled,
+        config.trust_remote_code,
+        kept=Unfinished.directory(config) / SETTINGS,
+    )
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
+    config = replace(config, compiled=settings.compiled)
     tables: list[CostTable] | None = None if config.measure_costs else []
     if config.costs is not None:  # others' are refused before a text is decoded
         tables = load_costs(Path(config.costs), config, pair)
     with output_directory(output, lambda: "the batches that were decoded"):
         unfinished = Unfinished(config, pair, prompts, encoded)
-        measured = _measure(config, pair, prompts, encoded, tables, unfinished, progress)
+        settings.to_file(unfinished.settings)
+        measured = _measure(config, pair, settings, prompts, encoded, tables, unfinished, progress)
         report = build_report(measured)
         write_json(output / "report.json", report)
         write_page(report, output / "report.html")
@@ -84,6 +94,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
 def _measure(
     config: MeasureConfig,
     pair: Pair,
+    settings: Settings,
     prompts: Sequence[Prompt],
     encoded: Sequence[list[int]],
     tables: list[CostTable] | None,
@@ -95,6 +106,7 @@ def _measure(
     Args:
         config: what is to be done.
         pair: the models.
+        settings: how they run.
         prompts: those to be replayed; the first of them are decoded too.
         encoded: their ids.
         tables: costs that are known; None if they are to be measured.
@@ -152,6 +164,7 @@ def _measure(
     return Measured(
         config=config,
         pair=pair,
+        chosen=settings,
         prompts=prompts,
         prompt_ids=encoded,
         texts=texts,
@@ -213,7 +226,12 @@ def _completed(
     """Let the target write further texts, in batches, to be replayed only; those of finished batches are kept."""
     base: Any = target.generation_config
     ends = [base.eos_token_id] if isinstance(base.eos_token_id, int) else base.eos_token_id
-    generation = GenerationConfig(eos_token_id=ends, pad_token_id=base.pad_token_id, **config.options(temperature))
+    generation = GenerationConfig(
+        eos_token_id=ends,
+        pad_token_id=base.pad_token_id,
+        max_new_tokens=config.max_new_tokens,
+        **config.at(temperature).generate_kwargs(),
+    )
     written: dict[str, list[int]] = {}
     samples = [Sample(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
     batches = make_batches(samples, COMPLETED_TOGETHER)

@@ -53,6 +53,15 @@ class MeasureConfig(Filters, PromptOptions):
     """Costs that an earlier run left here as costs.json, in place of measuring them."""
     context: Ints = field(default_factory=list)
     """Tokens of text that costs are measured behind, several with commas; the texts' mean length if none are given."""
+    dtype: str = field(default="auto", kw_only=True)
+    """Weights and arithmetic: float32, bfloat16, float16 or float64, of all models; auto: on a CPU as the target is
+    stored or float32, whichever a short timing finds faster, and each draft model likewise; on a GPU as it is stored.
+    T=0 texts are identical for certain in float32 and float64 only."""
+    compiled: bool | None = None
+    """Run all models, plain decoding too, through `torch.compile`; null: on a CPU where a short timing finds it faster,
+    on a GPU not."""
+    threads: int | None = field(default=None, kw_only=True)
+    """CPU threads; null: as many as a short timing finds fastest."""
     lossless_tokens: int = 0
     """Sample so many tokens for a test of each drafter's distribution under sampling, 2000 at least; 0 for no test."""
 
@@ -83,4 +92,8 @@ class MeasureConfig(Filters, PromptOptions):
 
     def options(self, temperature: float) -> dict[str, Any]:
         """Return how texts are written at a temperature, as `generate` takes it."""
-        return {"max_new_tokens": self.max_new_tokens, **self.at(temperature).generate_kwargs()}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "compiled": bool(self.compiled),
+            **self.at(temperature).generate_kwargs(),
+        }

@@ -39,10 +39,12 @@ def measured_costs(
         mean: tokens in the cache, where the config names no contexts.
     """
     longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
-    # 2 and 4 with a greater batch size, for rows that end leave smaller batches.
-    sizes = sorted({1, *config.batch_size, *(b for b in (2, 4, 8, 16, 32) if b < most)})
-    # All of them, however long the drafts that are decoded: replay asks for t(γ + 1) of every γ up to 16.
-    blocks = sorted({*BLOCKS, 1 + longest} | {1 + d.nodes for d in drafters if d.nodes is not None})
+    # Decoded batches alone where each size takes half a minute to compile, and rows that end cost what they did. Else 2
+    # and 4 with a greater one, for rows that end leave smaller batches.
+    sizes = set(config.batch_size) | (set() if config.compiled else {1, *(b for b in (2, 4, 8, 16, 32) if b < most)})
+    # Eagerly all lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.
+    blocks = {*(1 + k for k in config.draft_length), BLOCKS[-1]} if config.compiled else {*BLOCKS, 1 + longest}
+    blocks |= {1 + d.nodes for d in drafters if d.nodes is not None}
     tables = []
     for context in config.context or [mean]:
         tables += measure_costs(
@@ -51,16 +53,18 @@ def measured_costs(
             {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters},
             torch.cat(list(texts)),
             samplers,
-            sizes,
+            sorted(sizes),
             context,
             prompt,
-            blocks,
+            sorted(blocks),
+            compiled=bool(config.compiled),
         )
     write_json(
         Path(config.output) / "costs.json",
         {
             "schema": SCHEMA,
             "environment": environment(pair.target.device, pair.dtype),
+            "compiled": bool(config.compiled),
             "target": config.target,
             "drafters": {drafter.name: drafter.to_dict() for drafter in drafters},
             "tables": tables,
@@ -86,7 +90,10 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
         if not isinstance(content.get(name), kind):
             raise InputError(f"costs: expected {name} in {path} as `measure` wrote it, found {content.get(name)!r:.40}")
     here: dict[str, Any] = environment(pair.target.device, pair.dtype)
-    pairs = [("target", config.target, content.get("target"))]
+    pairs: list[tuple[str, Any, Any]] = [
+        ("target", config.target, content.get("target")),
+        ("compiled", bool(config.compiled), content.get("compiled")),
+    ]
     pairs += [(name, here[name], content["environment"].get(name)) for name in SAME]
     measured = content["drafters"]
     for drafter in pair.drafters:

@@ -10,6 +10,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report.types import Failure, TreePicture, Verifier
+from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
 
 PROBABILISTIC: Verifier = "probabilistic"
@@ -25,6 +26,7 @@ class Measured:
 
     config: MeasureConfig
     pair: Pair
+    chosen: Settings
     prompts: Sequence[Prompt]
     """Those that were replayed; the first of them were decoded too."""
     prompt_ids: Sequence[list[int]]

@@ -22,7 +22,7 @@ from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
 
 SCHEMA = "draftsmith.unfinished/1"
-DIRECTORY = ".unfinished"
+DIRECTORY, SETTINGS = ".unfinished", "settings.json"
 MAY_CHANGE = ("output", "costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
 """Settings that decide nothing of what is decoded: where it goes, and how it is judged."""
 IDENTIFIED = ("target", "prompts", "draft", "baseline_draft", "medusa", "dtype", "threads")
@@ -45,8 +45,18 @@ class Unfinished:
         """
         self.failures: list[Failure] = []
         self.errors: list[Exception] = []
-        self._directory = Path(config.output) / DIRECTORY
+        self._directory = self.directory(config)
         settle_manifest(self._directory, _manifest(config, pair, prompts, encoded))
+
+    @staticmethod
+    def directory(config: MeasureConfig) -> Path:
+        """Return where a run with this config keeps what it has finished."""
+        return Path(config.output) / DIRECTORY
+
+    @property
+    def settings(self) -> Path:
+        """The file of what was found to be fastest: a run that goes on does not ask again."""
+        return self._directory / SETTINGS
 
     def kept(self, *key: object) -> Any:
         """Return what a finished unit of work gave, in plain JSON types; None where it is not finished, or damaged."""

@@ -62,6 +62,12 @@ class Environment(Entry):
     dtype: str
     threads: Positive
     git_sha: str | None
+    compiled: bool
+    """Whether forwards ran through `torch.compile`, plain decoding's too."""
+    draft_dtypes: list[str]
+    """Of the draft models."""
+    settings_by: str | None
+    """What was timed to choose dtype, threads and compilation; null where they were given."""
 
 
 @dataclass(frozen=True)

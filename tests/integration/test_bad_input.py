@@ -48,7 +48,7 @@ def command(made, tmp_path, capfd):
         decodes = {"prompts": made / "prompts.jsonl", "output": output, "max_new_tokens": 4, "limit": 2}
         given |= {
             "generate": drafts | {"prompt": "def f(x):", "max_new_tokens": 4},
-            "measure": drafts | decodes | {"measure_costs": "false"},
+            "measure": drafts | decodes | {"measure_costs": "false", "compiled": "false"},
             "tune": drafts | decodes | {"threshold_levels": 0.1, "typical_levels": "[]", "cascade_levels": "[]"},
             "profile": drafts | decodes,
             "doctor": drafts,

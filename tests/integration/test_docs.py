@@ -151,7 +151,7 @@ def clone(tmp_path, monkeypatch):
 SHORTER = {
     "prepare": ["--samples", "2", "--max_new_tokens", "12"],
     "distill": ["--training.max_steps", "2", "--training.logging_steps", "1"],
-    "measure": ["--max-new-tokens", "8", "--limit", "2", "--measure-costs", "false"],
+    "measure": ["--max-new-tokens", "8", "--limit", "2", "--measure-costs", "false", "--compiled", "false"],
     "generate": ["--max_new_tokens", "12"],
 }
 """What shortens the commands of the page below."""

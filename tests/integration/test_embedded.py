@@ -76,7 +76,11 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 def short(monkeypatch):
     """Quickstart with the shipped configs, but texts of 16 tokens, and each cost measured once on as few."""
     configured = quickstart._config
-    tokens = {"prepare": {"max_new_tokens": 16}, "measure": {"max_new_tokens": 16}}
+    tokens = {
+        "prepare": {"max_new_tokens": 16},
+        "measure": {"max_new_tokens": 16, "compiled": "false"},
+        "medusa-tree": {"compiled": "false"},
+    }
     monkeypatch.setattr(
         quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )

@@ -74,7 +74,7 @@ def root(tmp_path_factory, tokenizer):
 def checked(root, output, page=False, **settings):
     """Measure, and require what was left in report.json to be of the schema: every report of these tests is."""
     fixed = {"target": str(root / "target"), "prompts": str(root / "prompts.jsonl"), "dtype": "float32"}
-    others = {"max_new_tokens": NEW, "draft_length": "2", "measure_costs": False}
+    others = {"max_new_tokens": NEW, "draft_length": "2", "measure_costs": False, "compiled": False}
     with pytest.MonkeyPatch.context() as patch:
         if not page:  # it takes a second
             patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
@@ -605,6 +605,7 @@ def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_
 def flags_of(root, output, **settings) -> list[str]:
     fixed = {"target": root / "target", "prompts": root / "prompts.jsonl", "output": output / "out"}
     fixed |= {"dtype": "float32", "draft_length": 2, "max_new_tokens": NEW, "measure_costs": "false"}
+    fixed |= {"compiled": "false"}
     return [part for name, value in (fixed | settings).items() for part in (f"--{name}", str(value))]
 
 

@@ -65,6 +65,7 @@ def config_of(root: Path, output: Path, **fields) -> MeasureConfig:
     own |= {"baseline_draft": str(root / "stock"), "prompts": str(root / "prompts.jsonl"), "output": str(output)}
     own |= {"prompt_lookup": True, "temperature": "0,1", "batch_size": "2", "draft_length": "3", "dtype": "float32"}
     own |= {"limit": 10, "replay_limit": 12, "max_new_tokens": NEW, "measure_costs": False, "lossless_tokens": 2000}
+    own |= {"compiled": False, "threads": 1}
     return MeasureConfig(**(own | fields))
 
 
@@ -152,14 +153,14 @@ def failing(patch, error: Exception, name: str, calls: int) -> None:
                 raise error
         return decode(target, proposer, *args, **options)
 
-    chosen, load = [], command.load_pair
+    chosen, load = [], command.load_fastest
 
     def loaded(*args, **options):
-        pair = load(*args, **options)
+        pair, settings = load(*args, **options)
         chosen.append(pair.proposers[name])
-        return pair
+        return pair, settings
 
-    patch.setattr(command, "load_pair", loaded)
+    patch.setattr(command, "load_fastest", loaded)
     patch.setattr(side_by_side, "speculative_generate", speculative)
 
 

@@ -189,7 +189,9 @@ def test_costs_choose_the_size():
     texts = [random_text(seed) for seed in range(3)]
     for slope in (0.0, 0.05, 5.0):
         seconds = {1: 1.0, 41: 1.0 + 40 * slope}
-        budgets = search_budgets(texts, [8, 1, 2, 20, 40], lambda tree, t=seconds: Costs(t, 0.0, overhead=0.1))
+        budgets = search_budgets(
+            texts, [8, 1, 2, 20, 40], lambda trees, t=seconds: [Costs(t, 0.0, overhead=0.1)] * len(trees)
+        )
         assert [len(b.tree) for b in budgets] == sorted(len(b.tree) for b in budgets)
         for b in budgets:
             assert b.acceptance_length == mean_acceptance_length(texts, b.tree)
@@ -200,7 +202,7 @@ def test_costs_choose_the_size():
         assert best == {0.0: len(budgets[-1].tree), 5.0: 1}.get(slope, best)
         assert 1 < best < len(budgets[-1].tree) or slope != 0.05
     # What adds nothing to a smaller tree is not measured again.
-    same = search_budgets([text(np.full((9, 1), 0))], [1, 2, 3], lambda tree: Costs({1: 1.0}, 0.0))
+    same = search_budgets([text(np.full((9, 1), 0))], [1, 2, 3], lambda trees: [Costs({1: 1.0}, 0.0)] * len(trees))
     assert [len(b.tree) for b in same] == [1]
 
 

@@ -1,0 +1,180 @@
+"""What a machine decodes a target fastest with: threads, dtype, eager or compiled forwards; found by a short timing.
+
+Judged by plain decoding, so that a speed-up is one over the best that the user has without a drafter.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.cache import CachedModel
+from draftsmith.decode.clock import median_seconds
+from draftsmith.scripts.pair import DRAFTS, DrafterSpec, Pair, load_pair
+from draftsmith.train.files import write_aside
+from draftsmith.train.models import fast_dtype, load_config, load_model
+
+CONTEXT = 64
+REPEATS = 9
+COMPILED_BELOW = 0.1
+"""Seconds of a token: beyond, arithmetic and memory are all of it, and a compiler has little to win."""
+WORTH_IT = 0.95
+"""Of the eager seconds: a compiled model's first tokens take half a minute."""
+SMALL = 10**9
+"""Parameters up to which a second dtype is tried: larger models wait for their weights, and half of them are faster."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How models are run."""
+
+    dtype: str
+    """Of the target, and of heads on its hidden states."""
+    threads: int
+    compiled: bool
+    draft_dtypes: dict[str, str]
+    """Of each draft model, by its path."""
+    why: str | None
+    """What was timed, in words; None where nothing was open."""
+
+    def summary(self) -> str:
+        """Say in words what they are."""
+        others = {name for name in self.draft_dtypes.values() if name != self.dtype}
+        drafts = f", drafts {' and '.join(sorted(set(self.draft_dtypes.values())))}" if others else ""
+        how = "compiled" if self.compiled else "eager"
+        return f"{self.dtype}, {how}, {self.threads} thread{'s' if self.threads > 1 else ''}{drafts}"
+
+    def to_file(self, path: Path) -> None:
+        """Write them down: a run that goes on has the settings that it began with."""
+        write_aside(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def from_file(cls, path: Path) -> "Settings":
+        """Read what `to_file` wrote."""
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def load_fastest(
+    path: str,
+    tokenizer: PreTrainedTokenizerBase,
+    drafters: Sequence[DrafterSpec],
+    dtype: str = "auto",
+    threads: int | None = None,
+    compiled: bool | None = None,
+    trust_remote_code: bool = False,
+    kept: Path | None = None,
+) -> tuple[Pair, Settings]:
+    """Load a pair as it decodes fastest here, say so, and let torch run so many threads.
+
+    Args:
+        path: the target.
+        tokenizer: its tokenizer.
+        drafters: what to load beside it.
+        dtype: see `fastest_settings`, as for `threads` and `compiled`.
+        threads: of the CPU.
+        compiled: whether forwards run through `torch.compile`.
+        trust_remote_code: as for `load_pair`.
+        kept: a file of settings that were found before: if it is there, what is open is taken from it.
+
+    Raises:
+        InputError: as `load_pair`.
+    """
+    pair = load_pair(path, tokenizer, drafters, dtype, trust_remote_code)
+    if kept is not None and kept.exists():
+        settings = Settings.from_file(kept)
+        given: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
+        settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
+    else:
+        drafts = {str(d.path): d.model for d in pair.drafters if d.kind in DRAFTS and d.model is not None}
+        settings = fastest_settings(pair.target, path, drafts, dtype, threads, compiled, trust_remote_code)
+    if settings.why:
+        print(f"settings: {settings.summary()}; {settings.why}", file=sys.stderr)
+    if {settings.dtype, *settings.draft_dtypes.values()} != {pair.dtype}:
+        specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
+        pair = load_pair(path, tokenizer, specs, settings.dtype, trust_remote_code)
+    torch.set_num_threads(settings.threads)
+    return pair, settings
+
+
+@torch.inference_mode()
+def fastest_settings(
+    target: PreTrainedModel,
+    path: str,
+    drafts: Mapping[str, PreTrainedModel],
+    dtype: str = "auto",
+    threads: int | None = None,
+    compiled: bool | None = None,
+    trust_remote_code: bool = False,
+) -> Settings:
+    """Time a token of plain decoding under what is left open, and return what is fastest.
+
+    On a GPU nothing is timed: dtype and threads are as they are, and forwards eager unless they are to be compiled.
+
+    Args:
+        target: the target, as it was loaded.
+        path: where it lies, to be loaded in another dtype too.
+        drafts: draft models by their paths; each gets the dtype in which it is faster.
+        dtype: "auto" tries the target's own and float32, where the machine has fast arithmetic for both.
+        threads: None tries all that torch has, half of them and one.
+        compiled: None tries both, for models of less than 0.1 s a token.
+        trust_remote_code: as for `load_model`.
+    """
+    own, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
+    if target.device.type != "cpu":
+        return Settings(own, threads or most, bool(compiled), dict.fromkeys(drafts, own), None)
+
+    def copies(model: PreTrainedModel, path: str) -> dict[str, PreTrainedModel]:
+        found = {own: model}
+        if dtype == "auto" and model.num_parameters() <= SMALL:
+            stored = fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu")
+            for other in {stored, "float32"} - {own}:
+                found[other] = load_model(path, dtype=other, trust_remote_code=trust_remote_code)
+        return found
+
+    models = copies(target, path)
+    counts = [threads] if threads else sorted({1, max(1, most // 2), most})
+    calls = {
+        (name, count): partial(_with_threads, count, _step(model)) for name, model in models.items() for count in counts
+    }
+    eager = median_seconds(calls, REPEATS)
+    chosen, threads = min(eager, key=lambda key: eager[key])
+    torch.set_num_threads(threads)
+    seconds = {f"{name}": eager[name, threads] for name in models}
+    if compiled is not False and (compiled or eager[chosen, threads] < COMPILED_BELOW):
+        with_compiler = median_seconds({name: _step(model, compiled=True) for name, model in models.items()}, REPEATS)
+        seconds |= {f"{name} compiled": of_model for name, of_model in with_compiler.items()}
+        fastest = min(with_compiler, key=lambda name: with_compiler[name])
+        if compiled or with_compiler[fastest] < WORTH_IT * eager[chosen, threads]:
+            chosen, compiled = fastest, True
+    draft_dtypes = {}
+    for draft, model in drafts.items():
+        of_draft = median_seconds({name: _step(each) for name, each in copies(model, draft).items()}, REPEATS)
+        draft_dtypes[draft] = min(of_draft, key=lambda name: of_draft[name])
+    torch.set_num_threads(most)
+    if len(seconds) == len(counts) == 1:
+        return Settings(chosen, threads, bool(compiled), draft_dtypes, None)
+    told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
+    why = f"milliseconds a token of plain decoding: {told}"
+    if len(counts) > 1:
+        told = ", ".join(f"{count} {1e3 * min(eager[name, count] for name in models):.1f}" for count in counts)
+        why += f"; by eager threads: {told}"
+    return Settings(chosen, threads, bool(compiled), draft_dtypes, why)
+
+
+def _step(model: PreTrainedModel, compiled: bool = False) -> Callable[[], object]:
+    """Return a token of plain decoding behind a short text; compiled by its first call."""
+    cached = CachedModel(model, rows=1, max_length=CONTEXT + 1, compiled=compiled)
+    cached.prefill(torch.ones(1, CONTEXT, dtype=torch.long))
+    return partial(cached.feed, torch.ones(1, 1, dtype=torch.long), [CONTEXT])
+
+
+def _with_threads(count: int, call: Callable[[], object]) -> object:
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+    return call()
