@@ -83,12 +83,11 @@ class BlindProposer(StatelessProposer):
         self._generators = [self._generators[row] for row in rows]
 
     def _distribution(self, context: Tensor) -> Tensor:
-        """Return q, (V,) float32."""
+        """Return q, (V,) float64: in float32 it would not sum to 1, and be another than is drawn from."""
         size = self.task.vocab_size
         if self.frequencies is None:
             counts = torch.bincount(context, minlength=size)
         else:
             counts = self.frequencies.to(context.device)
             counts = torch.nn.functional.pad(counts, (0, size - len(counts)))
-        q = counts.double()
-        return (q / q.sum()).float()
+        return counts.double() / counts.sum(dtype=torch.float64)

@@ -1,11 +1,8 @@
 """Drafters beside the draft model: lossless in every setting, and worth their while where they should be."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from conftest import tiny_llama
-from statistical import test_law
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
@@ -203,52 +200,3 @@ def test_early_exit_works_beyond_llama():
     )
     assert torch.equal(out.sequences, plain.sequences)
     assert out.counts.num_accepted_tokens > 0
-
-
-# The law of sampled output, as in tests/statistical/test_law.py: a right decoder fails once in 1e4 choices of seed.
-
-
-@pytest.fixture(scope="module")
-def small():
-    return tiny_llama(2, test_law.VOCAB, layers=1, scale=8.0)
-
-
-SAMPLED = {
-    "lookup": lambda: PromptLookupProposer(),
-    "blind": lambda: BlindProposer(),
-    "blind-given": lambda: BlindProposer(torch.linspace(0, 1, test_law.VOCAB)),
-    "lookahead": lambda: LookaheadProposer(ngram=3, guesses=2),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "law_args"),
-    [
-        ("lookup", (0.9, 6, 0.9)),
-        ("blind", (1.0, 0, 1.0)),
-        ("blind-given", (0.9, 6, 0.9)),
-        ("lookahead", (0.9, 6, 0.9)),
-    ],
-)
-def test_emitted_texts_have_the_targets_law(small, name, law_args, monkeypatch):
-    repeating = torch.tensor([[3, 1, 4, 3, 1, 5, 3]])  # what is looked up is there from the first round on
-    monkeypatch.setattr(test_law, "PROMPT", repeating)
-    p = test_law.p_value(small, SAMPLED[name](), law_args)
-    assert p > test_law.FALSE_ALARM, f"p = {p:.2g} (a right drafter falls below {test_law.FALSE_ALARM} once in 10000)"
-    out = speculative_generate(
-        small, SAMPLED[name](), repeating.repeat(50, 1), draft_length=2, max_new_tokens=3, do_sample=True
-    )
-    assert 0 < out.counts.num_accepted_tokens < out.counts.num_draft_tokens, "nothing was tested"
-
-
-def test_the_law_test_sees_another_q(small):
-    class Uniform(BlindProposer):
-        def propose(self, contexts, draft_lengths):
-            drafts = super().propose(contexts, draft_lengths)
-            return [
-                d if d.probabilities is None
-                else replace(d, probabilities=torch.full_like(d.probabilities, 1 / test_law.VOCAB))
-                for d in drafts
-            ]  # fmt: skip
-
-    assert test_law.p_value(small, Uniform(torch.arange(test_law.VOCAB) ** 2), (1.0, 0, 1.0)) < 1e-10

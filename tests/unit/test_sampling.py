@@ -1,4 +1,4 @@
-"""Top-k and top-p over many tokens: what the library's processors return, bit for bit, for less."""
+"""Cuts over many tokens are the library's, bit for bit, for less; draws give each token its share."""
 
 import math
 
@@ -12,7 +12,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.decode.sampling import LARGE, LIKELIEST, Sampler
+from draftsmith.decode.sampling import BLOCK, LARGE, LIKELIEST, Sampler, draw, draw_rows
 
 VOCAB = LARGE + 1000
 
@@ -90,3 +90,23 @@ def test_the_whole_vocabulary_is_sorted_only_where_it_must_be(monkeypatch):
         Sampler.of(0.8, top_k=top_k, top_p=0.6).scores(torch.cat([peaked, logits]), [])
         assert sorted_rows == rows
         sorted_rows.clear()
+
+
+@pytest.mark.parametrize("size", [7, LARGE - 1, LARGE, LARGE + 1, LARGE + BLOCK, VOCAB])
+def test_a_token_is_drawn_by_the_numbers_of_its_interval(monkeypatch, size):
+    """Whole blocks without any probability, and the first and the last token without, among them."""
+    generator = torch.Generator().manual_seed(size)
+    p = (4 * torch.randn(size, generator=generator, dtype=torch.float64)).softmax(-1)
+    p[torch.rand(size, generator=generator) < 0.3] = 0.0
+    p[[0, -1]] = 0.0
+    p[2 * BLOCK : 4 * BLOCK] = 0.0
+    above = (p / p.sum()).cumsum(-1)
+    tokens = (p > 1e-9).nonzero()[:, 0]
+    tokens = tokens[torch.randperm(len(tokens), generator=generator)[:300]]
+    for share in (0.001, 0.5, 0.999):
+        u = above[tokens] - (1 - share) * p[tokens] / p.sum()
+        assert torch.equal(draw_rows(3 * p.expand(len(u), -1), u), tokens)  # p need not sum to 1
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    assert bool((p[draw_rows(p.expand(2, -1), ends)] > 0).all())
+    monkeypatch.setattr(torch, "rand", lambda *size, **options: u[:1])
+    assert int(draw(p, None)) == int(tokens[0])
