@@ -89,7 +89,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in TRAINING:
         return run(lambda: _become(*launch_command(name, rest)))
     module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
-    return run(lambda: import_module(f"draftsmith.scripts.{module}").main(rest))
+
+    def command() -> int:
+        parse_config(config_class(name), rest)  # what is wrong with it is said before seconds of imports
+        code: int = import_module(f"draftsmith.scripts.{module}").main(rest)
+        return code
+
+    return run(command)
 
 
 def config_class(name: str) -> type[Any]:

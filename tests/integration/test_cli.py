@@ -41,6 +41,23 @@ def test_help_imports_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
+REFUSAL = """
+import sys
+from draftsmith.scripts import cli
+
+for name in ("measure", "tune", "profile", "generate", "doctor", "medusa-tree", "prepare", "cache", "quickstart"):
+    assert cli.main([name, "--no_such_field", "1"]) == 2, name
+    heavy = {"torch", "transformers", "datasets", "scipy", "matplotlib"} & set(sys.modules)
+    assert not heavy, (name, heavy)
+"""
+
+
+def test_a_bad_config_is_refused_before_anything_heavy_is_imported():
+    done = subprocess.run([sys.executable, "-c", REFUSAL], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("error: ") == done.stderr.count("no_such_field") == 9
+
+
 @pytest.mark.parametrize("argument", ["version", "--version", "-V"])
 def test_the_version_is_said_without_importing_anything_heavy(argument, capsys):
     assert cli.main([argument]) == 0
