@@ -10,13 +10,14 @@ Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V v
 
 import weakref
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from draftsmith.decode.cache.attention import attends_in_groups, grouped
+from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.layers import Block, Layer, Places
 from draftsmith.decode.errors import InputError
@@ -71,7 +72,7 @@ class CachedModel:
         self.cache = Cache(layers=list(self._layers))
         self._dtype, self._device = model.dtype, model.device
         self._minimum = torch.finfo(model.dtype).min
-        self._grouped = attends_in_groups(model)
+        self._attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
         self._keeps = "logits_to_keep" in parameters_of(model)
         self._largest = block
         self._slots, self._last = slots, max_length - 1
@@ -273,19 +274,14 @@ class CachedModel:
         return windowed
 
     def _run(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, compiled: bool | None = None) -> Tensor:
-        if self._grouped:
-            with grouped(self.model):
-                return self._forward(tokens, mask, positions, keep, compiled)
-        return self._forward(tokens, mask, positions, keep, compiled)
-
-    def _forward(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, compiled: bool | None) -> Tensor:
         inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
             inputs["logits_to_keep"] = keep
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
         if self.compiled if compiled is None else compiled:
-            output = _compiled(self.model)(output_hidden_states=self.wants_hidden, **inputs)
+            with self._attention:
+                output = _compiled(self.model)(output_hidden_states=self.wants_hidden, **inputs)
             if self.wants_hidden:
                 self.hidden = output.hidden_states[-1][:, -keep:]
                 if self.hidden.ndim != 3:
@@ -297,12 +293,14 @@ class CachedModel:
             # Not `output_hidden_states`: a long prompt's would be kept of every layer.
             hook = self.model.get_output_embeddings().register_forward_pre_hook(self._see)
             try:
-                output = self.model(**inputs)
+                with self._attention:
+                    output = self.model(**inputs)
             finally:
                 hook.remove()
             self.hidden = cast(Tensor, self.hidden)[:, -keep:]
         else:
-            output = self.model(**inputs)
+            with self._attention:
+                output = self.model(**inputs)
         return output.logits[:, -keep:].to(self._device)
 
     def _see(self, head: Any, args: tuple[Tensor, ...]) -> None:

@@ -77,7 +77,15 @@ def bench(config: BenchDecodeConfig) -> dict[str, Any]:
         "environment": environment(pair.target.device, pair.dtype),
         "config": vars(config),
         "methods": speeds,
-        "outside_forwards": {name: _share_outside_forwards(method, pair) for name, method in eager.items()},
+        "outside_forwards": {
+            **{name: _share_outside_forwards(method, pair, pair.prompts[:4]) for name, method in eager.items()},
+            **{
+                f"{name}, batch of {config.batch_size}": _share_outside_forwards(
+                    eager[name], pair, [_together(pair.prompts, config.batch_size)] * 4
+                )
+                for name in ("plain", "speculative")
+            },
+        },
         "limit": limits,
         "batch": {name: _batch(config, eager[name], pair.prompts) for name in ("plain", "speculative")},
     }
@@ -117,10 +125,19 @@ def _assisted(pair: BenchmarkPair, draft_length: int, ids: Tensor) -> DecodeOutp
     return DecodeOutput(generate(ids, **options), Counts(), ())
 
 
-def _share_outside_forwards(decode: Method, pair: BenchmarkPair) -> float:
-    """Return the share of the time that is spent outside the models' eager forwards, the median over four prompts."""
+def _together(prompts: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
+    """Return so many prompts as one batch and its mask, (B, T) each."""
+    rows = (list(prompts) * count)[:count]
+    return left_padded([ids[0].tolist() for ids in rows], rows[0].device)
+
+
+def _share_outside_forwards(
+    decode: Callable[..., DecodeOutput], pair: BenchmarkPair, prompts: Sequence[Tensor | tuple[Tensor, Tensor]]
+) -> float:
+    """Return the share of the time that is spent outside the models' eager forwards, the median over the prompts."""
     shares = []
-    for ids in pair.prompts[:4]:
+    for prompt in prompts:
+        batch = (prompt,) if isinstance(prompt, Tensor) else prompt
         edges: list[float] = []  # where forwards begin and end, by turns
 
         def note(*_: Any, edges: list[float] = edges) -> None:
@@ -130,7 +147,7 @@ def _share_outside_forwards(decode: Method, pair: BenchmarkPair) -> float:
             for model in (pair.target, pair.draft):
                 hooks.enter_context(model.register_forward_pre_hook(note))
                 hooks.enter_context(model.register_forward_hook(note))
-            seconds, _ = timed(partial(decode, ids))
+            seconds, _ = timed(partial(decode, *batch))
         shares.append(1 - (sum(edges[1::2]) - sum(edges[::2])) / seconds)
     return median_high(shares)
 
@@ -163,7 +180,7 @@ def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], promp
     count, new = config.batch_size, config.max_new_tokens
     rows = (prompts * count)[:count]
     calls: dict[str, Callable[[], Any]] = {
-        "together": partial(decode, *left_padded([ids[0].tolist() for ids in rows], rows[0].device)),
+        "together": partial(decode, *_together(prompts, count)),
         "alone": lambda: [decode(ids) for ids in rows],
     }
     turns = [in_turns(calls, turn) for turn in range(4)][1:]  # the first warms up

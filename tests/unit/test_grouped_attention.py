@@ -64,6 +64,6 @@ def test_it_runs_where_heads_share_keys_and_leaves_the_config_as_it_was(name, mo
 
 def test_a_forward_in_another_thread_does_not_make_a_model_unfit():
     model = tiny_model("llama")
-    with attention.grouped(model):
+    with attention.Grouped(model):
         check_model(model, "draft model")
         assert attends_in_groups(model)
