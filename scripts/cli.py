@@ -59,7 +59,7 @@ USAGE = "\n".join(
         "",
         *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items()),
         "",
-        "draftsmith COMMAND --help lists its fields; draftsmith version says which one this is.",
+        "draftsmith COMMAND --help lists its fields; draftsmith --version says which one this is.",
     ]
 )
 LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import InputError, Range, at_least, more_than, one_of, require, require_some
+from draftsmith.decode.errors import InputError, Range, at_least, at_most, more_than, one_of, require, require_some
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.measure.config import TEST_TOKENS
 from draftsmith.train.cli import Ints, numbers
@@ -145,7 +145,8 @@ class MedusaTreeConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "rows", "limit")
+        require(self, at_least(1), "limit")
+        require(self, at_least(1) & at_most(1024), "rows")
         require(self, TREE_NODES, "nodes")
         require(self, at_least(0), "seed")
         require_some(self, "completions", "directory")

@@ -166,6 +166,7 @@ GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
         (GenerateConfig, [*GENERATE, "--draft-length", "257"], "draft_length: expected at least 1 and at most 256"),
         (GenerateConfig, [*GENERATE, "--width", "300"], "width: nodes of a tree of .* at most 1024, found 1200"),
         (MedusaTreeConfig, [*TREE, "--nodes", "1000000"], "nodes: expected at least 1 and at most 1024"),
+        (MedusaTreeConfig, [*TREE, "--rows", "100000"], "rows: expected at least 1 and at most 1024"),
         (MedusaTreeConfig, [*TREE, "--seed", "-1"], "seed: expected at least 0"),
     ],
 )  # fmt: skip
