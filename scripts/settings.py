@@ -18,7 +18,7 @@ from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds
 from draftsmith.scripts.pair import DRAFTS, DrafterSpec, Pair, load_pair
 from draftsmith.train.files import write_aside
-from draftsmith.train.models import fast_dtype, load_config, load_model
+from draftsmith.train.models import default_device, fast_dtype, load_config, load_model
 
 CONTEXT = 64
 REPEATS = 9
@@ -85,7 +85,10 @@ def load_fastest(
     Raises:
         InputError: as `load_pair`.
     """
-    pair = load_pair(path, tokenizer, drafters, dtype, trust_remote_code)
+    first = dtype
+    if dtype == "auto" and default_device().type == "cpu":  # it is timed, and said once
+        first = fast_dtype(load_config(path, field="target", trust_remote_code=trust_remote_code), "cpu")
+    pair = load_pair(path, tokenizer, drafters, first, trust_remote_code)
     if kept is not None and kept.exists():
         settings = Settings.from_file(kept)
         given: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
