@@ -23,7 +23,7 @@ from draftsmith.decode import (
     early_exit,
 )
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.train.models import check_head, check_same_tokenizer, load_model, load_tokenizer, resolve_dtype
+from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, load_model, load_tokenizer, resolve_dtype
 
 STOCK = "stock"
 """What the draft to beat is called."""
@@ -56,7 +56,7 @@ class DrafterSpec:
     retokenize: bool = False
     """Let a draft model have another tokenizer: its text is encoded again."""
     dtype: str | None = None
-    """Of a draft model; the target's if None."""
+    """Of a draft model or heads; the target's if None."""
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _drafter(
             raise InputError(f"exit_layers: expected at most the target's {depth} layers, found {layers}")
         proposer = DraftModelProposer(early_exit(target, layers), spec.tree)
     elif spec.kind == "medusa":
-        heads: Any = MedusaHeads.from_pretrained(str(path), dtype=target.dtype)
+        heads: Any = MedusaHeads.from_pretrained(str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype)
         model = heads.to(target.device)
         heads.check_fits(target)
         proposer = MedusaProposer(heads)

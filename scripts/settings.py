@@ -16,9 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds
-from draftsmith.scripts.pair import DRAFTS, DrafterSpec, Pair, load_pair
+from draftsmith.medusa import MedusaHeads
+from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
 from draftsmith.train.files import write_aside
-from draftsmith.train.models import default_device, fast_dtype, load_config, load_model
+from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
 
 CONTEXT = 64
 REPEATS = 9
@@ -35,11 +36,11 @@ class Settings:
     """How models are run."""
 
     dtype: str
-    """Of the target, and of heads on its hidden states."""
+    """Of the target."""
     threads: int
     compiled: bool
     draft_dtypes: dict[str, str]
-    """Of each draft model, by its path."""
+    """Of each draft model, and of heads, by the path."""
     why: str | None
     """What was timed, in words; None where nothing was open."""
 
@@ -94,7 +95,7 @@ def load_fastest(
         given: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
         settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     else:
-        drafts = {str(d.path): d.model for d in pair.drafters if d.kind in DRAFTS and d.model is not None}
+        drafts = {str(d.path): d.model for d in pair.drafters if d.model is not None}
         settings = fastest_settings(pair.target, path, drafts, dtype, threads, compiled, trust_remote_code)
     if settings.why:
         print(f"settings: {settings.summary()}; {settings.why}", file=sys.stderr)
@@ -122,7 +123,7 @@ def fastest_settings(
     Args:
         target: the target, as it was loaded.
         path: where it lies, to be loaded in another dtype too.
-        drafts: draft models by their paths; each gets the dtype in which it is faster.
+        drafts: draft models and heads by their paths; each gets the dtype in which it is faster.
         dtype: "auto" tries the target's own and float32, where the machine has fast arithmetic for both.
         threads: None tries all that torch has, half of them and one.
         compiled: None tries both, for models of less than 0.1 s a token.
@@ -135,11 +136,15 @@ def fastest_settings(
     def copies(model: PreTrainedModel, path: str) -> dict[str, PreTrainedModel]:
         found = {own: model}
         if dtype == "auto" and model.num_parameters() <= SMALL:
-            stored = fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu")
             for other in {stored, "float32"} - {own}:
-                found[other] = load_model(path, dtype=other, trust_remote_code=trust_remote_code)
+                found[other] = (
+                    MedusaHeads.from_pretrained(path, dtype=DTYPES[other])
+                    if isinstance(model, MedusaHeads)
+                    else load_model(path, dtype=other, trust_remote_code=trust_remote_code)
+                )
         return found
 
+    stored = fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu")
     models = copies(target, path)
     counts = [threads] if threads else sorted({1, max(1, most // 2), most})
     calls = {
@@ -171,7 +176,11 @@ def fastest_settings(
 
 
 def _step(model: PreTrainedModel, compiled: bool = False) -> Callable[[], object]:
-    """Return a token of plain decoding behind a short text; compiled by its first call."""
+    """Return a token of plain decoding behind a short text, compiled by its first call; of heads, the logits of all."""
+    if isinstance(model, MedusaHeads):
+        hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype)
+        seen = torch.zeros(1, 1, model.config.num_heads, model.config.hidden_size, dtype=model.dtype)
+        return lambda: [model.logits(head, hidden, seen) for head in range(model.config.num_heads)]
     cached = CachedModel(model, rows=1, max_length=CONTEXT + 1, compiled=compiled)
     cached.prefill(torch.ones(1, CONTEXT, dtype=torch.long))
     return partial(cached.feed, torch.ones(1, 1, dtype=torch.long), [CONTEXT])

@@ -43,7 +43,7 @@ def measured_costs(
     # and 4 with a greater one, for rows that end leave smaller batches.
     sizes = set(config.batch_size) | (set() if config.compiled else {1, *(b for b in (2, 4, 8, 16, 32) if b < most)})
     # Eagerly all lengths, whatever was decoded: replay asks for t(γ + 1) of every γ up to 16.
-    blocks = {*(1 + k for k in config.draft_length), BLOCKS[-1]} if config.compiled else {*BLOCKS, 1 + longest}
+    blocks = {1 + k for k in config.draft_length} if config.compiled else {*BLOCKS, 1 + longest}
     blocks |= {1 + d.nodes for d in drafters if d.nodes is not None}
     tables = []
     for context in config.context or [mean]:

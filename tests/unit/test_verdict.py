@@ -23,6 +23,7 @@ from draftsmith.scripts.measure.verdict import comparisons, judge, more_prompts
 from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report.summary import markdown
 from draftsmith.scripts.report.types import Curve, Gate, ProposerEntry, RejectedToken, Run, Speed
+from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
 
 LENGTHS = range(1, 5)
@@ -280,7 +281,7 @@ def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1)
     ]
     config = MeasureConfig("target", "prompts.jsonl", "out", prompt_lookup=True)
     return Measured(
-        config, Pair(target, tokenizer, "float32", drafters),
+        config, Pair(target, tokenizer, "float32", drafters), Settings("float32", 1, False, {}, None),
         prompts, [[1, 2]] * len(texts), {0.0: texts}, {(0.0, rows, Method()): groups},
         {(0.0, name, PROBABILISTIC): replayed(own) for name, own in a.items()}, {}, tables, {}, [],
     )  # fmt: skip
