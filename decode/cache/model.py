@@ -280,6 +280,8 @@ class CachedModel:
             inputs["logits_to_keep"] = keep
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
         if self.compiled if compiled is None else compiled:
+            # A column of a text has the text's length for a stride, which a compiled forward would be specialised to.
+            inputs["input_ids"] = tokens.clone(memory_format=torch.contiguous_format)
             with self._attention:
                 output = _compiled(self.model)(output_hidden_states=self.wants_hidden, **inputs)
             if self.wants_hidden:

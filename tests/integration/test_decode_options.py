@@ -191,3 +191,23 @@ def test_row_counts_add_up(target, draft):
     out = speculative_generate(target, DraftModelProposer(draft), ids, mask, **GREEDY)
     assert sum(out.row_counts, Counts()) == out.counts and len(out.row_counts) == 3
     assert out.departure is None
+
+
+def test_one_compilation_serves_texts_of_all_lengths(monkeypatch):
+    """A column of a text has the text's length for a stride, and compiled forwards are specialised to strides."""
+    target = tiny_llama(0, layers=1)
+    models = {target: target.forward, (draft := perturbed(target, 0.05)): draft.forward}
+    compiled = {model: torch.compile(forward, backend="eager", dynamic=False) for model, forward in models.items()}
+    monkeypatch.setattr(cached_model, "_compiled", lambda model: compiled[model])
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs = set()
+    for length in (9, 7, 12):
+        (ids, _), options = batch(length), {**GREEDY, "compiled": True}
+        plain = autoregressive_generate(target, ids, **options).sequences
+        assert torch.equal(
+            speculative_generate(target, DraftModelProposer(draft), ids, draft_length=3, **options).sequences, plain
+        )
+        graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    # A token, of target and draft alike; the target's block; the draft's pending tokens.
+    assert graphs == {3}
