@@ -48,7 +48,8 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.medusa-tree/1"
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
-COMPILED_SIZES = (17,)
+COMPILED_SIZE = 17
+"""Tokens of a compiled forward that is measured beside one of a single token; others lie on the line through both."""
 REPEATS = 3
 MOST_DISAGREEMENT = 0.03
 """The share of tokens that half precision may turn: forwards over other shapes break near-ties otherwise."""
@@ -73,14 +74,13 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
         raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
     require_writable(_directory(config), *FILES, field="heads" if config.output is None else "output")
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    specs, open_ = [DrafterSpec("medusa", config.heads)], config.nodes is None
     pair, settings = load_fastest(
         config.target,
         tokenizer,
-        specs,
+        [DrafterSpec("medusa", config.heads)],
         config.dtype,
         torch.get_num_threads(),
-        config.compiled if open_ else False,
+        config.compiled if config.nodes is None else False,  # without a choice of nodes nothing is timed
         config.trust_remote_code,
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
@@ -206,7 +206,7 @@ def _costs(
 ) -> list[Costs]:
     """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding.
 
-    Compiling a forward for each tree would take minutes: with `compiled`, forwards are measured at a few sizes, and the
+    Compiling a forward for each tree would take minutes: with `compiled`, forwards are measured at two sizes, and the
     rest of a round is that of an eager one.
     """
     eager = verification_costs(target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9)
@@ -218,7 +218,7 @@ def _costs(
         )
     forwards = eager
     if compiled:
-        sizes = [1, *(size for size in COMPILED_SIZES if size <= max(eager))]
+        sizes = (1, min(COMPILED_SIZE, max(eager)))
         forwards = verification_costs(target, rows, context, sizes, repeats=9, compiled=True)
     # More tokens never cost less: where they seem to, the smaller block was disturbed.
     seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}

@@ -95,12 +95,20 @@ def load_fastest(
         given: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
         settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     else:
-        drafts = {str(d.path): d.model for d in pair.drafters if d.model is not None}
-        settings = fastest_settings(pair.target, path, drafts, dtype, threads, compiled, trust_remote_code)
+        settings = fastest_settings(
+            pair.target,
+            path,
+            {str(drafter.path): drafter.model for drafter in pair.drafters if drafter.model is not None},
+            dtype,
+            threads,
+            compiled,
+            trust_remote_code,
+        )
     if settings.why:
         print(f"settings: {settings.summary()}; {settings.why}", file=sys.stderr)
     if {settings.dtype, *settings.draft_dtypes.values()} != {pair.dtype}:
         specs = [replace(spec, dtype=settings.draft_dtypes.get(str(spec.path))) for spec in drafters]
+        del pair  # or there would be two of a large target
         pair = load_pair(path, tokenizer, specs, settings.dtype, trust_remote_code)
     torch.set_num_threads(settings.threads)
     return pair, settings

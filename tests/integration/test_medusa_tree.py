@@ -8,11 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from conftest import tiny_llama
 from trained_heads import train_heads
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.scripts import medusa_tree
 from draftsmith.scripts.cli import main
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
@@ -142,3 +144,23 @@ def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
     config = json.loads((tmp_path / "wrong" / "config.json").read_text())
     (tmp_path / "wrong" / "config.json").write_text(json.dumps(config | {"vocab_size": 77}))
     assert "vocab_size" in refusal(tree_of(pipeline, made, tmp_path / "wrong"), capsys)
+
+
+def test_compiled_forwards_are_priced_by_two_sizes_whatever_the_trees(monkeypatch):
+    """Also where all trees are smaller than the size that is compiled: a node is never free."""
+    target = tiny_llama(0, layers=1)
+    heads = MedusaHeads.of_target(target, 2)
+    asked = []
+
+    def seconds(model, rows, context, tokens, repeats, compiled=False):
+        asked.append((compiled, tuple(tokens)))
+        return {k: (0.5 if compiled else 1.0) + 0.1 * k for k in tokens}
+
+    monkeypatch.setattr(medusa_tree, "verification_costs", seconds)
+    monkeypatch.setattr(medusa_tree, "loop_seconds", lambda *args: (1.2, {"0": (1.5, 1.0), "1": (1.9, 3.0)}))
+    trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
+    small, large = medusa_tree._costs(target, heads, torch.arange(40) % 7, 1, 30, True, trees)
+    assert asked == [(False, (1, 2, 4)), (True, (1, 4))]
+    assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
+    assert small.overhead == pytest.approx(0.3) and large.overhead == pytest.approx(0.5)
+    assert small.plain_overhead == pytest.approx(0.1)
