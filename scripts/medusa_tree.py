@@ -85,7 +85,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
     require_split(target, "target")
-    texts, median = _replayed(config, target, heads, tokenizer_size(tokenizer), progress)
+    texts, median = replayed_texts(config, target, heads, tokenizer_size(tokenizer), progress)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
     ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
     searched_on, selection, check = (
@@ -93,7 +93,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     budgets: list[Budget] = []
     if config.nodes is None:
-        costs = partial(_costs, target, heads, _text(config), config.rows, median, settings.compiled)
+        costs = partial(round_costs, target, heads, calibration_text(config), config.rows, median, settings.compiled)
         budgets = search_budgets(searched_on, LADDER, costs, selection)
         tree = max(budgets, key=lambda budget: budget.speedup).tree
     else:
@@ -142,7 +142,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     return report
 
 
-def _replayed(
+def replayed_texts(
     config: MedusaTreeConfig, target: PreTrainedModel, heads: MedusaHeads, size: int, progress: bool
 ) -> tuple[list[TextRanks], int]:
     """Return the ranks of every different text's tokens, and the median length to a text's middle.
@@ -187,7 +187,7 @@ def _disagreements(target: PreTrainedModel, hidden: Tensor, tokens: Tensor, size
     return (choices != tokens).nonzero()[:, 0].tolist()
 
 
-def _text(config: MedusaTreeConfig) -> Tensor:
+def calibration_text(config: MedusaTreeConfig) -> Tensor:
     """Return what the target wrote, prompts too, (T,): rounds are timed behind parts of it."""
     samples = load_completions(config.completions[0])
     return torch.tensor(
@@ -195,7 +195,7 @@ def _text(config: MedusaTreeConfig) -> Tensor:
     )
 
 
-def _costs(
+def round_costs(
     target: PreTrainedModel,
     heads: MedusaHeads,
     text: Tensor,

@@ -15,7 +15,9 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts import medusa_tree
+from draftsmith.scripts.bench import trees
 from draftsmith.scripts.cli import main
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
 
@@ -116,6 +118,16 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(pipel
     assert "speed-up" in capsys.readouterr().out
 
 
+def test_the_benchmark_measures_what_is_predicted(pipeline, made, heads, capsys):
+    argv = ["--target", str(pipeline / "target"), "--heads", str(heads), "--completions", f'["{made / "greedy"}"]']
+    argv += ["--nodes", "[1,3]", "--prompts", str(made / "prompts.txt"), "--limit", "2", "--max_new_tokens", "6"]
+    figures = trees.bench(parse_config(trees.BenchTreesConfig, argv))["trees"]
+    assert list(figures) == ["1 nodes", "3 nodes"]
+    for row in figures.values():
+        assert row["τ here"] >= 1 and row["measured"].value > 0 and row["measured"].n == 2
+        assert row["predicted with τ of here"] / row["predicted"] == pytest.approx(row["τ here"] / row["τ searched"])
+
+
 def refusal(argv: list[str], capsys) -> str:
     assert main(argv) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
@@ -159,7 +171,7 @@ def test_compiled_forwards_are_priced_by_two_sizes_whatever_the_trees(monkeypatc
     monkeypatch.setattr(medusa_tree, "verification_costs", seconds)
     monkeypatch.setattr(medusa_tree, "loop_seconds", lambda *args: (1.2, {"0": (1.5, 1.0), "1": (1.9, 3.0)}))
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
-    small, large = medusa_tree._costs(target, heads, torch.arange(40) % 7, 1, 30, True, trees)
+    small, large = medusa_tree.round_costs(target, heads, torch.arange(40) % 7, 1, 30, True, trees)
     assert asked == [(False, (1, 2, 4)), (True, (1, 4))]
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
     assert small.overhead == pytest.approx(0.3) and large.overhead == pytest.approx(0.5)

@@ -6,11 +6,11 @@ probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens 
 """
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from misreporting import Misreporting, argmax_scored_with_q
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
@@ -112,30 +112,10 @@ def test_sampled_texts_have_the_targets_law(models, name, law_name):
     assert result.p_value > FALSE_ALARM, result
 
 
-class Misreporting(DraftModelProposer):
-    """Draws from q and says that it drew from another law, or says what it did not draw."""
-
-    def __init__(self, draft, mistake, **options):
-        super().__init__(draft, **options)
-        self.mistake = mistake
-
-    def propose(self, contexts, draft_lengths):
-        drafts = super().propose(contexts, draft_lengths)
-        return [
-            d if d.probabilities is None else replace(d, **self.mistake(self, context, d))
-            for context, d in zip(contexts, drafts, strict=True)
-        ]
-
-
 def flattened(proposer, context, draft):
     """q as if its temperature were three times as high."""
     flat = draft.probabilities.pow(1 / 3)
     return {"probabilities": flat / flat.sum(-1, keepdim=True)}
-
-
-def argmax_scored_with_q(proposer, context, draft):
-    """The most likely token is proposed, and accepted as if it had been drawn (transformers #47932)."""
-    return {"tokens": draft.probabilities.argmax(-1)}
 
 
 PLANTS = {

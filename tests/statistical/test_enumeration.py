@@ -14,6 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 from enumeration import enumerated, target_law
+from misreporting import Misreporting, argmax_scored_with_q
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -241,20 +242,8 @@ def test_a_draft_that_is_not_a_number_leaves_the_law(target, where, by_row):
 # Mistakes
 
 
-class Misreporting(DraftModelProposer):
-    """Draws from q and says that it drew from another law, or says what it did not draw."""
-
-    def __init__(self, draft, mistake, **options):
-        super().__init__(draft, **options)
-        self.mistake = mistake
-
-    def propose(self, contexts, draft_lengths):
-        drafts = super().propose(contexts, draft_lengths)
-        return [d if d.probabilities is None else replace(d, **self.mistake(d.probabilities)) for d in drafts]
-
-
-def flattened(q):
-    flat = q.pow(0.8)
+def flattened(proposer, context, draft):
+    flat = draft.probabilities.pow(0.8)
     return {"probabilities": flat / flat.sum(-1, keepdim=True)}
 
 
@@ -304,9 +293,7 @@ def siblings(target):
 CHAIN = PROPOSERS["draft model"]
 MISTAKES = {
     "q at another temperature": ("T=1", lambda t: Misreporting(tiny_gpt2(1), flattened), {}),
-    "argmax drafts scored with q": (
-        "T=1", lambda t: Misreporting(tiny_gpt2(1), lambda q: {"tokens": q.argmax(-1)}), {},
-    ),
+    "argmax drafts scored with q": ("T=1", lambda t: Misreporting(tiny_gpt2(1), argmax_scored_with_q), {}),
     "r ≤ p/q": (CUT, CHAIN, chains_with(r=lambda r, **_: r - 1e-300)),
     "r < p": ("T=1", CHAIN, chains_with(r=lambda r, q, drafted, **_: r / q.gather(-1, drafted[..., None])[..., 0])),
     "the bonus from the place before": ("T=1", CHAIN, chains_with(p=lambda p, **_: p[:, [*range(p.shape[1] - 1), -2]])),

@@ -1,0 +1,102 @@
+"""`python -m draftsmith.scripts.bench.trees`: is the tree that `draftsmith medusa-tree` takes the fastest?
+
+Trees of several sizes are searched on text that the target wrote, and priced as `medusa-tree` prices them. Then each
+decodes the same other prompts, in turns with plain decoding, at temperature 0.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig
+
+from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode.measurement.intervals import rate_ratio
+from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.medusa.tree_search import mean_acceptance_length, search_tree
+from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark
+from draftsmith.scripts.configs import MedusaTreeConfig
+from draftsmith.scripts.medusa_tree import calibration_text, replayed_texts, round_costs
+from draftsmith.scripts.pair import DrafterSpec
+from draftsmith.scripts.settings import load_fastest
+from draftsmith.train.cli import run
+from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.models import load_tokenizer, tokenizer_size
+from draftsmith.train.provenance import environment
+
+
+@dataclass(kw_only=True)
+class BenchTreesConfig(BenchmarkConfig):
+    """Compare the speed that is predicted of trees with the speed that they have."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    heads: str
+    """Its Medusa heads."""
+    completions: list[str]
+    """What the target wrote at temperature 0: trees are searched on it, as by `draftsmith medusa-tree`."""
+    prompts: str | None = None
+    """A file of other prompts to decode; held-out modules of the standard library if None."""
+    nodes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 24])
+    """Sizes of the trees."""
+    limit: int = 16
+    """Prompts decoded, by every tree."""
+    max_new_tokens: int = 48
+    """Tokens of a completion."""
+    dtype: str = "float32"
+    """Weights and arithmetic of target and heads."""
+    compiled: bool = False
+    """Compile the forwards, of plain decoding too."""
+
+
+def bench(config: BenchTreesConfig) -> dict[str, Any]:
+    """Run the benchmark and return the figures of each tree."""
+    tokenizer = load_tokenizer(config.target, field="target")
+    specs = [DrafterSpec("medusa", config.heads)]
+    pair, _ = load_fastest(
+        config.target, tokenizer, specs, config.dtype, torch.get_num_threads(), config.compiled, False
+    )
+    target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
+    planned = MedusaTreeConfig(target=config.target, heads=config.heads, completions=config.completions)
+    texts, median = replayed_texts(planned, target, heads, tokenizer_size(tokenizer), progress=False)
+    trees = [search_tree(texts, nodes) for nodes in config.nodes]
+    costs = round_costs(target, heads, calibration_text(planned), planned.rows, median, config.compiled, trees)
+
+    target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+    options = {"max_new_tokens": config.max_new_tokens, "do_sample": False, "compiled": config.compiled}
+    methods: dict[str, Any] = {"plain": partial(autoregressive_generate, target, **options)}
+    for tree in trees:
+        drafted = {"draft_length": tree.depth, **options}
+        methods[f"{len(tree)} nodes"] = partial(speculative_generate, target, MedusaProposer(heads, tree), **drafted)
+    encoded = encoded_prompts(config.prompts, tokenizer, config.limit, MAX_PROMPT_TOKENS)
+    prompts = [torch.tensor([ids], device=target.device) for ids in encoded]
+    for decode in methods.values():  # which compiles
+        decode(input_ids=prompts[0])
+    tokens: dict[str, list[int]] = {name: [] for name in methods}
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    rounds = dict.fromkeys(methods, 0)
+    for turn, prompt in enumerate(prompts):
+        calls = {name: partial(decode, input_ids=prompt) for name, decode in methods.items()}
+        for name, (taken, out) in in_turns(calls, turn).items():
+            tokens[name].append(out.sequences.numel() - prompt.numel())
+            seconds[name].append(taken)
+            rounds[name] += out.counts.num_drafts
+    figures = {}
+    for tree, cost in zip(trees, costs, strict=True):
+        name = f"{len(tree)} nodes"
+        there, here = mean_acceptance_length(texts, tree), sum(tokens[name]) / rounds[name]
+        figures[name] = {
+            "τ searched": there,
+            "τ here": here,
+            "predicted": cost.speedup(there, len(tree)),
+            "predicted with τ of here": cost.speedup(here, len(tree)),
+            "measured": rate_ratio(tokens[name], seconds[name], tokens["plain"], seconds["plain"]),
+        }
+    return {"environment": environment(target.device, pair.dtype), "config": vars(config), "trees": figures}
+
+
+if __name__ == "__main__":
+    sys.exit(run(partial(run_benchmark, BenchTreesConfig, bench)))
