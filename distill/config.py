@@ -124,6 +124,11 @@ class DistillConfig(RecipeConfig):
                 "sliced as rows are, found true"
             )
 
+    @property
+    def stored_as(self) -> str:
+        """The model whose dtype "auto" saves in: the draft that was given, or the target."""
+        return self.draft or self.target
+
     @cached_property
     def objective(self) -> "Objective":
         """What is minimised."""

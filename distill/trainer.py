@@ -73,7 +73,7 @@ class DistillTrainer(RecipeTrainer):
         self._written["on_policy_seconds"] += time.perf_counter() - start
         return batches
 
-    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
         """Return the draft's weights with adapters merged."""
         return merged_state(self.model, state_dict)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
 from draftsmith.train.cli import run
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.launch import launch, load_target, read_data, run_training
-from draftsmith.train.models import load_tokenizer, whole_weights
+from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
 
 
 def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
@@ -28,7 +28,7 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
             heads = MedusaHeads.of_target(
                 target,
                 config.num_heads,
-                token_map=None if count is None else frequent_tokens(train, count),
+                token_map=None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer)),
                 num_hidden_layers=config.num_layers,
                 medusa_fc_bias=config.bias,
                 original_lm_head=config.lm_heads == "shared",

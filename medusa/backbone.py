@@ -1,7 +1,7 @@
 """Medusa-2: the backbone in training with its heads, and the backbone as it was before."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.errors import InputError
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.train.lora import add_lora
+from draftsmith.train.checkpoint import is_quantized
+from draftsmith.train.lora import add_lora, merged_state
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
+from draftsmith.train.models import load_config, load_model, stored_dtype
 
 
 class Joint(nn.Module):
@@ -23,7 +26,14 @@ class Joint(nn.Module):
 
     def __init__(self, heads: MedusaHeads, backbone: PreTrainedModel, config: MedusaTrainingConfig):
         super().__init__()
-        self.heads, self.backbone = heads, backbone
+        if is_quantized(backbone) and config.target_quantization is None:
+            raise InputError(
+                "target: expected a checkpoint in floating point for a backbone in training (target_quantization "
+                f"makes it smaller), found {config.target}, which is stored quantised"
+            )
+        self.heads, self.backbone, self._recipe = heads, backbone, config
+        # Where a ZeRO file says "auto", sizes follow the hidden size. A copy, as the Trainer turns caches off in it.
+        self.config = copy.deepcopy(backbone.config)
         self._no_split_modules = [*heads._no_split_modules, *(backbone._no_split_modules or [])]  # for FSDP
         self._copy: list[PreTrainedModel] = []  # in a list, it is no part of the module
         if config.backbone == "lora":
@@ -49,6 +59,11 @@ class Joint(nn.Module):
         with self._without_adapters():
             return last_hidden(self.backbone, **inputs)
 
+    def inside_head(self, hidden: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return `function(hidden)`, called where the backbone's head is whole: inside of its forward (ZeRO-3)."""
+        project: Any = self.backbone.get_output_embeddings()
+        return project(hidden, inside=function)
+
     def original_head(self) -> OutputHead:
         """Return the backbone's head before training; adapters leave it as it is."""
         return head_of(self._copy[0] if self._copy else self.backbone).detach()
@@ -60,6 +75,23 @@ class Joint(nn.Module):
             for name, tensor in state.items()
             if name.startswith("heads.") or name.removeprefix("backbone.") in self._trained
         }
+
+    def merged(self, state: dict[str, Tensor]) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+        """Return the backbone to save, and its weights with adapters merged, of its part of a state dict.
+
+        Adapters of a quantised backbone are merged into the weights that it was read from: what is saved is as exact as
+        those, and any server can quantise it again.
+        """
+        if not is_quantized(self.backbone):
+            return self.backbone, merged_state(self.backbone, state)
+        config = self._recipe
+        code = config.trust_remote_code
+        dtype = stored_dtype(load_config(config.target, field="target", trust_remote_code=code))
+        stored = load_model(config.target, field="target", dtype=dtype, trust_remote_code=code, device="cpu")
+        weights = stored.state_dict()
+        own = {name: name.replace(".base_layer.", ".") for name in state}
+        kept = {name: weights.get(own[name], state[name]) for name in state if "lora_" in name or own[name] in weights}
+        return stored, merged_state(self.backbone, kept)
 
     @property
     def _keys_to_ignore_on_save(self) -> list[str]:

@@ -36,7 +36,8 @@ class MedusaTrainingConfig(RecipeConfig):
     hydra: bool = False
     """Hydra heads: each sees the embeddings of the tokens before its own too, drafted ones included."""
     draft_vocabulary: int | None = None
-    """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given."""
+    """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given. Where the
+    completions hold fewer, the tokenizer's lowest ids fill up."""
     divergence: str | dict[str, float] = "forward_kl"
     """What each head minimises: soft labels by forward_kl, jsd, tvd, … to the target's distribution (in Medusa-2 to
     that before training); hard labels by cross_entropy on the completions' tokens; or weights by name, for their
@@ -44,8 +45,9 @@ class MedusaTrainingConfig(RecipeConfig):
     decay: float = 0.8
     """λ_i = decay^(i − 1), the weight of head i's loss (Medusa, section 2.2.1)."""
     backbone: str = "frozen"
-    """"frozen" (Medusa-1); or train the target with its heads (Medusa-2), by "lora" or in "full". Then what is decoded
-    afterwards is the new backbone's text, not the old one's."""
+    """"frozen" (Medusa-1); or train the target with its heads (Medusa-2), by "lora" on weights of any `target_dtype` or
+    `target_quantization`, or in "full", in float32. Then what is decoded afterwards is the new backbone's text, not the
+    old one's."""
     lora: LoraOptions = field(default_factory=LoraOptions)
     """Adapters of the backbone; merged when it is saved."""
     backbone_divergence: str = "forward_kl"
@@ -74,14 +76,18 @@ class MedusaTrainingConfig(RecipeConfig):
         require(self, SHARE, "warmup_heads")
         if self.heads is not None and self.draft_vocabulary is not None:
             raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")
-        if self.joint and (self.target_quantization or self.target_sharded or self.target_device):
+        if self.joint and (self.target_sharded or self.target_device):
             raise InputError(
-                f"backbone: expected frozen for a target that is quantised, sharded or elsewhere, found {self.backbone}"
+                f"backbone: expected frozen for a target that is sharded or elsewhere, found {self.backbone}"
             )
-        if self.joint and self.target_dtype == "auto":
+        if self.backbone == "full":
+            if self.target_quantization:
+                raise InputError("backbone: expected frozen or lora for a target that is quantised, found full")
+            if self.target_dtype not in ("auto", "float32"):
+                raise InputError(
+                    f"target_dtype: expected float32 where all of the backbone is trained, found {self.target_dtype}"
+                )
             self.target_dtype = "float32"
-        if self.joint and self.target_dtype != "float32":
-            raise InputError(f"target_dtype: expected float32 where the backbone is trained, found {self.target_dtype}")
         if self.joint and self.optimizer == "muon":
             raise InputError("optimizer: expected trainer where the backbone is trained too, found muon")
         if self.training.activation_checkpointing and not self.joint:

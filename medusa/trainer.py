@@ -5,6 +5,7 @@ tokens × vocabulary is never held. Shape suffixes: B rows, T positions, N chose
 vocabulary.
 """
 
+import logging
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,23 +16,23 @@ from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.replay_metrics import replay_features
-from draftsmith.train.runs import save_model
+from draftsmith.train.runs import declare_dtype, in_dtype, save_model
 from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
 
+logger = logging.getLogger(__name__)
 PER_HEAD = ("count", "overlap", "right")
 
 
@@ -65,7 +66,8 @@ class MedusaTrainer(RecipeTrainer):
             for lm_head in heads.all_lm_heads:
                 lm_head.requires_grad_(False)
         model: Any = Joint(heads, target, config) if config.joint else heads
-        open_forward(model, *heads.all_lm_heads)  # losses run inside of these: `train/losses/inside_forward.py`
+        # Losses run inside of these: `train/losses/inside_forward.py`.
+        open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
         self.heads = heads
         super().__init__(
             model,
@@ -88,15 +90,14 @@ class MedusaTrainer(RecipeTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what joint training cannot be sharded by."""
         super().create_accelerator_and_postprocess()
-        zero = getattr(self.accelerator.state, "deepspeed_plugin", None)
-        if not self.config.joint or zero is None:
+        if not self.config.joint:
             return
-        if zero.zero_stage == 3:
+        if self.config.target_quantization and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             raise InputError(
-                "backbone: expected frozen under DeepSpeed ZeRO-3, which holds a module's weights together in its own "
-                f"forward alone (FSDP2 shards a backbone in training), found {self.config.backbone}"
+                "target_quantization: expected none for a backbone that FSDP or DeepSpeed shards, found "
+                f"{self.config.target_quantization}"
             )
-        if self.config.warmup_heads:
+        if self.config.warmup_heads and self.is_deepspeed_enabled:
             raise InputError(
                 "warmup_heads: expected 0 under DeepSpeed, which takes the gradients that a backbone lacks for zeros "
                 f"and steps with them, found {self.config.warmup_heads}"
@@ -112,31 +113,42 @@ class MedusaTrainer(RecipeTrainer):
 
     def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
-        return model(inside=lambda: self._replayed(inputs, chosen_BT))
+        if not self.config.joint:
+            hidden = self.target_hidden(inputs)
+            return model(inside=lambda: self._replayed(inputs, chosen_BT, hidden, self.target, self.target_head))
+        joint: Joint = self.accelerator.unwrap_model(self.model)
+
+        def replayed(hidden: Tensor) -> Tensor:
+            head = head_of(joint.backbone).cut(self.vocab_size)
+            return self._replayed(inputs, chosen_BT, hidden, joint.backbone, head)
+
+        return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
 
     def _joint_loss(self, inputs: dict[str, Tensor], chosen: Tensor) -> Tensor:
         """Return the weighted sum of the backbone's loss and of the heads', which learn from what it was."""
-        config, batch = self.config, texts(inputs)
+        config, batch, labels = self.config, texts(inputs), inputs["labels"][:, 1:]
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
-        original = None
-        if config.needs_original:
-            original = joint.original_hidden(batch), joint.original_head().cut(self.vocab_size)
+        before = joint.original_hidden(batch) if config.needs_original else None
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
             hidden = last_hidden(joint.backbone, **batch)
-        teacher = None if original is None else (original[0], self._narrowed(original[1]))
-        embed = joint.backbone.get_input_embeddings()
-        total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
-        if warming:
-            return total
-        labels = inputs["labels"][:, 1:]
-        objective = Objective({config.backbone_divergence: 1.0})
-        p = None
-        if objective.needs_target and original is not None:
-            p = LiveDistributions(original[0][:, :-1][chosen], original[1])
-        trained = head_of(joint.backbone).cut(self.vocab_size)
-        kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, p, labels[chosen])
-        return total + config.backbone_weight * kept
+
+        def losses(hidden: Tensor) -> Tensor:
+            original = None if before is None else (before, joint.original_head().cut(self.vocab_size))
+            teacher = None if original is None else (original[0], self._narrowed(original[1]))
+            embed = joint.backbone.get_input_embeddings()
+            total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
+            if warming:
+                return total
+            objective = Objective({config.backbone_divergence: 1.0})
+            p = None
+            if objective.needs_target and original is not None:
+                p = LiveDistributions(original[0][:, :-1][chosen], original[1])
+            trained = head_of(joint.backbone).cut(self.vocab_size)
+            kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, p, labels[chosen])
+            return total + config.backbone_weight * kept
+
+        return joint.inside_head(hidden, losses)
 
     def _heads_loss(
         self, hidden: Tensor, embed: nn.Module, inputs: dict[str, Tensor], teacher: tuple[Tensor, OutputHead] | None
@@ -168,14 +180,11 @@ class MedusaTrainer(RecipeTrainer):
             )
         return total
 
-    def _replayed(self, inputs: dict[str, Tensor], chosen: Tensor) -> Tensor:
+    def _replayed(
+        self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
+    ) -> Tensor:
         """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
-        joint, heads = self.config.joint, self.heads
-        trained: Any = self.accelerator.unwrap_model(self.model)
-        backbone = trained.backbone if joint else self.target
-        labels = inputs["labels"][:, 1:]
-        hidden = last_hidden(backbone, **texts(inputs)) if joint else self.target_hidden(inputs)
-        head = head_of(backbone).cut(self.vocab_size) if joint else self.target_head
+        heads, labels = self.heads, inputs["labels"][:, 1:]
         places = None if self._places is None else self._places.to(labels.device)
 
         def features(p: Any, q_logits: Tensor, tokens: Tensor) -> Tensor:
@@ -258,9 +267,11 @@ class MedusaTrainer(RecipeTrainer):
             for name, tensor in state.items():
                 prefix = next(prefix for prefix in parts if name.startswith(prefix))
                 parts[prefix][name.removeprefix(prefix)] = tensor
-            joint.heads.save_pretrained(directory, state_dict=parts["heads."])
-            merged = merged_state(joint.backbone, parts["backbone."])
-            save_model(joint.backbone, self.tokenizer, Path(str(self.args.output_dir)) / "backbone", merged)
+            joint.heads.save_pretrained(directory, state_dict=in_dtype(parts["heads."], self.save_dtype))
+            declare_dtype(Path(directory), self.save_dtype)
+            backbone, merged = joint.merged(parts["backbone."])
+            merged = in_dtype(merged, self.save_dtype)
+            save_model(backbone, self.tokenizer, Path(str(self.args.output_dir)) / "backbone", merged)
 
 
 class Positions:
@@ -310,22 +321,29 @@ def medusa_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return metrics
 
 
-def frequent_tokens(dataset: Dataset, count: int) -> Tensor:
+def frequent_tokens(dataset: Dataset, count: int, size: int) -> Tensor:
     """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
 
+    Completions that hold fewer are filled up with the lowest ids, and a warning says so: tokenizers number the bytes
+    and the merges that their own corpus needed most first.
+
+    Args:
+        dataset: with `labels`.
+        count: D.
+        size: the tokenizer's number of tokens.
+
     Raises:
-        InputError: completions do not hold so many different tokens.
+        InputError: the tokenizer has fewer tokens.
     """
-    counts = np.zeros(1, dtype=np.int64)
+    at_most(size).check("draft_vocabulary", count)
+    counts = np.zeros(size, dtype=np.int64)
     for labels in dataset["labels"]:
         kept = np.asarray(labels)
-        more = np.bincount(kept[kept != IGNORED], minlength=len(counts))
-        more[: len(counts)] += counts
-        counts = more
-    if np.count_nonzero(counts) < count:
-        raise InputError(
-            f"draft_vocabulary: expected at most the {np.count_nonzero(counts)} different tokens of the completions, "
-            f"found {count}"
-        )
+        counts += np.bincount(kept[kept != IGNORED], minlength=size)
+    if (found := np.count_nonzero(counts)) < count:
+        logger.warning(
+            "draft_vocabulary: the completions hold %d different tokens; %d more, the tokenizer's lowest ids, make %d",
+            found, count - found, count,
+        )  # fmt: skip
     ranked = np.argsort(-counts, kind="stable")[:count]
     return torch.from_numpy(np.sort(ranked))

@@ -14,7 +14,7 @@ ADAPTER = "default"
 
 
 def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Put adapters on a model's linear maps in place: it stays a PreTrainedModel, whose weights are frozen."""
+    """Put float32 adapters on a model's linear maps in place: it stays a PreTrainedModel, whose weights are frozen."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -43,6 +43,9 @@ def add_lora(model: PreTrainedModel, options: LoraOptions) -> None:
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in chosen),
     )
     inject_adapter_in_model(config, model, ADAPTER)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:  # peft gives them the dtype of what they adapt, in which small steps would be lost
+            parameter.data = parameter.data.float()
 
 
 @torch.no_grad()
@@ -63,7 +66,8 @@ def merged_state(model: PreTrainedModel, state: dict[str, Tensor] | None = None)
         down, up = state.pop(key), state.pop(f"{name}.lora_B.{ADAPTER}.weight")
         delta = module.scaling[ADAPTER] * (up.float() @ down.float())
         weight = state.pop(f"{name}.base_layer.weight")
-        state[f"{name}.weight"] = (weight + (delta.T if module.fan_in_fan_out else delta)).to(weight.dtype)
+        delta = (delta.T if module.fan_in_fan_out else delta).to(weight.device)
+        state[f"{name}.weight"] = (weight + delta).to(weight.dtype)
         if f"{name}.base_layer.bias" in state:
             state[f"{name}.bias"] = state.pop(f"{name}.base_layer.bias")
     return state

@@ -7,6 +7,8 @@ from draftsmith.decode.options import Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 """What a field `dtype` may say."""
+SAVE_DTYPES = ("float32", "bfloat16", "float16", "auto")
+"""What a field `save_dtype` may say."""
 QUANTIZATIONS = ("8bit", "4bit")
 DRAFT_LENGTH = at_least(1) & at_most(256)
 """γ: a round of more is no use to anyone."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import InputError, at_least, one_of, require, require_some
-from draftsmith.train.options import QUANTIZATIONS
+from draftsmith.train.options import QUANTIZATIONS, SAVE_DTYPES
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -59,6 +59,9 @@ class RecipeConfig:
     target_sharded: bool = False
     """Leave each process its share of the target's layers, in place of a whole copy, and gather each layer while it
     computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
+    save_dtype: str = "auto"
+    """The dtype of the weights that are left in `output_dir`: float32, bfloat16 or float16; auto: that which the model
+    to start from is stored in, or the target, of heads and of a draft made from it. Checkpoints hold float32."""
     optimizer: str = "trainer"
     """"trainer": what `training.optim` says; "muon": Muon on the matrices and AdamW on the rest, which learns faster in
     short runs, for unsharded training (one process or DDP, no FSDP or ZeRO)."""
@@ -71,6 +74,7 @@ class RecipeConfig:
         require_some(self, "completions", "directory")
         require(self, one_of(("trainer", "muon")), "optimizer")
         require(self, one_of(QUANTIZATIONS), "target_quantization")
+        require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
@@ -86,6 +90,11 @@ class RecipeConfig:
                 f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "
                 "found none"
             )
+
+    @property
+    def stored_as(self) -> str:
+        """The model whose dtype "auto" saves in."""
+        return self.target
 
     def _select_on_acceptance(self) -> None:
         """Choose checkpoints by acceptance: the loss can fall while acceptance falls."""

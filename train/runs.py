@@ -1,16 +1,18 @@
 """What a training run leaves on disk, and how the next run finds it."""
 
 import errno
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import written_aside
+from draftsmith.train.files import parse_json, write_aside, written_aside
 
 
 def last_checkpoint(output_dir: str | None) -> str | None:
@@ -31,6 +33,24 @@ def save_model(
     with written_aside(directory) as aside:
         model.save_pretrained(aside, state_dict=state_dict)
         tokenizer.save_pretrained(aside)
+        if state_dict is not None:
+            declare_dtype(aside, next(tensor.dtype for tensor in state_dict.values() if tensor.is_floating_point()))
+
+
+def in_dtype(state_dict: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return weights in a dtype; tied ones stay tied, and whole numbers what they are."""
+    made: dict[tuple[int, torch.Size], Tensor] = {}
+    for tensor in state_dict.values():
+        if tensor.is_floating_point():
+            made.setdefault((tensor.data_ptr(), tensor.shape), tensor.to(dtype))
+    return {name: made.get((tensor.data_ptr(), tensor.shape), tensor) for name, tensor in state_dict.items()}
+
+
+def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
+    """Write into a saved model's config.json what its weights are stored in: the library writes that of memory."""
+    file = directory / "config.json"
+    config = parse_json(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
+    write_aside(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 @contextmanager

@@ -28,9 +28,9 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
 from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
-from draftsmith.train.models import tokenizer_size
+from draftsmith.train.models import DTYPES, load_config, stored_dtype, tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import full_disk_reported
+from draftsmith.train.runs import declare_dtype, full_disk_reported, in_dtype
 from draftsmith.train.sharding import check_sharding, shard_decoder
 
 
@@ -188,18 +188,27 @@ class RecipeTrainer(Trainer, ABC):
         directory = Path(output_dir or str(self.args.output_dir))
         if not self.args.should_save:
             return  # the weights are gathered already
-        if self._checkpoints is None:
-            state_dict = self.deployed_state(state_dict)
         with full_disk_reported(Path(str(self.args.output_dir))), files_written_aside(directory) as aside:
             self.write_model(str(aside), state_dict)
 
     def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
-        """Write the model into a directory, as the library does."""
-        super()._save(directory, state_dict)
+        """Write the model into a directory: as it trains in a checkpoint, otherwise as it is deployed."""
+        if self._checkpoints is not None:
+            return super()._save(directory, state_dict)
+        super()._save(directory, in_dtype(self.deployed_state(state_dict), self.save_dtype))
+        declare_dtype(Path(directory), self.save_dtype)
 
-    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any] | None:
+    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
         """Return the weights to deploy; a recipe overrides this where checkpoints hold others."""
-        return state_dict
+        return self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
+
+    @cached_property
+    def save_dtype(self) -> torch.dtype:
+        """The dtype of the weights to deploy."""
+        name, config = self.recipe.save_dtype, self.recipe
+        if name == "auto":
+            name = stored_dtype(load_config(config.stored_as, trust_remote_code=config.trust_remote_code))
+        return DTYPES[name]
 
     def compute_loss(
         self,

@@ -12,6 +12,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from pipelines import configured, furthest, history, weights
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -24,6 +25,7 @@ from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.shards import write_shard
 from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.losses.objective import Objective
+from draftsmith.train.models import load_config, stored_dtype
 from draftsmith.train.runs import save_model
 
 
@@ -234,6 +236,25 @@ def test_the_result_is_an_ordinary_directory(trained, tokenizer):
     assert record["config"]["divergence"] == "forward_kl" and record["config"]["temperature"] == 0.8
     assert record["config"]["training"]["max_steps"] == 4
     assert record["environment"]["torch"] == torch.__version__
+
+
+@pytest.mark.parametrize(("options", "dtype"), [({}, torch.bfloat16), ({"save_dtype": "float32"}, torch.float32)])
+def test_a_draft_is_saved_in_the_dtype_that_it_came_in(pipeline, tmp_path, tokenizer, options, dtype):
+    """A tied one, whose head is in the file once; what trains, and checkpoints, are float32."""
+    start = tiny_llama(1, len(tokenizer), layers=1, tie_word_embeddings=True).bfloat16()
+    save_model(start, tokenizer, tmp_path / "start")
+    training = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    options = {"draft": str(tmp_path / "start"), "training": training, **options}
+    trainer = command.distill(configured(pipeline, tmp_path / "out", **options))
+    saved, kept = (
+        load_file(tmp_path / "out" / name) for name in ("model.safetensors", "checkpoint-2/model.safetensors")
+    )
+    assert saved.keys() == kept.keys() and "lm_head.weight" not in saved
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32}
+    trained = trainer.model.state_dict()
+    assert all(torch.equal(tensor, trained[name].to(dtype)) for name, tensor in saved.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == dtype
+    assert stored_dtype(load_config(tmp_path / "out")) == str(dtype).removeprefix("torch.")
 
 
 def test_held_out_metrics_are_those_computed_by_hand(pipeline, trained):

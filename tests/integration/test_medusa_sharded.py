@@ -10,7 +10,7 @@ import pytest
 import torch
 from pipelines import furthest, weights
 from process_jobs import head_logits, headed
-from processes import forked
+from processes import forked, launch_environment, shipped
 from safetensors.torch import load_file
 
 from draftsmith.medusa import MedusaHeads
@@ -52,7 +52,9 @@ def planned_joint(pipeline: Path, strategy: str) -> dict[str, dict]:
         "full": {"backbone": "full", "warmup_heads": 0.3, **options},
         "cold": {"backbone": "full", **options},
     }
-    names = {"one": ("lora", "full", "cold"), "zero2": ("cold",)}.get(strategy, ("lora", "full"))
+    runs["adapters"] = runs["lora"] | {"warmup_heads": 0.0}
+    zero = ("cold", "adapters")
+    names = {"one": tuple(runs), "zero2": zero, "zero3": zero}.get(strategy, ("lora", "full"))
     return {name: runs[name] for name in names}
 
 
@@ -69,7 +71,7 @@ def together(request, pipeline, tmp_path_factory):
     return request.param, forked(headed, pipeline, output, planned(pipeline, 2), strategy=request.param), output
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero2"])
+@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero2", "zero3"])
 def joined(request, pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp(f"joint-{request.param}")
     runs = planned_joint(pipeline, request.param)
@@ -165,10 +167,31 @@ def test_a_backbone_is_trained_as_in_one_process_and_saved_whole(pipeline, alone
         assert (output / name / "backbone" / "tokenizer.json").is_file()
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_adapters_are_trained_in_float32_on_a_backbone_in_half_precision(pipeline, alone, tmp_path, strategy):
+    options = planned_joint(pipeline, "one")["adapters"] | {"target_dtype": "bfloat16", "save_dtype": "bfloat16"}
+    found = forked(headed, pipeline, tmp_path, {"run": options}, strategy=strategy)
+    kept = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32} and any("lora_" in name for name in kept)
+    saved = load_file(tmp_path / "run" / "backbone" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    for rank in found:  # three significant digits, of all weights but the heads' and the adapters'
+        assert logged(rank["run"], "loss") == pytest.approx(logged(alone[0]["adapters"], "loss"), rel=0.02)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_a_backbone_is_trained_under_the_launchers_that_ship(pipeline, alone, tmp_path, strategy):
+    """Their sizes are "auto": the backbone's config says how many."""
+    launch, options = launch_environment(*shipped(strategy)), planned_joint(pipeline, "one")["adapters"]
+    found = forked(headed, pipeline, tmp_path, {"run": options}, True, strategy=strategy, launch=launch)
+    for rank in found:
+        assert (rank["run"]["ran"]["stage"], rank["run"]["ran"]["num_processes"]) == (int(strategy[-1]), 2)
+    assert_same_run(alone[0]["adapters"], [rank["run"] for rank in found])
+
+
 @pytest.mark.parametrize(
     ("strategy", "options", "message"),
     [
-        ("zero3", {"backbone": "full"}, "backbone: expected frozen under DeepSpeed ZeRO-3"),
         ("zero2", {"backbone": "lora", "warmup_heads": 0.5}, "warmup_heads: expected 0 under DeepSpeed"),
         ("ddp", {"hydra": True, "target_sharded": True}, "target_sharded: expected false for Hydra heads"),
     ],

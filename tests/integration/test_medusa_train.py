@@ -11,7 +11,7 @@ import torch
 from conftest import tiny_llama
 from pipelines import furthest, heads_configured, history, weights
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from draftsmith.decode.errors import InputError
@@ -31,6 +31,7 @@ from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
+from draftsmith.train.trainer import RecipeTrainer
 
 T = 0.8
 """The temperature of the runs whose numbers are computed by hand."""
@@ -456,14 +457,18 @@ def test_a_truncated_vocabulary_is_measured_over_all_tokens_and_its_loss_is_fini
     assert found["eval_loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
-def test_the_most_frequent_tokens_are_kept(pipeline):
+def test_the_most_frequent_tokens_are_kept_and_the_lowest_ids_fill_up(pipeline, caplog):
     data = training_examples([str(pipeline / "long")])
     tokens = [x for labels in data["labels"] for x in labels if x != IGNORED]
     ranked = sorted(set(tokens), key=lambda x: (-tokens.count(x), x))
-    assert frequent_tokens(data, 9).tolist() == sorted(ranked[:9])
-    assert len(frequent_tokens(data, len(ranked))) == len(ranked)
-    with pytest.raises(InputError, match=f"at most the {len(ranked)} different tokens of the completions, found 299"):
-        frequent_tokens(data, 299)
+    assert frequent_tokens(data, 9, 300).tolist() == sorted(ranked[:9])
+    assert frequent_tokens(data, len(ranked), 300).tolist() == sorted(ranked)
+    assert not caplog.records
+    lowest = [token for token in range(300) if token not in ranked][:4]
+    assert frequent_tokens(data, len(ranked) + 4, 300).tolist() == sorted([*ranked, *lowest])
+    assert f"the completions hold {len(ranked)} different tokens; 4 more" in caplog.text
+    with pytest.raises(InputError, match="draft_vocabulary: expected at most 300, found 301"):
+        frequent_tokens(data, 301, 300)
 
 
 # Medusa-2.
@@ -588,6 +593,7 @@ def test_joint_training_warms_up_and_leaves_two_models(pipeline, tmp_path, monke
     with torch.no_grad():
         assert (plain(ids).logits - trained(ids).logits).abs().max() < 1e-4
     found.check_fits(plain)
+    assert plain.config.use_cache and plain.config.eos_token_id == trained.config.eos_token_id
     changed = furthest(weights(tmp_path / "out" / "backbone"), weights(pipeline / "target"))
     assert changed > 1e-4
 
@@ -634,6 +640,65 @@ def test_layers_of_the_backbone_may_be_computed_twice(pipeline, tmp_path):
     )
     assert history(again, "loss") == pytest.approx(history(plain, "loss"), rel=1e-5)
     assert history(again, "grad_norm") == pytest.approx(history(plain, "grad_norm"), rel=1e-4)
+
+
+class Whole(nn.Linear):
+    """Stands in for a layer of bitsandbytes: whole numbers and a scale a row, which the forward multiplies."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        scale = linear.weight.abs().amax(1, keepdim=True) / 127
+        self.weight = nn.Parameter((linear.weight / scale).round().to(torch.int8), requires_grad=False)
+        self.register_buffer("scale", scale)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight * self.scale)
+
+
+@pytest.fixture
+def quantised(monkeypatch):
+    """Has the command load a target whose largest maps are `Whole`."""
+
+    def load(config, tokenizer):
+        model = load_model(config.target, dtype="float32", device="cpu")
+        for layer in model.model.layers:
+            layer.mlp.up_proj = Whole(layer.mlp.up_proj)
+        model.config.quantization_config = {"quant_method": "a stand-in"}
+        return model
+
+    monkeypatch.setattr(command, "load_target", load)
+
+
+def test_adapters_of_a_quantised_backbone_are_merged_into_what_it_was_read_from(pipeline, tmp_path, quantised):
+    options = JOINT["lora"] | {"target_quantization": "8bit", "training": {"max_steps": 3, "save_steps": 2}}
+    options["training"]["save_strategy"] = "steps"
+    trainer = command.train_heads(heads_configured(pipeline, tmp_path, **options))
+    kept = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(name.startswith("heads.") or "lora_" in name for name in kept)
+    assert history(trainer, "loss")[2] < history(trainer, "loss")[0]
+    found, stored = weights(tmp_path / "backbone"), weights(pipeline / "target")
+    adapters = trainer.model.backbone.model.layers[0].mlp.up_proj
+    delta = adapters.scaling["default"] * adapters.lora_B["default"].weight @ adapters.lora_A["default"].weight
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert delta.abs().max() > 1e-4
+    torch.testing.assert_close(found[name], stored[name] + delta)
+    assert furthest({"": found["lm_head.weight"]}, {"": stored["lm_head.weight"]}) == 0
+    assert "quantization_config" not in json.loads((tmp_path / "backbone" / "config.json").read_text())
+
+
+def test_a_backbone_that_is_quantised_is_refused_where_it_cannot_be_trained(pipeline, tmp_path, quantised, monkeypatch):
+    """Read from a quantised checkpoint, nothing is there to merge adapters into; and whole numbers are not sharded."""
+    with pytest.raises(InputError, match="target: expected a checkpoint in floating point for a backbone in training"):
+        command.train_heads(heads_configured(pipeline, tmp_path, **JOINT["lora"]))
+    create = RecipeTrainer.create_accelerator_and_postprocess
+
+    def sharded(trainer: RecipeTrainer) -> None:
+        create(trainer)
+        trainer.is_fsdp_enabled = True
+
+    monkeypatch.setattr(RecipeTrainer, "create_accelerator_and_postprocess", sharded)
+    with pytest.raises(InputError, match="target_quantization: expected none for a backbone that FSDP or DeepSpeed"):
+        command.train_heads(heads_configured(pipeline, tmp_path, **JOINT["lora"], target_quantization="4bit"))
 
 
 # What training leaves behind. Checkpoints, resuming and non-finite losses of the shared trainer: test_reliability.py.
@@ -756,7 +821,7 @@ def test_the_command_trains_or_refuses_in_one_line(pipeline, tmp_path, tokenizer
     assert "num_head" in fails(capsys, ["--config", str(tmp_path / "bad.yaml")])
     for flag, value, message in (
         ("heads", str(tmp_path / "gone"), "Medusa heads: expected a model directory or a hub id, found nothing at"),
-        ("draft_vocabulary", "299", "draft_vocabulary: expected at most the"),
+        ("draft_vocabulary", "301", "draft_vocabulary: expected at most 3"),
     ):
         assert message in fails(capsys, [*flags, f"--{flag}", value])
     for name, other in {"hidden_size": tiny_llama(0, len(tokenizer), hidden=16), "vocab_size": tiny_llama(0)}.items():

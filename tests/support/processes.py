@@ -112,6 +112,15 @@ def launch_environment(*flags: str) -> dict[str, str]:
     return {name: value for name, value in made.items() if name.startswith(("ACCELERATE", "FSDP"))}
 
 
+def shipped(name: str) -> tuple[str, ...]:
+    """Return the flags of `accelerate launch` for a launcher's file that the project ships."""
+    configs = Path(__file__).parents[2] / "configs"
+    flags = ("--config_file", str(configs / "accelerate" / f"{name}.yaml"))
+    if name.startswith("zero"):
+        flags += ("--deepspeed_config_file", str(configs / "deepspeed" / f"{name}.json"))
+    return flags
+
+
 def enter(strategy: str, launched: bool = False) -> dict[str, Any]:
     """Prepare a rank for one run under a strategy.
 
