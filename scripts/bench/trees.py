@@ -66,10 +66,10 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
     costs = round_costs(target, heads, calibration_text(planned), planned.rows, median, config.compiled, trees)
 
     target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
-    options = {"max_new_tokens": config.max_new_tokens, "do_sample": False, "compiled": config.compiled}
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False, "compiled": config.compiled}
     methods: dict[str, Any] = {"plain": partial(autoregressive_generate, target, **options)}
     for tree in trees:
-        drafted = {"draft_length": tree.depth, **options}
+        drafted: dict[str, Any] = {"draft_length": tree.depth, **options}
         methods[f"{len(tree)} nodes"] = partial(speculative_generate, target, MedusaProposer(heads, tree), **drafted)
     encoded = encoded_prompts(config.prompts, tokenizer, config.limit, MAX_PROMPT_TOKENS)
     prompts = [torch.tensor([ids], device=target.device) for ids in encoded]
