@@ -7,8 +7,8 @@ from pathlib import Path
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.cli import run
 from draftsmith.train.data.packing import pack, require_packing
+from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import check_same_tokenizer, load_tokenizer, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
@@ -59,4 +59,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_rank(main))

@@ -8,8 +8,8 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
-from draftsmith.train.cli import run
 from draftsmith.train.data.packing import pack, require_packing
+from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
 
@@ -58,4 +58,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_rank(main))

@@ -1,13 +1,18 @@
 """The `draftsmith` command: a table of commands, imported by need, so that `--help` does not wait for torch."""
 
+import logging
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from draftsmith.train.cli import flags, parse_config, run
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.train.cli import INTERRUPTED, check_fields, flags, parse_config, run
+from draftsmith.train.job.ranks import killed
 
 COMMANDS = {
     "quickstart": ("the whole way on the embedded target, in minutes on a laptop CPU", "configs:QuickstartConfig"),
@@ -53,6 +58,9 @@ PACKAGES = ("doctor", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 TRAINING = ("distill", "medusa")
 """Commands that `accelerate launch` starts."""
+LAUNCHER = ["-m", "accelerate.commands.launch"]
+NO_FILE = "<N/A>"
+"""How torch's launcher calls the file of a process that left no message."""
 USAGE = "\n".join(
     [
         "usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]",
@@ -87,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(LAUNCH_USAGE.format(name=name))
         return run(lambda: parse_config(config_class(name), rest, prog=f"draftsmith {name}"))
     if name in TRAINING:
-        return run(lambda: _become(*launch_command(name, rest)))
+        return run(lambda: _train(name, rest))
     module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
 
     def command() -> int:
@@ -136,19 +144,63 @@ def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict
         count, environment = processes or 0, {}
         options = [] if file is None else ["--config_file", file]
     options += ["--num_processes", str(count)] if count else []
-    return [sys.executable, "-m", "accelerate.commands.launch", *options, *recipe], environment
+    return [sys.executable, *LAUNCHER, *options, *recipe], environment
 
 
-def _become(command: list[str], environment: dict[str, str]) -> int:
+def _train(name: str, arguments: Sequence[str]) -> int:
+    """Start a training run, and end as it does."""
+    _, _, recipe = _launcher_flags(arguments)
+    check_fields(config_class(name), recipe)  # what is wrong with them is said before seconds of imports, and once
+    command, environment = launch_command(name, arguments)
+    if command[1:3] == LAUNCHER:
+        os.environ |= environment
+        return _launched(command[3:])
     # In place of this process: signals and exit codes are those of the run.
     os.execve(command[0], command, os.environ | environment)
+
+
+def _launched(arguments: Sequence[str]) -> int:
+    """Do what `accelerate launch` does, without its traceback and torch's table of all processes behind one's own line.
+
+    Returns:
+        The exit code of the process that failed first, or 0; 1 where a signal ended it, of which this tells.
+
+    Raises:
+        InputError: a file of accelerate's, or options beside it, that it does not take.
+    """
+    from accelerate.commands.launch import launch_command as accelerate_launch
+    from accelerate.commands.launch import launch_command_parser
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    for module in ("multiprocessing.api", "agent.server.api"):  # which processes they end, and why
+        logging.getLogger(f"torch.distributed.elastic.{module}").disabled = True
+    try:
+        accelerate_launch(launch_command_parser().parse_args(arguments))
+    except ChildFailedError as error:
+        failures = sorted(error.failures.items(), key=lambda item: item[1].error_file == NO_FILE)
+        if failures[0][1].error_file == NO_FILE:  # none of them spoke
+            for rank, failure in failures:
+                if failure.exitcode < 0 and -failure.exitcode != signal.SIGTERM:  # which is how the others are ended
+                    print(killed(f"rank {rank}", f" by {failure.signal_name()}"), file=sys.stderr)
+                    return 1
+        return next((failure.exitcode for _, failure in failures if failure.exitcode > 0), 1)
+    except subprocess.CalledProcessError as error:
+        return error.returncode if error.returncode > 0 else 128 - error.returncode
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:  # the run has said what it kept
+        return INTERRUPTED
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise InputError(
+            f"accelerate_config: expected what accelerate can launch, found: {first_line(error)}"
+        ) from error
+    return 0
 
 
 def _launcher_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[str]]:
     """Take accelerate's file and the number of processes out of the arguments; return them and the others."""
     import argparse
-
-    from draftsmith.decode.errors import InputError
 
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--processes", type=int)

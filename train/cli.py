@@ -40,9 +40,32 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
     Raises:
         InputError: an unknown key, a missing or ill-typed value, an unreadable file.
     """
+    values = _values(cls, argv, prog, whole=True)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    for field in fields:
+        value = values.get(field.name)
+        BELOW_MOST.check(field.name, [value] if isinstance(value, int) else [])
+    return cls(**{f.name: values[f.name] for f in fields if f.init})
+
+
+def check_fields(cls: type[Any], argv: Sequence[str]) -> None:
+    """Require that a config's fields are there and of their types, whatever stands in `training`: in no time.
+
+    Raises:
+        InputError: as of `parse_config`.
+    """
+    _values(cls, argv, None, whole=False)
+
+
+def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole: bool) -> dict[str, Any]:
+    """Return the values of a config's fields; `whole` with the library's TrainingArguments, which take long to import.
+
+    Raises:
+        InputError: as of `parse_config`.
+    """
     import jsonargparse
 
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)
     arguments = flags(sys.argv[1:] if argv is None else argv, {f"--{f.name}" for f in fields if f.type is bool})
     helps = bool({"-h", "--help"} & set(arguments))
     if helps:  # what a field means is written below it: to read that takes as long as all else, and help alone shows it
@@ -53,6 +76,8 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
     parser.add_class_arguments(cls, skip={"training"} if trains else None)
     if trains and helps and "training" not in arguments:
         parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
+    elif trains and not whole:
+        parser.add_argument("--training", type=dict[str, Any])
     elif trains:
         from transformers import TrainingArguments
 
@@ -62,13 +87,10 @@ def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str
         if flag == "--config":
             _require_unique_keys(file or following)
     try:
-        values = vars(parser.instantiate(parser.parse_args(arguments)))
+        parsed = parser.parse_args(arguments)
+        return vars(parser.instantiate(parsed) if whole else parsed)
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
         raise InputError(" ".join(str(error).split())) from error
-    for field in fields:
-        value = values.get(field.name)
-        BELOW_MOST.check(field.name, [value] if isinstance(value, int) else [])
-    return cls(**{f.name: values[f.name] for f in fields if f.init})
 
 
 def _require_unique_keys(file: str) -> None:
@@ -131,11 +153,20 @@ def flags(arguments: Sequence[str], switches: Set[str] = frozenset()) -> list[st
     return spelled
 
 
-def run(main: Callable[[], int | None]) -> int:
+def to_stderr(line: str, code: int) -> None:
+    """Say how a command ends."""
+    print(line, file=sys.stderr)
+
+
+def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_stderr) -> int:
     """Run a command, and end what is not its fault in one line; anything else is ours and raises.
 
     What a terminal has no characters for is written as its code. A `KeyboardInterrupt` whose work is kept says so in a
     note (`add_note`), which is printed.
+
+    Args:
+        main: the command.
+        say: what is done with that line and the exit code.
 
     Returns:
         What the command returns, or 0; 2 for an `InputError`, a disk that cannot be written and a lack of memory; 130
@@ -167,7 +198,7 @@ def run(main: Callable[[], int | None]) -> int:
             raise
         code = 2
     if line:
-        print(line, file=sys.stderr)
+        say(line, code)
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter must not try once more as it ends

@@ -12,10 +12,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.generate import other_target
+from draftsmith.train.job import ranks
 from draftsmith.train.models import check_head, load_config, load_model, resolve_dtype
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import last_checkpoint
+from draftsmith.train.runs import interruption_told, last_checkpoint
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
@@ -60,7 +61,8 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     """
     config, args = trainer.recipe, trainer.args
     output = Path(str(args.output_dir))
-    trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if config.resume else None)
+    with interruption_told(str(output)):
+        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if config.resume else None)
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     trainer.save_model()
@@ -73,9 +75,13 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
 
 
 def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[str] | None, prog: str) -> None:
-    """Parse the config, train, and end the process group, without which gloo may abort after correct output."""
-    try:
-        recipe(parse_config(kind, argv, prog=prog))
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+    """Parse the config, train, and end the process group, without which gloo may abort after correct output.
+
+    After an exception it is left as it is, since its end would wait for the others: `ranks.run_rank` ends them.
+    """
+    config = parse_config(kind, argv, prog=prog)
+    ranks.watch(config.training.device)
+    recipe(config)
+    ranks.finish()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -54,6 +54,17 @@ def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
 
 
 @contextmanager
+def interruption_told(directory: str) -> Iterator[None]:
+    """Have a run that is interrupted say which checkpoint it kept."""
+    try:
+        yield
+    except KeyboardInterrupt as interruption:
+        if (kept := last_checkpoint(directory)) is not None:
+            interruption.add_note(f"{Path(kept).name} is kept in {directory}")
+        raise
+
+
+@contextmanager
 def full_disk_reported(directory: Path) -> Iterator[None]:
     """Turn what libraries raise when the disk is full into one line that says what is still there.
 

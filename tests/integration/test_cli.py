@@ -45,7 +45,8 @@ REFUSAL = """
 import sys
 from draftsmith.scripts import cli
 
-for name in ("measure", "tune", "profile", "generate", "doctor", "medusa-tree", "prepare", "cache", "quickstart"):
+for name in ("measure", "tune", "profile", "generate", "doctor", "medusa-tree", "prepare", "cache", "quickstart",
+             "distill", "medusa"):
     assert cli.main([name, "--no_such_field", "1"]) == 2, name
     heavy = {"torch", "transformers", "datasets", "scipy", "matplotlib"} & set(sys.modules)
     assert not heavy, (name, heavy)
@@ -55,7 +56,7 @@ for name in ("measure", "tune", "profile", "generate", "doctor", "medusa-tree", 
 def test_a_bad_config_is_refused_before_anything_heavy_is_imported():
     done = subprocess.run([sys.executable, "-c", REFUSAL], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stderr.count("error: ") == done.stderr.count("no_such_field") == 9
+    assert done.stderr.count("error: ") == done.stderr.count("no_such_field") == 11
 
 
 @pytest.mark.parametrize("argument", ["version", "--version", "-V"])
@@ -121,9 +122,10 @@ def test_the_process_becomes_the_run(machine, monkeypatch):
     machine(0)
     started = []
     monkeypatch.setattr(cli.os, "execve", lambda *arguments: started.append(arguments))
-    cli.main(["medusa", "--config", "c.yaml"])
+    recipe = ["--target", "t", "--completions", "[c]", "--training.max_steps", "3"]
+    cli.main(["medusa", *recipe])
     ((path, command, environment),) = started
-    assert path == sys.executable and command[1:] == ["-m", "draftsmith.medusa", "--config", "c.yaml"]
+    assert path == sys.executable and command[1:] == ["-m", "draftsmith.medusa", *recipe]
     assert environment == dict(cli.os.environ)
 
 
@@ -154,6 +156,6 @@ def test_bad_input_of_a_recipe_is_one_line_and_exit_code_2(machine, monkeypatch,
     machine(0)
     monkeypatch.setattr(cli.os, "execve", become)
     with pytest.raises(SystemExit) as end:
-        cli.main(["distill", "--processes", "1", "--config", str(tmp_path / "gone.yaml")])
+        cli.main(["distill", "--processes", "1", "--target", str(tmp_path), "--draft", "d", "--completions", "[c]"])
     out, err = capfd.readouterr()
     assert end.value.code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1

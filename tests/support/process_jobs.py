@@ -3,6 +3,8 @@
 import gc
 import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.losses.inside_forward import open_forward
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
@@ -83,6 +86,31 @@ def _logits(heads: MedusaHeads) -> torch.Tensor:
         ],
         dim=1,
     )
+
+
+def failing(strategy: str, argv: list[str], faults: dict[int, str]) -> int:
+    """Run `python -m draftsmith.distill` as a rank, in the second step of which some ranks come to harm."""
+    enter(strategy)
+    fault, compute = faults.get(int(os.environ["RANK"])), DistillTrainer.summed_loss
+
+    def harmed(self: Any, *args: Any) -> torch.Tensor:
+        loss = compute(self, *args)
+        if fault is None or self.state.global_step < 1:
+            return loss
+        if fault == "nan":
+            return loss * float("nan")
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "interrupted":
+            signal.raise_signal(signal.SIGINT)
+        if fault == "stuck":
+            time.sleep(600)
+        if fault == "memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise RuntimeError("no such luck")
+
+    DistillTrainer.summed_loss = harmed
+    return run_rank(lambda: command.main(argv))
 
 
 def _config(

@@ -57,11 +57,7 @@ def forked(job: Callable[..., Any], *args: Any, strategy: str, launch: dict[str,
         strategy: "one" or one of `STRATEGIES`.
         launch: environment variables that `accelerate launch` would set.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP"))}
-    with mock.patch.dict(os.environ, clean | ENVIRONMENT, clear=True):
-        multiprocessing.forkserver.ensure_running()
+    _serve_forks()
     count = 1 if strategy == "one" else 2
     with tempfile.TemporaryDirectory() as name:
         meeting = Path(name)
@@ -80,7 +76,41 @@ def forked(job: Callable[..., Any], *args: Any, strategy: str, launch: dict[str,
         return [torch.load(meeting / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def _rank(rank: int, count: int, strategy: str, launch: dict[str, str], meeting: Path, job: Any, args: Any) -> None:
+def ended(job: Callable[..., int], *args: Any) -> list[tuple[int, str]]:
+    """Run `job(*args)`, a command that returns its exit code, in two processes under DDP.
+
+    Returns:
+        How each ended: its exit code (negative: the signal that ended it), and what it said.
+    """
+    _serve_forks()
+    with tempfile.TemporaryDirectory() as name:
+        args = (2, "ddp", {"ACCELERATE_USE_CPU": "true"}, Path(name), job, args)
+        context = start_processes(_left, args, 2, join=False, start_method="forkserver")
+        end = time.monotonic() + SECONDS
+        for process in context.processes:
+            process.join(max(0, end - time.monotonic()))
+            if process.exitcode is None:
+                process.kill()
+                process.join()
+        return [
+            (process.exitcode, (Path(name) / f"{rank}.log").read_text())
+            for rank, process in enumerate(context.processes)
+        ]
+
+
+def _left(rank: int, *args: Any) -> None:
+    os._exit(_rank(rank, *args))
+
+
+def _serve_forks() -> None:
+    """Start the process that ranks are forked from."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE", "FSDP"))}
+    with mock.patch.dict(os.environ, clean | ENVIRONMENT, clear=True):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _rank(rank: int, count: int, strategy: str, launch: dict[str, str], meeting: Path, job: Any, args: Any) -> Any:
     log = os.open(meeting / f"{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
@@ -92,10 +122,12 @@ def _rank(rank: int, count: int, strategy: str, launch: dict[str, str], meeting:
         torch.distributed.init_process_group(
             "gloo", f"file://{meeting}/store", timedelta(seconds=SECONDS), world_size=count, rank=rank
         )
-    torch.save(job(strategy, *args), meeting / f"{rank}.pt")
-    if count > 1:
+    found = job(strategy, *args)
+    torch.save(found, meeting / f"{rank}.pt")
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+    return found
 
 
 def launch_environment(*flags: str) -> dict[str, str]:

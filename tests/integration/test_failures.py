@@ -1,0 +1,127 @@
+"""How a job of two processes ends when one comes to harm: both at once, with one message, that of the one it befell."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from process_jobs import failing
+from processes import ended, exit_code
+
+from draftsmith.scripts import cli
+
+pytestmark = pytest.mark.slow
+
+MEMORY = "error: memory: expected enough for this run, found too little for 2.00 GiB; try a smaller batch"
+
+
+def arguments(pipeline, output, **options) -> list[str]:
+    training = {"output_dir": output, "max_steps": 4, "per_device_train_batch_size": 1, "learning_rate": 3e-3}
+    training |= {"use_cpu": "true", "report_to": "none", "disable_tqdm": "true"}
+    training |= {"save_strategy": "steps", "save_steps": 1}
+    options = {
+        "target": pipeline / "target",
+        "draft": pipeline / "draft",
+        "completions": f"[{pipeline / 'long'}]",
+    } | options
+    options |= {f"training.{name}": value for name, value in training.items()}
+    return [part for name, value in options.items() for part in (f"--{name}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("faults", "code", "said"),
+    [
+        ({1: "broken"}, 1, "rank 1: Traceback (most recent call last):"),
+        ({0: "broken"}, 1, "rank 0: Traceback (most recent call last):"),
+        ({1: "memory"}, 2, f"rank 1: {MEMORY}"),
+        ({0: "memory", 1: "memory"}, 2, MEMORY),
+        ({1: "killed"}, 1, "error: rank 1 on"),
+        ({0: "killed"}, 1, "error: rank 0 on"),
+        ({0: "stuck", 1: "memory"}, 2, f"rank 1: {MEMORY}"),
+        ({1: "interrupted"}, 130, "rank 1: interrupted: checkpoint-1 is kept in"),
+    ],
+)
+def test_what_befalls_a_rank_ends_the_job_with_its_message_alone(pipeline, tmp_path, faults, code, said):
+    found = ended(failing, arguments(pipeline, tmp_path / "out"), faults)
+    assert [end for end, _ in found] == [-signal.SIGKILL if faults.get(rank) == "killed" else code for rank in range(2)]
+    spoken = "".join(text for _, text in found)
+    lines = [line for line in spoken.splitlines() if "rank " in line or "rror" in line or "Traceback" in line]
+    assert said in lines[0]
+    if "Traceback" in said:
+        assert spoken.count("Traceback") == 1 and lines[-1] == "RuntimeError: no such luck"
+    else:
+        assert len(lines) == 1
+
+
+def test_what_all_ranks_meet_is_said_once(pipeline, tmp_path):
+    found = ended(failing, arguments(pipeline, tmp_path / "out", completions="[/nowhere]"), {})
+    assert [code for code, _ in found] == [2, 2]
+    spoken = "".join(text for _, text in found)
+    assert spoken.count("error: ") == 1 and "/nowhere" in spoken
+
+
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from draftsmith.decode.errors import InputError
+from draftsmith.train.job.ranks import run_rank
+
+fault, first, begun = sys.argv[1], os.environ["RANK"] == "0", Path(sys.argv[2])
+
+def main():
+    if fault == "input":
+        raise InputError("completions: expected some, found none")
+    if first and fault == "interrupted":
+        while not begun.exists():
+            time.sleep(0.05)
+        os.kill(os.getppid(), signal.SIGINT)
+    begun.touch()
+    if first or fault == "interrupted":
+        time.sleep(60)
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("no such luck")
+
+sys.exit(run_rank(main))
+"""
+
+
+def launched(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    """Run the launcher behind `draftsmith distill`; return its exit code and what stood in the terminal."""
+    said = tmp_path / "said"
+
+    def work() -> None:
+        sys.stderr = said.open("w", buffering=1)
+        os.dup2(sys.stderr.fileno(), 2)
+        os._exit(cli.run(lambda: cli._launched(arguments)))
+
+    return exit_code(work), said.read_text()
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("input", 2, "error: completions: expected some, found none"),
+        ("killed", 1, "error: rank 1 ended without a word: expected it to finish, found it killed by SIGKILL"),
+        ("broken", 1, "RuntimeError: no such luck"),
+        ("interrupted", 130, "interrupted: nothing was kept; run the same command again"),
+    ],
+)
+def test_the_command_ends_with_our_line_and_our_code(tmp_path, fault, code, said):
+    (tmp_path / "rank.py").write_text(RANK)
+    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    options += ["--dynamo_backend", "no", "--main_process_port", "0", str(tmp_path / "rank.py")]
+    found, text = launched(tmp_path, *options, fault, str(tmp_path / "begun"))
+    assert found == code
+    assert text.splitlines()[-1].startswith(said) and text.count("Traceback") == (fault == "broken")
+    assert fault == "broken" or text.count("\n") == 1
+
+
+def test_a_file_that_accelerate_does_not_take_is_one_line(tmp_path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nno_such_key: 1\n")
+    code, text = launched(tmp_path, "--config_file", str(file), "-m", "draftsmith.distill")
+    assert code == 2 and text.count("\n") == 1
+    assert text.startswith("error: accelerate_config: expected what accelerate can launch, found: ")
+    assert "no_such_key" in text

@@ -1,0 +1,230 @@
+"""How the processes of one job end: after a failure all of them, at once, with one message, of the first that failed.
+
+A process that waits for another in a collective learns nothing of its end, on NCCL for minutes. So each holds a socket
+to the first process: however a process ends, by a kill too, its socket closes, and the others end as well.
+
+Light: nothing here imports torch before a job of several processes has begun.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from draftsmith.train.cli import run
+
+GRACE = 1.0
+"""Seconds that a process waits before it speaks of what may be another's fault, which is then told first."""
+LONGEST = 10.0
+"""Seconds that it waits for another's word, or for its turn."""
+FINE, SPEAK = "fine", "speak"
+"""Beside these, what is sent is the exit code of a process that failed."""
+
+_watch: "Watch | None" = None
+
+
+class Watch:
+    """A socket between each process of a job and the first, and threads that read them."""
+
+    def __init__(self, rank: int, count: int, device: Any):
+        """Connect this process; all of a job's do so together, once they have their process group.
+
+        Args:
+            rank: of this process.
+            count: of processes.
+            device: where the process group can broadcast from.
+        """
+        import torch
+
+        self.rank = rank
+        self._lock, self._failed, self._done = threading.Lock(), False, False
+        self._turn = threading.Event()
+        self._peers: list[socket.socket] = []
+        server = socket.create_server(("", 0), backlog=count) if rank == 0 else None
+        meeting = [(server.getsockname()[1], secrets.token_hex(8)) if server else None]
+        torch.distributed.broadcast_object_list(meeting, src=0, device=device)
+        port, self._token = meeting[0] or (0, "")
+        if server is not None:
+            _in_background(self._accept, server)
+            return
+        first = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), timeout=LONGEST)
+        first.settimeout(None)
+        self._peers.append(first)
+        self._send(f"{self._token} {rank} {socket.gethostname()}")
+        _in_background(self._listen, first)
+
+    def claims(self, code: int) -> bool:
+        """Say whether this process is the first that failed, and may speak; it does not return where it has to go."""
+        if self.rank == 0:
+            if self._is_first():
+                return True
+            time.sleep(LONGEST)
+            return False
+        self._send(str(code))
+        return self._turn.wait(LONGEST)
+
+    def end(self, code: int) -> NoReturn:
+        """Leave without waiting for anything, and have the others do so too."""
+        if self.rank == 0:
+            self._send(str(code))
+        os._exit(code)
+
+    def finish(self) -> None:
+        """Take leave: the end of this process is no failure any more."""
+        self._done = True
+        self._send(FINE)
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            _in_background(self._serve, server.accept()[0])
+
+    def _serve(self, peer: socket.socket) -> None:
+        """Hear one of the others out, in the first process."""
+        code, (token, rank, host) = 1, ("", "", "")
+        with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
+            token, rank, host = lines.readline().split()
+            if token != self._token:
+                return
+            self._peers.append(peer)
+            for line in lines:
+                if line.strip() == FINE:
+                    return
+                code = int(line)
+                if self._is_first():
+                    peer.sendall(f"{SPEAK}\n".encode())
+        if self._done or not rank:
+            return
+        if self._is_first():
+            _say_of_killed(rank, host)
+        self.end(code)
+
+    def _listen(self, first: socket.socket) -> None:
+        """Hear the first process, in another."""
+        with contextlib.suppress(OSError), first.makefile() as lines:
+            for line in lines:
+                if line.strip() == FINE:
+                    return
+                if line.strip() != SPEAK:
+                    os._exit(int(line))
+                self._turn.set()
+        if self._done:
+            return
+        if self.rank == 1:
+            _say_of_killed("0", os.environ.get("MASTER_ADDR", "this machine"))
+        time.sleep(GRACE)
+        os._exit(1)
+
+    def _is_first(self) -> bool:
+        with self._lock:
+            first, self._failed = not self._failed, True
+        return first
+
+    def _send(self, line: str) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(OSError):  # it has ended
+                peer.sendall(f"{line}\n".encode())
+
+
+def watch(device: Any) -> None:
+    """Have this job end as one, from now on until `finish`; do nothing in a job of one process."""
+    global _watch
+    import torch.distributed as dist
+
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        _watch = Watch(dist.get_rank(), dist.get_world_size(), device)
+
+
+def finish() -> None:
+    """End this process's part in a job that went well."""
+    global _watch
+    if _watch is not None:
+        _watch.finish()
+        _watch = None
+
+
+def run_rank(main: Callable[[], int | None]) -> int:
+    """Run a command as one process of a job; as `cli.run` does where there is but one.
+
+    The first process that fails says why, in one line or, where the fault is ours, with its traceback. It and all the
+    others leave at once, without waiting for collectives and destructors.
+
+    Returns:
+        The exit code: that of a job that went well, or of one process; otherwise this does not return.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return run(main)
+    try:
+        code = run(main, _say)
+    except SystemExit as end:  # what was wrong is said by another process
+        code = end.code if isinstance(end.code, int) else 1
+        time.sleep(LONGEST if code else 0)
+    except BaseException as error:
+        code = 1
+        time.sleep(GRACE)  # what a peer's end did to this process is no news
+        _say("".join(traceback.format_exception(error)).rstrip(), code)
+    if code == 0:
+        return 0
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    if _watch is not None:
+        _watch.end(code)
+    os._exit(code)
+
+
+def killed(who: str, how: str = "") -> str:
+    """Return what is said of a process that could not say anything itself."""
+    why = "for want of memory or by the scheduler; run the same command again"
+    return f"error: {who} ended without a word: expected it to finish, found it killed{how}, {why}"
+
+
+def _say(message: str, code: int) -> None:
+    """Print how this process failed, if it is the first to; the launcher finds it in a file, too."""
+    if _watch is not None:
+        if _watch.claims(code):
+            _print(f"rank {_watch.rank}: {message}")
+    elif _first_on_this_machine():
+        _print(message)
+    else:
+        time.sleep(GRACE)  # as long as another may need to say it
+
+
+def _say_of_killed(rank: str, host: str) -> None:
+    time.sleep(GRACE / 2)  # a launcher on the same machine ends this process, and says it better
+    _print(killed(f"rank {rank} on {host}"))
+
+
+def _print(message: str) -> None:
+    path = _error_file()
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
+    print(message, file=sys.stderr, flush=True)
+
+
+def _first_on_this_machine() -> bool:
+    """Say whether no other process of this job has spoken yet, before there is a process group."""
+    path = _error_file()
+    try:
+        if path is not None:
+            (path.parents[1] / "spoken").touch(exist_ok=False)
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
+    return True
+
+
+def _error_file() -> Path | None:
+    """Return where torch's launcher looks for what a process died of: ATTEMPT/RANK/error.json; None without one."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def _in_background(work: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=work, args=arguments, daemon=True).start()
