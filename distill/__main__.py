@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.distill.card import card
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
 from draftsmith.distill.trainer import DistillTrainer
@@ -31,7 +32,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
     draft, draft_tokenizer = make_draft(
         config.draft,
         config.init,
-        config.target if target is None else target,
+        config.target if target is None or config.target_sharded else target,
         tokenizer,
         trust_remote_code=code,
     )
@@ -48,6 +49,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
     def finish(output: Path) -> None:
         if config.init.pad_vocabulary:
             finish_draft(output, draft_tokenizer, trust_remote_code=code)
+        card(trainer, output).save(output / "README.md")
 
     run_training(trainer, finish)
     return trainer

@@ -51,7 +51,7 @@ def make_draft(
         draft: a model directory or hub id; None for one made from the target.
         init: what to make.
         target: the target, whole (not sharded), which is left as it is and shares no memory with the draft; or where to
-            find it: its weights are then read in float32, and only where the draft gets some of them.
+            find it: its weights are then read as they are stored, and only where the draft gets some of them.
         tokenizer: the target's.
         trust_remote_code: run code that a given draft's repository ships.
 
@@ -66,7 +66,8 @@ def make_draft(
     draft_tokenizer = tokenizer
     with whole_weights(), torch.random.fork_rng(devices=[]):
         if not isinstance(target, PreTrainedModel) and (init.layers is not None or init.share == "embeddings"):
-            target = load_model(target, field="target", trust_remote_code=trust_remote_code, device="cpu")
+            dtype = stored_dtype(load_config(target, field="target", trust_remote_code=trust_remote_code))
+            target = load_model(target, field="target", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
         elif not isinstance(target, PreTrainedModel):
             target = empty_model(target, field="target", trust_remote_code=trust_remote_code)
         torch.manual_seed(init.seed)
@@ -165,8 +166,8 @@ def _narrow(view: PreTrainedModel, init: DraftInit) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         of_groups = _energy(attention.o_proj.weight, 0).view(groups, -1).sum(1)
         chosen = _largest(of_groups, sizes["attention_heads"] // shared)
-        keys = torch.arange(groups * width).view(groups, -1)[chosen].flatten()
-        queries = torch.arange(heads * width).view(groups, -1)[chosen].flatten()
+        keys = torch.arange(groups * width, device=chosen.device).view(groups, -1)[chosen].flatten()
+        queries = torch.arange(heads * width, device=chosen.device).view(groups, -1)[chosen].flatten()
         inner = _largest(_energy(mlp.down_proj.weight, 0), sizes["intermediate_size"])
         for linear, out, into in (
             (attention.q_proj, queries, channels),

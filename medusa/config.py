@@ -101,6 +101,11 @@ class MedusaTrainingConfig(RecipeConfig):
         return self.backbone != "frozen"
 
     @property
+    def trains_target(self) -> bool:
+        """Whether the target is trained too: the same."""
+        return self.joint
+
+    @property
     def needs_original(self) -> bool:
         """Whether joint training compares with the target as it was."""
         return self.backbone_divergence != "cross_entropy" or self.objective.needs_target

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.formats.export import check_output, export_heads, vllm_command
+from draftsmith.medusa.formats.export import check_output, export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.models import check_same_tokenizer, empty_model, load_model, load_tokenizer, stored_dtype
+from draftsmith.train.runs import sglang_command, vllm_command
 
 GAMMA = 4
 
@@ -89,18 +90,7 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
     ]
     if config.format == "sglang":
-        flags = {
-            "--model-path": name,
-            "--speculative-algorithm": "STANDALONE",
-            "--speculative-draft-model-path": path,
-            "--speculative-num-steps": length,
-            "--speculative-eagle-topk": 1,
-            "--speculative-num-draft-tokens": length + 1,
-        }
-        return [
-            *lines,
-            "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag),
-        ]
+        return [*lines, sglang_command(name, path, length)]
     speculative = {"method": "draft_model", "model": path, "num_speculative_tokens": length}
     drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
     return [*lines, f"# {drawn}", vllm_command(name, speculative)]

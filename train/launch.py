@@ -17,6 +17,7 @@ from draftsmith.train.models import check_head, load_config, load_model, resolve
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import interruption_told, last_checkpoint
+from draftsmith.train.sharding import load_sharded
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
@@ -36,18 +37,22 @@ def read_data(config: RecipeConfig) -> tuple[Dataset, Dataset | None]:
 
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the frozen target, where and as the config says."""
-    args = config.training
-    target = load_model(
-        config.target,
-        field="target",
-        dtype=resolve_dtype(
-            config.target_dtype, config.target, device=args.device, trust_remote_code=config.trust_remote_code
-        ),
-        trust_remote_code=config.trust_remote_code,
-        device=config.target_device or (args.device if config.target_quantization else "cpu"),
-        quantization=config.target_quantization,
-    )
+    """Load the frozen target, where and as the config says: straight to where it stays."""
+    device, code = config.training.device, config.trust_remote_code
+    dtype = resolve_dtype(config.target_dtype, config.target, device=device, trust_remote_code=code)
+    if config.target_sharded:
+        target = load_sharded(config.target, device, dtype=dtype, trust_remote_code=code)
+    else:
+        # What is trained may be cut up before a device could hold it.
+        stays = config.target_quantization or not config.trains_target
+        target = load_model(
+            config.target,
+            field="target",
+            dtype=dtype,
+            trust_remote_code=code,
+            device=config.target_device or (device if stays else "cpu"),
+            quantization=config.target_quantization,
+        )
     check_head(target, tokenizer, "target")
     return target
 

@@ -165,8 +165,9 @@ def load_model(
     where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
-    if device == "auto" or quantization:
-        placed["device_map"] = "auto" if device == "auto" else {"": device or default_device()}
+    home = device or default_device()
+    if device == "auto" or quantization or torch.device(home).type != "cpu":  # by way of the host's memory otherwise
+        placed["device_map"] = "auto" if device == "auto" else {"": home}
     expected = f"a causal LM in {path}"
     if quantization:
         placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
@@ -184,8 +185,6 @@ def load_model(
     model, info = loaded
     check_loaded(model, info, stored, path, field)
     model.generation_config = load_generation_config(path, config, field=field)
-    if not placed:
-        model.to(device or default_device())
     return model.eval().requires_grad_(False)
 
 

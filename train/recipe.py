@@ -92,6 +92,11 @@ class RecipeConfig:
             )
 
     @property
+    def trains_target(self) -> bool:
+        """Whether the target is trained too."""
+        return False
+
+    @property
     def stored_as(self) -> str:
         """The model whose dtype "auto" saves in."""
         return self.target

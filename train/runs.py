@@ -1,10 +1,12 @@
-"""What a training run leaves on disk, and how the next run finds it."""
+"""What a training run leaves on disk, how the next run finds it, and the lines that serve it."""
 
 import errno
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,3 +86,28 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
             f"training.output_dir: no space left for a checkpoint in {directory}; the last whole one is "
             f"{Path(kept).name if kept else 'none'}; free some space and run the same command again"
         ) from error
+
+
+def vllm_command(target: str, speculative: dict[str, Any]) -> str:
+    """Return the shell command by which vLLM serves a target with a speculative config."""
+    config = json.dumps(speculative, separators=(",", ":"))
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
+
+
+def sglang_command(target: str, draft: str, draft_length: int) -> str:
+    """Return the shell command by which SGLang serves a target with a draft, which drafts so many tokens a round."""
+    flags = {
+        "--model-path": target,
+        "--speculative-algorithm": "STANDALONE",
+        "--speculative-draft-model-path": draft,
+        "--speculative-num-steps": draft_length,
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": draft_length + 1,
+    }
+    return "python -m sglang.launch_server " + shlex.join(str(part) for flag in flags.items() for part in flag)
+
+
+def hub_name(model: str | None) -> str | None:
+    """Return a name that may be one of the hub's, which refuses cards that link others; None for a path."""
+    local = model is None or Path(model).exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    return None if local else model

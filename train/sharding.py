@@ -7,9 +7,12 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import load_generation_config
+from draftsmith.train.models import DTYPES, empty_model, load_config, load_model
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
@@ -30,21 +33,51 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
         zero.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
-def shard_decoder(model: PreTrainedModel, device: torch.device) -> None:
-    """Leave each process its share of a frozen model's decoder; a layer is whole while it computes, and not otherwise.
+@torch.no_grad()
+def load_sharded(path: str, device: torch.device, *, dtype: str, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load the target frozen; each process keeps its share of the decoder, and a layer is whole while it computes.
 
-    By `fully_shard` (FSDP2), however the draft is trained. From then on all processes must call the decoder equally
-    often. The head is no part of it, but embeddings that are tied to it are: whoever needs it takes it before.
+    By `fully_shard` (FSDP2), however the draft is trained. All processes must call the decoder equally often. The head
+    is no part of it, and whole on each device. The first process of all reads the weights and hands them out one by
+    one: no other ever has more than its share and the largest of them in memory.
+
+    Args:
+        path: a local directory or a hub id.
+        device: where each process keeps its share.
+        dtype: a name of `DTYPES`.
+        trust_remote_code: run model code that the repository ships.
 
     Raises:
-        InputError: there are no processes to share it.
+        InputError: there are no processes to share it, or as `load_model`.
     """
     count = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if count == 1:
         raise InputError("target_sharded: expected more than one process, found one")
+    config = load_config(path, field="target", trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        raise InputError(f"target_sharded: expected a target in floating point, found {path}, which is quantised")
+    source: PreTrainedModel | None = None
+    if torch.distributed.get_rank() == 0:
+        source = load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
+    options: dict[str, Any] = {"field": "target", "trust_remote_code": trust_remote_code}
+    model = empty_model(path, dtype=DTYPES[dtype], **options).requires_grad_(False)
     decoder: Any = model.get_decoder()
     depth: int = model.config.get_text_config().num_hidden_layers
     layers = next(part for part in decoder.modules() if isinstance(part, nn.ModuleList) and len(part) == depth)
     mesh = init_device_mesh(device.type, (count,))
-    for part in (*layers, decoder):
+    for part in (*layers, decoder):  # a head that is tied to the embeddings stays as it is
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
+    model.to_empty(device=device)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if source is not None:
+            module, _, last = name.rpartition(".")
+            whole.copy_(getattr(source.get_submodule(module), last))
+        if isinstance(tensor, DTensor):
+            share = distribute_tensor(whole, mesh, tensor.placements)  # of the first process's values
+            tensor.to_local().copy_(share.to_local())
+        else:
+            torch.distributed.broadcast(whole, 0)
+            tensor.copy_(whole)
+    model.generation_config = load_generation_config(path, config, field="target")
+    return model

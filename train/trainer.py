@@ -31,7 +31,7 @@ from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import declare_dtype, full_disk_reported, in_dtype
-from draftsmith.train.sharding import check_sharding, shard_decoder
+from draftsmith.train.sharding import check_sharding
 
 
 class RecipeTrainer(Trainer, ABC):
@@ -71,10 +71,9 @@ class RecipeTrainer(Trainer, ABC):
         self.vocab_size = tokenizer_size(tokenizer)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None where p comes with the batches, out of a cache."""
-        if self.target is not None and config.target_sharded:
-            _ = self.target_head  # while the embeddings that it may be tied to are whole
-            shard_decoder(self.target, self.args.device)
-        elif self.target is not None and config.target_device is None and config.target_quantization is None:
+        if self.target is not None and not (
+            config.target_sharded or config.target_device or config.target_quantization
+        ):
             self.target.to(self.args.device)
         # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
         self.model_accepts_loss_kwargs = True

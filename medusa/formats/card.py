@@ -5,8 +5,9 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftsmith.medusa.formats.export import check_format, dtype_name, refusal, vllm_command
+from draftsmith.medusa.formats.export import check_format, dtype_name, refusal
 from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.train.runs import hub_name, vllm_command
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 
@@ -26,10 +27,8 @@ def card(heads: MedusaHeads, format: str = "own", top_1: Sequence[float] = (), t
     check_format(format)
     config = heads.config
     base = config.base_model_name_or_path
-    # The hub links the base model, and refuses a name that cannot be one of its own.
-    on_hub = bool(base) and not Path(base).exists() and not base.startswith((".", "/", "~")) and base.count("/") <= 1
     data = ModelCardData(
-        base_model=base if on_hub else None,
+        base_model=hub_name(base),
         library_name="draftsmith",
         tags=["medusa", "speculative-decoding", *(["hydra"] if config.hydra else [])],
     )

@@ -14,7 +14,6 @@ heads: there all heads go through the target's. It is read, not written (`drafts
 import copy
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -128,12 +127,6 @@ def export_heads(
             (aside / "README.md").write_text(readme, encoding="utf-8")
         _prove(heads, aside, format, kind, by_rank)
     return _notes(adapted, format)
-
-
-def vllm_command(target: str, speculative: dict[str, Any]) -> str:
-    """Return the shell command that serves a target with a speculative config."""
-    config = json.dumps(speculative, separators=(",", ":"))
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
 
 
 def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:

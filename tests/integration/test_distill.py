@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_llama
+from huggingface_hub import ModelCard
 from pipelines import configured, furthest, history, weights
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -255,6 +257,22 @@ def test_a_draft_is_saved_in_the_dtype_that_it_came_in(pipeline, tmp_path, token
     assert all(torch.equal(tensor, trained[name].to(dtype)) for name, tensor in saved.items())
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == dtype
     assert stored_dtype(load_config(tmp_path / "out")) == str(dtype).removeprefix("torch.")
+
+
+def test_the_card_says_what_the_draft_is_and_what_it_accepts(pipeline, trained):
+    trainer, output = trained
+    text = (output / "README.md").read_text()
+    card = ModelCard(text)  # its head is valid YAML of the hub's
+    assert card.data.library_name == "transformers" and card.data.base_model is None  # a path is no name there
+    rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE))
+    parameters = sum(tensor.numel() for tensor in load_file(output / "model.safetensors").values())
+    assert rows["Parameters"] == f"{parameters:,}, float32"
+    assert rows["Data"].startswith("20 completions of `short`, `long`")
+    assert rows["Training"] == f"{trainer.state.max_steps} steps of 4 samples"
+    last = history(trainer, "eval_mean_acceptance_length")[-1]
+    assert rows[f"Tokens a round (τ), {trainer.config.draft_length} drafted"] == f"{last:.2f}"
+    assert rows["α, drafts drawn from the draft"] == f"{100 * history(trainer, 'eval_alpha')[-1]:.1f}%"
+    assert "vllm serve" in text and "--speculative-algorithm STANDALONE" in text
 
 
 def test_held_out_metrics_are_those_computed_by_hand(pipeline, trained):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from conftest import tiny_llama
 from pipelines import configured, furthest, weights
-from process_jobs import distilled
+from process_jobs import distilled, loaded
 from processes import STRATEGIES, forked, launch_environment, shipped
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DraftInit
@@ -310,6 +310,25 @@ def test_what_cannot_be_sharded_is_refused(ground, tmp_path, strategy, flags, op
     launch = launch_environment(*flags) if flags else None
     with pytest.raises(AssertionError, match=f"InputError: {message}"):
         forked(distilled, ground, tmp_path, {"run": options}, bool(flags), strategy=strategy, launch=launch)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_process_has_no_more_of_a_sharded_target_than_its_share_in_memory(ground, tmp_path, tokenizer, tied):
+    shape = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 7, "num_attention_heads": 4}
+    shape |= {"vocab_size": len(tokenizer), "tie_word_embeddings": tied, "max_position_embeddings": 512}
+    model = LlamaForCausalLM(LlamaConfig(**shape, rope_theta=1e6)).eval()
+    save_model(model, tokenizer, tmp_path / "target")
+    with torch.no_grad():
+        expected = model(torch.arange(10)[None]).logits
+    size = sum(p.nbytes for p in model.parameters())
+    assert 180e6 < size < 220e6
+    options = {"target": str(tmp_path / "target"), "target_sharded": True}
+    first, second = forked(loaded, ground, tmp_path / "out", options, strategy="ddp")
+    for rank in (first, second):
+        assert rank["parameter"] == "DTensor"
+        torch.testing.assert_close(rank["logits"], expected, atol=1e-5, rtol=1e-5)
+    # The first reads all of it; the other has half, a matrix that it cuts its share from, and a layer as it computes.
+    assert second["peak"] < 0.85 * size < first["peak"]
 
 
 def test_a_target_is_in_one_place_or_in_shares(ground, tmp_path):

@@ -23,7 +23,9 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.job.ranks import run_rank
+from draftsmith.train.launch import load_target
 from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.models import load_tokenizer
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
 conversion_mapping.get_checkpoint_conversion_mapping("llama")
@@ -64,6 +66,25 @@ def _headed(strategy: str, pipeline: Path, output: Path, options: dict[str, Any]
         "best": trainer.state.best_model_checkpoint,
         "logits": logits,
     }
+
+
+def loaded(strategy: str, pipeline: Path, output: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """Load a target, and return how many bytes more the process had at most, what stayed, and what the model says."""
+    config = _config(configured, strategy, pipeline, output, options, False)
+    tokenizer = load_tokenizer(config.target)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    before = _memory("VmRSS")
+    target = load_target(config, tokenizer)
+    peak, after = _memory("VmHWM") - before, _memory("VmRSS") - before
+    with torch.no_grad():
+        logits = target(torch.arange(10)[None]).logits
+    parameter = next(target.get_decoder().parameters())
+    return {"peak": peak, "after": after, "logits": logits, "parameter": type(parameter).__name__}
+
+
+def _memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def head_logits(directory: Path) -> torch.Tensor:

@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from draftsmith.decode.errors import InputError, lacks_memory
 from draftsmith.medusa import MedusaHeads
@@ -128,6 +129,16 @@ def test_a_damaged_tokenizer_is_refused_in_one_line(pair_dirs, content):
     write("tokenizer.json", content)(pair_dirs[0])
     said = refusal(lambda: load_tokenizer(pair_dirs[0], field="draft"))
     assert said.startswith(f"draft: expected a tokenizer in {pair_dirs[0]}, found: ")
+
+
+def test_weights_go_straight_to_where_they_stay(pair_dirs, monkeypatch):
+    """By way of the host's memory each process of a node would hold the whole model there."""
+    asked: list[dict] = []
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda path, **options: asked.append(options))
+    for device in ("cuda:1", "cpu"):
+        with pytest.raises(TypeError):  # nothing was loaded
+            load_model(pair_dirs[0], dtype="float32", device=device)
+    assert asked[0]["device_map"] == {"": "cuda:1"} and "device_map" not in asked[1]
 
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer, empty_model])

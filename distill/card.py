@@ -1,0 +1,51 @@
+"""The model card of a draft: what it was made from, what it accepts, and the lines that serve it."""
+
+import math
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.checkpoint import stored_tensors
+from draftsmith.train.provenance import environment
+from draftsmith.train.runs import hub_name, sglang_command, vllm_command
+
+TEMPLATE = Path(__file__).with_name("card.md.j2")
+
+
+def card(trainer: DistillTrainer, output: Path) -> ModelCard:
+    """Return the card of a draft that was trained and saved; its text is `str(card)`.
+
+    Args:
+        trainer: that trained it. The acceptance is that of its last evaluation; the card has none without one.
+        output: the draft's directory, whose weights are counted.
+    """
+    config, args, init = trainer.config, trainer.args, trainer.config.init
+    made = "some of the target's layers" if init.layers is not None else "random weights"
+    tensors = stored_tensors(output, "draft").values()
+    terms = {config.divergence: 1.0} if isinstance(config.divergence, str) else config.divergence
+    speculative = {"method": "draft_model", "model": "DIR", "num_speculative_tokens": config.draft_length}
+    evaluations = [entry for entry in trainer.state.log_history if "eval_alpha" in entry]
+    return ModelCard.from_template(
+        ModelCardData(
+            base_model=hub_name(config.draft or config.target),
+            library_name="transformers",
+            tags=["speculative-decoding", "draft-model", "knowledge-distillation"],
+        ),
+        str(TEMPLATE),
+        target=config.target,
+        start=f"`{config.draft}`" if config.draft else made,
+        parameters=sum(math.prod(shape) for _, shape in tensors),
+        dtype=str(trainer.save_dtype).removeprefix("torch."),
+        divergence=" + ".join(name if weight == 1 else f"{weight} × {name}" for name, weight in terms.items()),
+        config=config,
+        completions=", ".join(f"`{Path(path).name}`" for path in config.completions),
+        rows=len(trainer.train_dataset),  # type: ignore[arg-type]
+        heldout=len(trainer.eval_dataset or ()),  # type: ignore[arg-type]
+        steps=trainer.state.global_step,
+        batch=args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+        environment=environment(args.device),
+        metrics=evaluations[-1] if evaluations else None,
+        vllm=vllm_command(config.target, speculative),
+        sglang=sglang_command(config.target, "DIR", config.draft_length),
+    )
