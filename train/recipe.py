@@ -85,6 +85,7 @@ class RecipeConfig:
             raise InputError("max_length: expected the tokens of a packed row, found none")
         self._select_on_acceptance()
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
+        self.training.logging_nan_inf_filter = False  # waits for the device in each part; a loss that is none ends all
         if self.training.eval_strategy != "no" and not self.heldout:
             raise InputError(
                 f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "

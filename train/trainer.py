@@ -8,7 +8,6 @@ library's version from above.
 Shape suffixes: B rows, T positions, H hidden.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -23,10 +22,10 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedToken
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
 from draftsmith.train.files import files_written_aside, remove, replace
+from draftsmith.train.job.finite import require_finite
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
@@ -77,8 +76,9 @@ class RecipeTrainer(Trainer, ABC):
             self.target.to(self.args.device)
         # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
         self.model_accepts_loss_kwargs = True
-        self._step_samples: list[int] = []
-        """Rows of the data set that the current step has seen."""
+        self._step_samples: list[Tensor] = []
+        """Rows of the data set that the current step has seen, a tensor a part: to read them is to wait for them."""
+        self._step_loss = torch.zeros(())
         self._checkpoints: Path | None = None
         """Where a checkpoint is being written."""
 
@@ -112,31 +112,22 @@ class RecipeTrainer(Trainer, ABC):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
-        """Take a forward and a backward pass.
-
-        Raises:
-            InputError: the loss is not finite; names the samples.
-        """
-        self._step_samples.extend(inputs["index"].tolist())
+        """Take a forward and a backward pass; whether the loss is finite is looked at once a step."""
+        self._step_samples.append(inputs["index"])
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            raise InputError(self._not_finite("loss", loss.item()))
+        self._step_loss = loss + self._step_loss
         return loss
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm)
         # float16 scales its loss, and skips the steps where the scaled gradients overflow.
-        if self.accelerator.scaler is None and grad_norm is not None and not math.isfinite(float(grad_norm)):
-            raise InputError(self._not_finite("gradient norm", float(grad_norm)))
-        self._step_samples.clear()
+        norm = grad_norm if self.accelerator.scaler is None else None
+        require_finite(self.accelerator, self._step_loss, norm, self._samples_of_step, self.state.global_step + 1)
+        self._step_samples, self._step_loss = [], torch.zeros(())
         return grad_norm
 
-    def _not_finite(self, what: str, value: float) -> str:
-        return (
-            f"{what}: expected a finite number, found {value} in step {self.state.global_step + 1} on the samples "
-            f"{', '.join(sample_ids(self.train_dataset, self._step_samples))}; nothing was learned from them (look at "
-            "them, or lower training.learning_rate)"
-        )
+    def _samples_of_step(self) -> list[str]:
+        return sample_ids(self.train_dataset, torch.cat(self._step_samples).tolist())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""

@@ -39,6 +39,8 @@ def arguments(pipeline, output, **options) -> list[str]:
         ({1: "killed"}, 1, "error: rank 1 on"),
         ({0: "killed"}, 1, "error: rank 0 on"),
         ({0: "stuck", 1: "memory"}, 2, f"rank 1: {MEMORY}"),
+        ({1: "nan"}, 2, "rank 1: error: loss: expected a finite number, found nan on rank 1 in step 2 on the samples "),
+        ({0: "inf"}, 2, "rank 0: error: gradient norm: expected a finite number, found nan in step 2 on the samples "),
         ({1: "interrupted"}, 130, "rank 1: interrupted: checkpoint-1 is kept in"),
     ],
 )

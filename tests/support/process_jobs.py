@@ -120,6 +120,9 @@ def failing(strategy: str, argv: list[str], faults: dict[int, str]) -> int:
             return loss
         if fault == "nan":
             return loss * float("nan")
+        if fault == "inf":  # in the gradient alone
+            loss.register_hook(lambda grad: grad * float("inf"))
+            return loss
         if fault == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "interrupted":

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,15 +51,14 @@ class Watch:
         server = socket.create_server(("", 0), backlog=count) if rank == 0 else None
         meeting = [(server.getsockname()[1], secrets.token_hex(8)) if server else None]
         torch.distributed.broadcast_object_list(meeting, src=0, device=device)
-        port, self._token = meeting[0] or (0, "")
-        if server is not None:
-            _in_background(self._accept, server)
-            return
-        first = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), timeout=LONGEST)
-        first.settimeout(None)
-        self._peers.append(first)
-        self._send(f"{self._token} {rank} {socket.gethostname()}")
-        _in_background(self._listen, first)
+        port, token = meeting[0] or (0, "")
+        try:
+            if server is not None:
+                self._accept(server, token, count - 1)
+            else:
+                self._call(port, token)
+        except OSError as error:
+            _print(f"warning: rank {rank} cannot hear whether others fail, and may wait for them long: {error}")
 
     def claims(self, code: int) -> bool:
         """Say whether this process is the first that failed, and may speak; it does not return where it has to go."""
@@ -82,28 +81,41 @@ class Watch:
         self._done = True
         self._send(FINE)
 
-    def _accept(self, server: socket.socket) -> None:
-        while True:
-            _in_background(self._serve, server.accept()[0])
+    def _accept(self, server: socket.socket, token: str, count: int) -> None:
+        server.settimeout(LONGEST)
+        with server:
+            while len(self._peers) < count:
+                peer = server.accept()[0]
+                peer.settimeout(LONGEST)
+                lines = peer.makefile()
+                sent, _, who = lines.readline().strip().partition(" ")
+                if sent != token:  # a stranger
+                    continue
+                peer.settimeout(None)
+                self._peers.append(peer)
+                _in_background(self._serve, peer, lines, who)
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _call(self, port: int, token: str) -> None:
+        first = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), timeout=LONGEST)
+        first.settimeout(None)
+        self._peers.append(first)
+        self._send(f"{token} rank {self.rank} on {socket.gethostname()}")
+        _in_background(self._listen, first)
+
+    def _serve(self, peer: socket.socket, lines: Iterable[str], who: str) -> None:
         """Hear one of the others out, in the first process."""
-        code, (token, rank, host) = 1, ("", "", "")
-        with contextlib.suppress(OSError, ValueError), peer.makefile() as lines:
-            token, rank, host = lines.readline().split()
-            if token != self._token:
-                return
-            self._peers.append(peer)
+        code = 1
+        with contextlib.suppress(OSError):
             for line in lines:
                 if line.strip() == FINE:
                     return
                 code = int(line)
                 if self._is_first():
                     peer.sendall(f"{SPEAK}\n".encode())
-        if self._done or not rank:
+        if self._done:
             return
         if self._is_first():
-            _say_of_killed(rank, host)
+            _say_of_killed(who)
         self.end(code)
 
     def _listen(self, first: socket.socket) -> None:
@@ -118,7 +130,7 @@ class Watch:
         if self._done:
             return
         if self.rank == 1:
-            _say_of_killed("0", os.environ.get("MASTER_ADDR", "this machine"))
+            _say_of_killed(f"rank 0 on {os.environ.get('MASTER_ADDR', 'this machine')}")
         time.sleep(GRACE)
         os._exit(1)
 
@@ -196,9 +208,9 @@ def _say(message: str, code: int) -> None:
         time.sleep(GRACE)  # as long as another may need to say it
 
 
-def _say_of_killed(rank: str, host: str) -> None:
+def _say_of_killed(who: str) -> None:
     time.sleep(GRACE / 2)  # a launcher on the same machine ends this process, and says it better
-    _print(killed(f"rank {rank} on {host}"))
+    _print(killed(who))
 
 
 def _print(message: str) -> None:
