@@ -9,6 +9,7 @@ import torch
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.generate import other_target
@@ -37,7 +38,18 @@ def read_data(config: RecipeConfig) -> tuple[Dataset, Dataset | None]:
 
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """Load the frozen target, where and as the config says: straight to where it stays."""
+    """Load the frozen target, where and as the config says: straight to where it stays.
+
+    Raises:
+        InputError: a target that cannot be used, or a device that this machine does not have.
+    """
+    if config.target_device not in (None, "auto"):
+        try:
+            torch.empty(0, device=config.target_device)
+        except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+            raise InputError(
+                f"target_device: expected a device of this machine, found {config.target_device}: {first_line(error)}"
+            ) from error
     device, code = config.training.device, config.trust_remote_code
     dtype = resolve_dtype(config.target_dtype, config.target, device=device, trust_remote_code=code)
     if config.target_sharded:

@@ -1,5 +1,6 @@
 """What every training run is told, whatever it trains against the target."""
 
+import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,6 +84,7 @@ class RecipeConfig:
                 raise InputError(f"target_sharded: expected false with {name}, found true")
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
+        self._require_own_device()
         self._select_on_acceptance()
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
         self.training.logging_nan_inf_filter = False  # waits for the device in each part; a loss that is none ends all
@@ -101,6 +103,19 @@ class RecipeConfig:
     def stored_as(self) -> str:
         """The model whose dtype "auto" saves in."""
         return self.target
+
+    def _require_own_device(self) -> None:
+        """Have each process use its own GPU alone, but for a target that is spread over the GPUs of a single one."""
+        device = self.target_device or ""
+        if self.training.world_size > 1 and (device == "auto" or ":" in device):
+            raise InputError(
+                f"target_device: expected none, cpu or cuda with {self.training.world_size} processes, each of which "
+                f"has its own GPU, found {device}"
+            )
+        if self.training.n_gpu > 1:  # the library would spread batches over them by nn.DataParallel
+            if device in ("", "cuda"):
+                print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)
+            self.training._n_gpu = 1
 
     def _select_on_acceptance(self) -> None:
         """Choose checkpoints by acceptance: the loss can fall while acceptance falls."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import get_last_checkpoint
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line, lacks_memory
 from draftsmith.train.files import parse_json, write_aside, written_aside
 
 
@@ -53,6 +53,21 @@ def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
     file = directory / "config.json"
     config = parse_json(file.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
     write_aside(file, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+@contextmanager
+def arguments_told() -> Iterator[None]:
+    """Turn what the library says of TrainingArguments that cannot be had here into one line.
+
+    Raises:
+        InputError: a tracker whose package is missing, fp16 without a GPU, a hub that cannot be reached, …
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
+        if isinstance(error, InputError) or lacks_memory(error):
+            raise
+        raise InputError(f"training: expected what can be had here, found: {first_line(error)}") from error
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from draftsmith.train.job.finite import require_finite
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import declare_dtype, full_disk_reported, in_dtype
+from draftsmith.train.runs import arguments_told, declare_dtype, full_disk_reported, in_dtype
 from draftsmith.train.sharding import check_sharding
 
 
@@ -53,15 +53,16 @@ class RecipeTrainer(Trainer, ABC):
         if target is not None:
             require_split(target, "target")
         self.recipe = config
-        super().__init__(
-            model=model,
-            args=config.training,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            data_collator=CompletionCollator(tokenizer),
-            processing_class=tokenizer,
-            **kwargs,
-        )
+        with arguments_told():
+            super().__init__(
+                model=model,
+                args=config.training,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                data_collator=CompletionCollator(tokenizer),
+                processing_class=tokenizer,
+                **kwargs,
+            )
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
         self.tokenizer = tokenizer

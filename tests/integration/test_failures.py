@@ -6,9 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
+from pipelines import configured
 from process_jobs import failing
 from processes import ended, exit_code
+from transformers import TrainingArguments
 
+from draftsmith.decode.errors import InputError
+from draftsmith.distill import __main__ as command
+from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
 
 pytestmark = pytest.mark.slow
@@ -127,3 +133,39 @@ def test_a_file_that_accelerate_does_not_take_is_one_line(tmp_path):
     assert code == 2 and text.count("\n") == 1
     assert text.startswith("error: accelerate_config: expected what accelerate can launch, found: ")
     assert "no_such_key" in text
+
+
+@pytest.mark.parametrize(
+    ("training", "found"),
+    [
+        ({"fp16": True}, "fp16 mixed precision requires a GPU"),
+        ({"report_to": ["wandb"]}, "WandbCallback requires wandb to be installed"),
+    ],
+)
+def test_arguments_that_cannot_be_had_here_are_one_line(pipeline, tmp_path, training, found):
+    AcceleratorState._reset_state()  # an earlier test's precision
+    with pytest.raises(InputError, match=f"^training: expected what can be had here, found: {found}"):
+        command.distill(configured(pipeline, tmp_path, training={"max_steps": 1} | training))
+
+
+@pytest.mark.parametrize("device", ["cuda:7", "gpu"])
+def test_a_device_that_is_not_there_is_refused(pipeline, tmp_path, device):
+    with pytest.raises(InputError, match=f"target_device: expected a device of this machine, found {device}: "):
+        command.distill(configured(pipeline, tmp_path, target_device=device))
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda:0"])
+def test_several_processes_have_a_gpu_each(pipeline, tmp_path, monkeypatch, device):
+    monkeypatch.setattr(TrainingArguments, "world_size", 8)
+    with pytest.raises(InputError, match=f"target_device: expected none, cpu or cuda with 8 processes, .* {device}$"):
+        configured(pipeline, tmp_path, target_device=device)
+    assert configured(pipeline, tmp_path, target_device="cuda").target_device == "cuda"
+
+
+def test_one_process_trains_on_one_gpu(pipeline, tmp_path, monkeypatch, capsys):
+    """Where the library sees several it would split batches over them."""
+    training = TrainingArguments(str(tmp_path), use_cpu=True, per_device_train_batch_size=8)
+    training._n_gpu = 2
+    config = DistillConfig(target="t", completions=["c"], draft="d", training=training)
+    assert (config.training.n_gpu, config.training.train_batch_size) == (1, 8)
+    assert capsys.readouterr().err == "GPUs: one of 2 is used; --processes makes more of them\n"
