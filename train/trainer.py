@@ -22,6 +22,7 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedToken
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
 from draftsmith.train.files import files_written_aside, remove, replace
@@ -84,8 +85,10 @@ class RecipeTrainer(Trainer, ABC):
         """Where a checkpoint is being written."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Check what shards the draft, with messages that name our fields."""
+        """Check precision and what shards the draft, with messages that name our fields."""
         super().create_accelerator_and_postprocess()
+        if self.args.fp16 and self.args.device.type == "cpu":  # the library would leave it out without a word
+            raise InputError("training.fp16: expected a GPU for it, found a CPU; training.bf16 runs on both")
         check_sharding(self.accelerator, self.recipe.optimizer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
