@@ -117,8 +117,9 @@ class DistillTrainer(RecipeTrainer):
         teacher = self._teacher_of(inputs, chosen_BT) if objective.needs_target else None
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
-            hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
-            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, _follows(chosen_BT))
+            with self.clock.phase("loss"):
+                hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
+                return chunked_objective(objective, hidden_NH, head, teacher, labels_N, _follows(chosen_BT))
 
         return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
 

@@ -6,6 +6,7 @@ vocabulary.
 """
 
 import logging
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
@@ -81,6 +83,7 @@ class MedusaTrainer(RecipeTrainer):
         )
         if config.joint:
             model.thaw()
+            self._works = self._works[0], self.trained_work()
         self._places: Tensor | None = None
         """For each of the target's tokens its place in a truncated vocabulary; no label where it has none."""
         if heads.token_map is not None:
@@ -129,7 +132,8 @@ class MedusaTrainer(RecipeTrainer):
         config, batch, labels = self.config, texts(inputs), inputs["labels"][:, 1:]
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
-        before = joint.original_hidden(batch) if config.needs_original else None
+        with self.clock.phase("teacher"):
+            before = joint.original_hidden(batch) if config.needs_original else None
         with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
             hidden = last_hidden(joint.backbone, **batch)
 
@@ -145,7 +149,8 @@ class MedusaTrainer(RecipeTrainer):
             if objective.needs_target and original is not None:
                 p = LiveDistributions(original[0][:, :-1][chosen], original[1])
             trained = head_of(joint.backbone).cut(self.vocab_size)
-            kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, p, labels[chosen])
+            with self.clock.phase("loss"):
+                kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, p, labels[chosen])
             return total + config.backbone_weight * kept
 
         return joint.inside_head(hidden, losses)
@@ -234,6 +239,14 @@ class MedusaTrainer(RecipeTrainer):
     def _narrowed(self, head: OutputHead) -> OutputHead:
         token_map = self.heads.token_map
         return head if token_map is None else head.of(token_map.to(head.weight.device))
+
+    def trained_work(self) -> Work | None:
+        """Return the arithmetic of the heads, and of a backbone in training; what it was before is counted apart."""
+        of_heads = Work.of_maps(self.heads)
+        if not self.config.joint:
+            return of_heads
+        backbone = Work.of(self.target)
+        return None if backbone is None else replace(backbone, head=backbone.head + of_heads.head)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make Muon where it is asked for; give heads in joint training another learning rate than the backbone."""

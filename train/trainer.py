@@ -18,7 +18,7 @@ import torch
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -27,6 +27,8 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
 from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.job.finite import require_finite
+from draftsmith.train.job.flops import Work
+from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
@@ -64,6 +66,8 @@ class RecipeTrainer(Trainer, ABC):
                 processing_class=tokenizer,
                 **kwargs,
             )
+        if self.pop_callback(ProgressCallback):
+            self.add_callback(TelemetryBar)
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
         self.tokenizer = tokenizer
@@ -76,6 +80,9 @@ class RecipeTrainer(Trainer, ABC):
             config.target_sharded or config.target_device or config.target_quantization
         ):
             self.target.to(self.args.device)
+        self._works = None if self.target is None else Work.of(self.target), self.trained_work()
+        self.telemetry = Telemetry(self.args, self._work)
+        self.clock = self.telemetry.clock
         # Makes the Trainer count the completion tokens of the global batch and hand them to `compute_loss`.
         self.model_accepts_loss_kwargs = True
         self._step_samples: list[Tensor] = []
@@ -103,11 +110,15 @@ class RecipeTrainer(Trainer, ABC):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Any]:
         """Take the batches of a step, change them, and count their loss tokens after that."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        batches = self.changed(batches)
+        with self.clock.phase("data"):
+            batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        with self.clock.phase("text"):
+            batches = self.changed(batches)
         if self.recipe.prompt_loss:
             batches = [{**batch, "labels": _all_labels(batch)} for batch in batches]
-        return batches, self._get_num_items_in_batch(batches, device)
+        tokens = self._get_num_items_in_batch(batches, device)
+        self.telemetry.count(batches, tokens)
+        return batches, tokens
 
     def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Return what a step learns from in place of the data's batches; a recipe may override this."""
@@ -118,7 +129,8 @@ class RecipeTrainer(Trainer, ABC):
     ) -> Tensor:
         """Take a forward and a backward pass; whether the loss is finite is looked at once a step."""
         self._step_samples.append(inputs["index"])
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with self.clock.phase("draft"):
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self._step_loss = loss + self._step_loss
         return loss
 
@@ -142,7 +154,7 @@ class RecipeTrainer(Trainer, ABC):
         self.accelerator.wait_for_everyone()
         self._checkpoints = aside
         try:
-            with full_disk_reported(directory):
+            with full_disk_reported(directory), self.clock.phase("saving"):
                 super()._save_checkpoint(model, trial)
         finally:
             self._checkpoints = None
@@ -232,6 +244,29 @@ class RecipeTrainer(Trainer, ABC):
             sums = self.replay_sums(model, inputs, inputs["labels"][:, 1:] != IGNORED)
         return None, sums, sums[:, :1]
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Measure as the library does, on a clock of its own."""
+        with self.clock.phase("evaluation"):
+            return super().evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and behind a training loss what `Telemetry.entries` says of the steps since the last."""
+        if "loss" in logs:
+            logs |= self.telemetry.entries(self.state)
+        super().log(logs, start_time)
+
+    def trained_work(self) -> Work | None:
+        """Return the arithmetic of what is trained; a recipe overrides this where that is no causal LM."""
+        return Work.of(self.model)  # type: ignore[arg-type]
+
+    def _work(self, positions: float, seen: float, tokens: float) -> float | None:
+        """Return the operations of some steps; None where a model's are not known."""
+        teacher, student = self._works
+        if student is None or (teacher is None and self.target is not None):
+            return None
+        frozen = 0.0 if teacher is None else teacher.forward(positions, seen, tokens)
+        return frozen + student.step(positions, seen, tokens)
+
     @abstractmethod
     def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
         """Return what is minimised, summed over a part's tokens; a recipe says what.
@@ -248,7 +283,7 @@ class RecipeTrainer(Trainer, ABC):
 
     def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""
-        with torch.no_grad():
+        with torch.no_grad(), self.clock.phase("teacher"):
             moved = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
             return last_hidden(self.target, **moved).to(self.args.device)
 

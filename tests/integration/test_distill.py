@@ -5,6 +5,8 @@ import importlib.util
 import json
 import re
 import shutil
+import time
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,9 +25,10 @@ from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import CompletionCollator, training_examples
+from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
 from draftsmith.train.data.shards import write_shard
 from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.job.telemetry import PHASES
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.models import load_config, stored_dtype
 from draftsmith.train.runs import save_model
@@ -273,6 +276,31 @@ def test_the_card_says_what_the_draft_is_and_what_it_accepts(pipeline, trained):
     assert rows[f"Tokens a round (τ), {trainer.config.draft_length} drafted"] == f"{last:.2f}"
     assert rows["α, drafts drawn from the draft"] == f"{100 * history(trainer, 'eval_alpha')[-1]:.1f}%"
     assert "vllm serve" in text and "--speculative-algorithm STANDALONE" in text
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"on_policy": 1.0, "on_policy_tokens": 4}, {"packing": True, "max_length": 64}]
+)
+def test_a_log_line_says_how_fast_and_where_the_time_goes(pipeline, tmp_path, capsys, monkeypatch, options):
+    seconds = count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # a second from one look to the next
+    training = {"max_steps": 3, "logging_steps": 2, "disable_tqdm": False, "gradient_accumulation_steps": 2}
+    training |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    options = options | {"heldout": [str(pipeline / "heldout")]}
+    trainer = command.distill(configured(pipeline, tmp_path, training=training, **options))
+    lines = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(lines) == 1
+    shares = {name: value for name, value in lines[0].items() if name.startswith("time_")}
+    assert shares.keys() == {f"time_{name}" for name in (*PHASES, "rest")}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert all(shares[f"time_{name}"] > 0 for name in ("teacher", "draft", "loss", "data"))
+    assert lines[0]["hours_left"] > 0 and "mfu" not in lines[0]  # the peak of this device is not known
+    samples, tokens = lines[0]["samples_per_second"], lines[0]["tokens_per_second"]
+    if not options.get("on_policy"):
+        rows = trainer.train_dataset
+        learned = [sum(label != IGNORED for label in row["labels"][1:]) for row in rows]
+        assert min(learned) <= tokens / samples <= max(learned)
+    assert f"{tokens:.3g} tokens/s" in capsys.readouterr().err
 
 
 def test_held_out_metrics_are_those_computed_by_hand(pipeline, trained):
