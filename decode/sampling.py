@@ -121,10 +121,16 @@ class Sampler:
     def _process(self, ids: Tensor | None, scores: Tensor) -> Tensor:
         # Not by the list's own call, which looks up every processor's signature each time.
         processors: Any = self.processors  # annotated for LongTensor, which no tensor's static type is
-        for processor in processors:
-            cuts = type(processor) in (TopKLogitsWarper, TopPLogitsWarper)
-            many = cuts and scores.shape[-1] > LARGE and scores.device.type == "cpu"
-            scores = _cut(processor, scores) if many else processor(ids, scores)
+        waiting = list(processors)
+        while waiting:
+            processor = waiting.pop(0)
+            large = type(processor) in (TopKLogitsWarper, TopPLogitsWarper) and scores.shape[-1] > LARGE
+            if large and scores.device.type == "cpu":
+                scores = _cut(processor, scores)
+            elif large and type(processor) is TopKLogitsWarper and waiting and type(waiting[0]) is TopPLogitsWarper:
+                scores = top_k_top_p(scores, processor.top_k, waiting.pop(0).top_p, processor.filter_value)
+            else:
+                scores = processor(ids, scores)
         return scores
 
     def probabilities(self, logits_KV: Tensor, contexts: Sequence[Tensor]) -> Tensor:
@@ -163,6 +169,29 @@ def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
     if theirs is not None:
         scores_KV[unsure_K1[:, 0]] = theirs
     return scores_KV
+
+
+def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float = -torch.inf) -> Tensor:
+    """Return scores with those cut away that top-k, and then top-p, leave out.
+
+    Like the library's `TopKLogitsWarper` and `TopPLogitsWarper` in turn, but what is sorted are k scores in place of
+    the whole vocabulary, and nothing waits for the device. Differentiable. Scores equal to the k-th stay, as there.
+    Among equal ones at the cut of top-p, of which the library keeps any, the first that `topk` finds are kept.
+
+    Args:
+        scores_KV: finite, or −∞, (K, V).
+        top_k: at least 1.
+        top_p: in (0, 1].
+        filter_value: in place of what is cut away.
+    """
+    likeliest = scores_KV.detach().topk(min(top_k, scores_KV.shape[-1]))
+    cut_KV = scores_KV.masked_fill(scores_KV < likeliest.values[:, -1:], filter_value)
+    if top_p >= 1:
+        return cut_KV
+    p_Kk = (likeliest.values - cut_KV.detach().logsumexp(-1, keepdim=True)).exp()
+    kept_Kk = p_Kk.cumsum(-1) - p_Kk < top_p  # the first always
+    kept_KV = torch.zeros_like(scores_KV, dtype=torch.bool).scatter_(1, likeliest.indices, kept_Kk)
+    return cut_KV.masked_fill(~kept_KV, filter_value)
 
 
 def argmax(scores: Tensor) -> Tensor:

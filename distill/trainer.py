@@ -22,6 +22,7 @@ from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
+from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.teacher.cache_reader import cached_distributions
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
@@ -110,16 +111,16 @@ class DistillTrainer(RecipeTrainer):
             self._written = dict.fromkeys(self._written, 0.0)
         super().log(logs, start_time)
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens."""
-        labels_N = inputs["labels"][:, 1:][chosen_BT]
+        labels_N, follow_N = positions.next_tokens(inputs["input_ids"]), positions.follow()
         objective = self.current_objective() if model.training else self.objective
-        teacher = self._teacher_of(inputs, chosen_BT) if objective.needs_target else None
+        teacher = self._teacher_of(inputs, positions) if objective.needs_target else None
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
-                return chunked_objective(objective, hidden_NH, head, teacher, labels_N, _follows(chosen_BT))
+                hidden_NH, head = positions.take(hidden_BTH), head.cut(self.vocab_size)
+                return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.sizes)
 
         return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
 
@@ -128,35 +129,35 @@ class DistillTrainer(RecipeTrainer):
         steps = self.config.curriculum * self.state.max_steps
         return self.objective.after(self.state.global_step / steps) if steps else self.objective
 
-    def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's replay sums and loss, (B, 6)."""
-        labels_N = inputs["labels"][:, 1:][chosen_BT]
-        teacher = self._teacher_of(inputs, chosen_BT)
+        positions = LossPositions(inputs["positions"][0])
+        labels_N, teacher = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
 
         def features_of(p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
             replayed_PK = replay_features(p, q_logits_PV, labels_P, self.sampler)
             return torch.cat([replayed_PK, self.objective.features(p, q_logits_PV, labels_P)], dim=1)
 
         def taken(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
-            hidden_NH, head = hidden_BTH[:, :-1][chosen_BT], head.cut(self.vocab_size)
-            return chunked_features(features_of, labels_N, hidden_NH, head, teacher)
+            hidden_NH, head = positions.take(hidden_BTH), head.cut(self.vocab_size)
+            return chunked_features(features_of, labels_N, hidden_NH, head, teacher, self.sizes)
 
         features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
         features_BTK = features_NK.new_zeros(*chosen_BT.shape, features_NK.shape[1])
         features_BTK[chosen_BT] = features_NK
         losses = [
-            self.objective.shortfall(features_TK[chosen_T][:, 4:], _follows(chosen_T[None]))
+            self.objective.shortfall(features_TK[chosen_T][:, 4:], _following(chosen_T))
             for features_TK, chosen_T in zip(features_BTK, chosen_BT, strict=True)
         ]
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
 
-    def _teacher_of(self, inputs: dict[str, Any], chosen_BT: Tensor) -> TeacherDistributions:
+    def _teacher_of(self, inputs: dict[str, Any], positions: LossPositions) -> TeacherDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
             return cached_distributions(inputs["teacher"])
-        return LiveDistributions(self.target_hidden(inputs)[:, :-1][chosen_BT], self.target_head)
+        return LiveDistributions(positions.take(self.target_hidden(inputs)), self.target_head)
 
 
-def _follows(chosen_BT: Tensor) -> Tensor:
-    """Say which of the chosen positions come right after a chosen one; one behind the other, (N,) bool."""
-    return (chosen_BT & torch.nn.functional.pad(chosen_BT, (1, 0))[:, :-1])[chosen_BT]
+def _following(chosen_T: Tensor) -> Tensor:
+    """Say which of a sample's chosen positions come right after a chosen one, (N,) bool."""
+    return LossPositions(chosen_T.nonzero()[:, 0]).follow()

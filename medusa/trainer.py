@@ -28,6 +28,7 @@ from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
+from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import declare_dtype, in_dtype, save_model
@@ -106,15 +107,20 @@ class MedusaTrainer(RecipeTrainer):
                 f"and steps with them, found {self.config.warmup_heads}"
             )
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+    @property
+    def ahead(self) -> int:  # type: ignore[override]
+        """Head i looks i + 1 tokens further than the target's own head."""
+        return self.count
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_i λ_i · the objective summed over head i's tokens; in joint training with the backbone's loss."""
         if self.config.joint:
-            return model(inside=lambda: self._joint_loss(inputs, chosen_BT))
+            return model(inside=lambda: self._joint_loss(inputs, positions))
         hidden, embed = self.target_hidden(inputs), self.target.get_input_embeddings()
         teacher = hidden, self._teacher_head
         return model(inside=lambda: self._heads_loss(hidden, embed, inputs, teacher))
 
-    def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
         """Return each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
         if not self.config.joint:
             hidden = self.target_hidden(inputs)
@@ -127,9 +133,9 @@ class MedusaTrainer(RecipeTrainer):
 
         return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
 
-    def _joint_loss(self, inputs: dict[str, Tensor], chosen: Tensor) -> Tensor:
+    def _joint_loss(self, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the weighted sum of the backbone's loss and of the heads', which learn from what it was."""
-        config, batch, labels = self.config, texts(inputs), inputs["labels"][:, 1:]
+        config, batch = self.config, texts(inputs)
         joint: Joint = self.accelerator.unwrap_model(self.model)
         warming = self.state.global_step < config.warmup_heads * self.state.max_steps
         with self.clock.phase("teacher"):
@@ -147,10 +153,11 @@ class MedusaTrainer(RecipeTrainer):
             objective = Objective({config.backbone_divergence: 1.0})
             p = None
             if objective.needs_target and original is not None:
-                p = LiveDistributions(original[0][:, :-1][chosen], original[1])
+                p = LiveDistributions(positions.take(original[0]), original[1])
             trained = head_of(joint.backbone).cut(self.vocab_size)
+            labels = positions.next_tokens(inputs["input_ids"])
             with self.clock.phase("loss"):
-                kept = chunked_objective(objective, hidden[:, :-1][chosen], trained, p, labels[chosen])
+                kept = chunked_objective(objective, positions.take(hidden), trained, p, labels, sizes=self.sizes)
             return total + config.backbone_weight * kept
 
         return joint.inside_head(hidden, losses)
@@ -180,7 +187,13 @@ class MedusaTrainer(RecipeTrainer):
             total = total + heads.lm_head_of(index)(
                 states,
                 inside=lambda states, index=index, labels=labels, p=p: chunked_objective(
-                    self.objective, states, self._trained_head(index), p, labels, weight=self.config.decay**index
+                    self.objective,
+                    states,
+                    self._trained_head(index),
+                    p,
+                    labels,
+                    weight=self.config.decay**index,
+                    sizes=self.sizes,
                 ),
             )
         return total
@@ -210,15 +223,21 @@ class MedusaTrainer(RecipeTrainer):
             features_NK = heads.lm_head_of(index)(
                 states,
                 inside=lambda h, i=index, at=at: chunked_features(
-                    features, at.labels, h, self._trained_head(i), LiveDistributions(at.teacher(hidden), head)
+                    features,
+                    at.labels,
+                    h,
+                    self._trained_head(i),
+                    LiveDistributions(at.teacher(hidden), head),
+                    self.sizes,
                 ),
             )
             # The round that begins with a token drafts from the state of the token two before it.
-            spread = a.new_zeros(*chosen.shape, features_NK.shape[1])
-            spread[:, 1 : 1 + at.width][at.chosen] = features_NK.float()
-            a[..., index] = spread[..., 0]
+            spread = a.new_zeros(*inputs["labels"].shape, features_NK.shape[1] + 1)
+            ones = features_NK.new_ones(len(features_NK), 1)
+            spread.flatten(0, 1)[at.flat + 1] = torch.cat([features_NK, ones], dim=1).float()
+            a[..., index] = spread[:, :-1, 0]
             loss += self.config.decay**index * spread[..., 3].sum(1)
-            sums.append(torch.stack([at.chosen.sum(1).float(), spread[..., 1].sum(1), spread[..., 2].sum(1)], dim=1))
+            sums.append(spread[..., [4, 1, 2]].sum(1))
         # Completions begin at different columns: the chain starts at the first token of each.
         order = torch.argsort(~chosen, dim=1, stable=True)
         a = a.gather(1, order[..., None].expand_as(a))
@@ -295,28 +314,29 @@ class Positions:
     that no window reaches into the next text of a packed row.
     """
 
-    def __init__(self, inputs: dict[str, Tensor], index: int):
-        self.index, self.ids, labels = index, inputs["input_ids"], inputs["labels"]
-        self.width = max(labels.shape[1] - index - 2, 0)
-        inside = labels != IGNORED
-        self.chosen = torch.stack([inside[:, 1 + j : 1 + j + self.width] for j in range(index + 2)]).all(0)
-        """(B, T − index − 2) bool."""
-        self.labels = labels[:, index + 2 : index + 2 + self.width][self.chosen]
+    def __init__(self, inputs: dict[str, Any], index: int):
+        self.index, self.ids = index, inputs["input_ids"]
+        self.flat: Tensor = inputs["positions"][index + 1]
+        """(N,), in the flattened batch."""
+        self.labels = self._tokens(index + 2)
         """(N,)."""
+
+    def _tokens(self, offset: int) -> Tensor:
+        return self.ids.flatten().index_select(0, self.flat + offset)
 
     def before(self, hidden: Tensor, heads: MedusaHeads) -> Tensor:
         """Return what the head sees of hidden states (B, T, H), in the heads' precision, (N, H)."""
-        return hidden[:, : self.width][self.chosen].to(heads.dtype)
+        return hidden.flatten(0, 1).index_select(0, self.flat).to(heads.dtype)
 
     def teacher(self, hidden: Tensor) -> Tensor:
         """Return what the teacher's head sees for the same tokens, (N, H)."""
-        return hidden[:, self.index + 1 : self.index + 1 + self.width][self.chosen]
+        return hidden.flatten(0, 1).index_select(0, self.flat + self.index + 1)
 
     def embeddings(self, embed: nn.Module, heads: MedusaHeads) -> Tensor | None:
         """Return the embeddings of tokens t + 1 … t + 1 + index, constants, (N, index + 1, H); None of Medusa heads."""
         if not heads.config.hydra:
             return None
-        seen = torch.stack([self.ids[:, 1 + j : 1 + j + self.width][self.chosen] for j in range(self.index + 1)], dim=1)
+        seen = torch.stack([self._tokens(1 + j) for j in range(self.index + 1)], dim=1)
         with torch.no_grad():
             return embed(seen.to(next(embed.parameters()).device)).to(seen.device, heads.dtype)
 

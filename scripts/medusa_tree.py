@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from rich.console import Console
+from scipy.optimize import nnls
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
@@ -222,8 +224,18 @@ def round_costs(
         forwards = verification_costs(target, rows, context, sizes, repeats=9, compiled=True)
     # More tokens never cost less: where they seem to, the smaller block was disturbed.
     seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
-    rest = [rounds[name][0] - eager[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)]
+    rest = levelled(trees, [rounds[name][0] - eager[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)])
     return [Costs(seconds, 0.0, overhead=each, plain_overhead=token - eager[1]) for each in rest]
+
+
+def levelled(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:
+    """Return what a round takes beside its forward, by the plane through the measured seconds over depth and nodes.
+
+    Each level is another head, each node another token to compare: neither takes less than no time. What differs from
+    the plane is noise, a difference of two larger times, and by it a tree would be chosen for a lucky moment.
+    """
+    levels = np.array([[1.0, tree.depth, len(tree)] for tree in trees])
+    return [float(each) for each in levels @ nnls(levels, np.maximum(seconds, 0.0))[0]]
 
 
 def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, Any]:

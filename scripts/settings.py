@@ -1,6 +1,7 @@
 """What a machine decodes a target fastest with: threads, dtype, eager or compiled forwards; found by a short timing.
 
-Judged by plain decoding, so that a speed-up is one over the best that the user has without a drafter.
+Judged by plain decoding, so that a speed-up is one over the best that the user has without a drafter. Dtypes that are
+alike there are told apart by what verifying some tokens takes, which is what drafts wait for.
 """
 
 import json
@@ -27,6 +28,10 @@ COMPILED_BELOW = 0.1
 """Seconds of a token: beyond, arithmetic and memory are all of it, and a compiler has little to win."""
 WORTH_IT = 0.95
 """Of the eager seconds: a compiled model's first tokens take half a minute."""
+ALIKE = 1.1
+"""Times the least seconds of a token, up to which dtypes are judged by a block."""
+BLOCK = 4
+"""Tokens of a block."""
 SMALL = 10**9
 """Parameters up to which a second dtype is tried: larger models wait for their weights, and half of them are faster."""
 
@@ -161,37 +166,47 @@ def fastest_settings(
     eager = median_seconds(calls, REPEATS)
     chosen, threads = min(eager, key=lambda key: eager[key])
     torch.set_num_threads(threads)
-    seconds = {f"{name}": eager[name, threads] for name in models}
+    seconds = {name: eager[name, threads] for name in models}
     if compiled is not False and (compiled or eager[chosen, threads] < COMPILED_BELOW):
         with_compiler = median_seconds({name: _step(model, compiled=True) for name, model in models.items()}, REPEATS)
         seconds |= {f"{name} compiled": of_model for name, of_model in with_compiler.items()}
         fastest = min(with_compiler, key=lambda name: with_compiler[name])
         if compiled or with_compiler[fastest] < WORTH_IT * eager[chosen, threads]:
             chosen, compiled = fastest, True
+    compiled = bool(compiled)
+    of_token = {name: seconds[f"{name} compiled" if compiled else name] for name in models}
+    alike = {name: models[name] for name in models if of_token[name] <= ALIKE * of_token[chosen]}
+    of_block: dict[str, float] = {}
+    if len(alike) > 1:
+        of_block = median_seconds({name: _step(model, compiled, BLOCK) for name, model in alike.items()}, REPEATS)
+        chosen = min(of_block, key=lambda name: of_block[name])
     draft_dtypes = {}
     for draft, model in drafts.items():
         of_draft = median_seconds({name: _step(each) for name, each in copies(model, draft).items()}, REPEATS)
         draft_dtypes[draft] = min(of_draft, key=lambda name: of_draft[name])
     torch.set_num_threads(most)
     if len(seconds) == len(counts) == 1:
-        return Settings(chosen, threads, bool(compiled), draft_dtypes, None)
+        return Settings(chosen, threads, compiled, draft_dtypes, None)
     told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
     why = f"milliseconds a token of plain decoding: {told}"
     if len(counts) > 1:
         told = ", ".join(f"{count} {1e3 * min(eager[name, count] for name in models):.1f}" for count in counts)
         why += f"; by eager threads: {told}"
-    return Settings(chosen, threads, bool(compiled), draft_dtypes, why)
+    if of_block:
+        told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in of_block.items())
+        why += f"; {BLOCK} tokens at once: {told}"
+    return Settings(chosen, threads, compiled, draft_dtypes, why)
 
 
-def _step(model: PreTrainedModel, compiled: bool = False) -> Callable[[], object]:
-    """Return a token of plain decoding behind a short text, compiled by its first call; of heads, the logits of all."""
+def _step(model: PreTrainedModel, compiled: bool = False, tokens: int = 1) -> Callable[[], object]:
+    """Return a forward behind a short text, compiled by its first call; of heads, the logits of all."""
     if isinstance(model, MedusaHeads):
         hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype)
         seen = torch.zeros(1, 1, model.config.num_heads, model.config.hidden_size, dtype=model.dtype)
         return lambda: [model.logits(head, hidden, seen) for head in range(model.config.num_heads)]
-    cached = CachedModel(model, rows=1, max_length=CONTEXT + 1, compiled=compiled)
+    cached = CachedModel(model, rows=1, max_length=CONTEXT + tokens, block=tokens, compiled=compiled)
     cached.prefill(torch.ones(1, CONTEXT, dtype=torch.long))
-    return partial(cached.feed, torch.ones(1, 1, dtype=torch.long), [CONTEXT])
+    return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long), [CONTEXT])
 
 
 def _with_threads(count: int, call: Callable[[], object]) -> object:

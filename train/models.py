@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.integrations import deepspeed
 from transformers.utils import logging
+from transformers.utils.generic import is_flash_attention_requested
 
 from draftsmith.decode.errors import InputError, one_of
 from draftsmith.train import options
@@ -301,6 +302,11 @@ def check_same_tokenizer(
 def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the number of logits that are tokens: the largest id plus one, whatever padding a head has."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def takes_bounds(model: PreTrainedModel) -> bool:
+    """Say whether a model's attention is told where texts begin and end, in place of a mask: flash attention is."""
+    return is_flash_attention_requested(model.config.get_text_config())
 
 
 def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field: str) -> None:

@@ -45,6 +45,9 @@ class RecipeConfig:
     prompt_loss: bool = False
     """Learn at the positions of the prompts too: more to learn from in the same forwards, off the text that is going to
     be drafted."""
+    loss_chunk: int | None = None
+    """Logits that the loss holds at a time, however large the batch: by default 2²⁴ on a CPU, and on a GPU what its
+    memory allows, 2²⁷ of 80 GiB. More of them need fewer kernels and more memory."""
     packing: bool = False
     """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
     patience: int | None = None
@@ -77,6 +80,7 @@ class RecipeConfig:
         require(self, one_of(QUANTIZATIONS), "target_quantization")
         require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
+        require(self, at_least(1), "loss_chunk")
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
         for name in ("target_device", "target_quantization"):

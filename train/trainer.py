@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -29,11 +30,16 @@ from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.flops import Work
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
-from draftsmith.train.models import DTYPES, load_config, stored_dtype, tokenizer_size
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds, tokenizer_size
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import arguments_told, declare_dtype, full_disk_reported, in_dtype
 from draftsmith.train.sharding import check_sharding
+
+READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What a model reads of a batch."""
 
 
 class RecipeTrainer(Trainer, ABC):
@@ -42,6 +48,9 @@ class RecipeTrainer(Trainer, ABC):
     Losses are sums over the completion tokens of a part ÷ the token count of the whole global batch: accumulation steps
     and processes with unequal token counts weigh by their tokens, so that the split of a batch does not change it.
     """
+
+    ahead = 0
+    """How many tokens behind the next one are learned from a position."""
 
     def __init__(
         self,
@@ -56,13 +65,14 @@ class RecipeTrainer(Trainer, ABC):
         if target is not None:
             require_split(target, "target")
         self.recipe = config
+        bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in (model, target))
         with arguments_told():
             super().__init__(
                 model=model,
                 args=config.training,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                data_collator=CompletionCollator(tokenizer),
+                data_collator=CompletionCollator(tokenizer, self.ahead, config.prompt_loss, bounds),
                 processing_class=tokenizer,
                 **kwargs,
             )
@@ -71,6 +81,7 @@ class RecipeTrainer(Trainer, ABC):
         if config.patience is not None:
             self.add_callback(EarlyStoppingCallback(config.patience))
         self.tokenizer = tokenizer
+        self.sizes = ChunkSizes.of(self.args.device, config.loss_chunk)
         self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
         # Either head may have more rows than the tokenizer has tokens: those are left out everywhere.
         self.vocab_size = tokenizer_size(tokenizer)
@@ -115,7 +126,7 @@ class RecipeTrainer(Trainer, ABC):
         with self.clock.phase("text"):
             batches = self.changed(batches)
         if self.recipe.prompt_loss:
-            batches = [{**batch, "labels": _all_labels(batch)} for batch in batches]
+            batches = [_with_all_labels(batch) for batch in batches]
         tokens = self._get_num_items_in_batch(batches, device)
         self.telemetry.count(batches, tokens)
         return batches, tokens
@@ -224,9 +235,9 @@ class RecipeTrainer(Trainer, ABC):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """Return a part's summed loss ÷ the token count of the global batch, or of the part where that is not known."""
-        chosen_BT = inputs["labels"][:, 1:] != IGNORED
-        total = self.summed_loss(model, inputs, chosen_BT)
-        loss = total / (chosen_BT.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch)
+        positions = LossPositions(inputs["positions"][0])
+        total = self.summed_loss(model, inputs, positions)
+        loss = total / (max(len(positions), 1) if num_items_in_batch is None else num_items_in_batch)
         if num_items_in_batch is not None and self.args.average_tokens_across_devices:
             # Gradients are averaged over processes; the count is already the sum over them.
             loss = loss * self.accelerator.num_processes
@@ -268,23 +279,29 @@ class RecipeTrainer(Trainer, ABC):
         return frozen + student.step(positions, seen, tokens)
 
     @abstractmethod
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return what is minimised, summed over a part's tokens; a recipe says what.
 
         Args:
             model: the model in training, or a wrapper around it.
             inputs: a batch, (B, T).
-            chosen_BT: bool, (B, T − 1): the positions whose next token has a label.
+            positions: those whose next token has a label.
         """
 
     @abstractmethod
-    def replay_sums(self, model: nn.Module, inputs: dict[str, Tensor], chosen_BT: Tensor) -> Tensor:
-        """Return what `compute_metrics` sums over samples, (B, columns); arguments as in `summed_loss`."""
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
+        """Return what `compute_metrics` sums over samples, (B, columns).
+
+        Args:
+            model: as in `summed_loss`.
+            inputs: a batch.
+            chosen_BT: bool, (B, T − 1): the positions whose next token has a label.
+        """
 
     def target_hidden(self, inputs: dict[str, Tensor]) -> Tensor:
         """Return the target's last hidden states of a batch, (B, T, H), on the device where the loss is taken."""
         with torch.no_grad(), self.clock.phase("teacher"):
-            moved = {name: tensor.to(self.target.device) for name, tensor in texts(inputs).items()}
+            moved = send_to_device(texts(inputs), self.target.device)
             return last_hidden(self.target, **moved).to(self.args.device)
 
     @cached_property
@@ -293,16 +310,14 @@ class RecipeTrainer(Trainer, ABC):
         return head_of(self.target).cut(self.vocab_size).to(self.args.device)
 
 
-def texts(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the inputs that a model reads from a batch; packed rows have positions in place of a mask."""
-    return {name: inputs[name] for name in ("input_ids", "attention_mask", "position_ids") if name in inputs}
+def texts(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the inputs that a model reads from a batch: tokens, and what tells the samples of packed rows apart."""
+    return {name: inputs[name] for name in READ if name in inputs}
 
 
-def _all_labels(batch: dict[str, Tensor]) -> Tensor:
-    """Return the tokens of prompts and completions as labels, (B, T), but for the first of each text and padding."""
-    ids_BT = batch["input_ids"]
-    if "position_ids" in batch:  # packed: padding has position 0, as the first token of a text has
-        return ids_BT.where(batch["position_ids"] > 0, IGNORED)
-    labels_BT = ids_BT.where(batch["attention_mask"] == 1, IGNORED)
-    labels_BT[:, 0] = IGNORED
-    return labels_BT
+def _with_all_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch whose labels are the tokens of prompts too, but for the first of each text and padding."""
+    ids_BT, positions = batch["input_ids"], batch["text_positions"]
+    labels_BT, labelled_N = torch.full_like(ids_BT, IGNORED), positions[0] + 1
+    labels_BT.view(-1)[labelled_N] = ids_BT.flatten()[labelled_N]
+    return {**batch, "labels": labels_BT, "positions": positions}

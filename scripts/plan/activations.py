@@ -8,7 +8,7 @@ and follow the code when it changes.
 For a GPT layer in half precision on s tokens of b rows with hidden size h, Korthikanti et al. 2022 (section 4.1) count
 34·s·b·h bytes and 5·a·s²·b more for the attention matrix, which fused attention recomputes (their section 5). The
 count here is above that: eager kernels also keep intermediate results of activations and norms that take several
-operations, and with padding an additive mask of 2·b·s² bytes a layer.
+operations, and with packed rows a mask of 2·b·s² bytes a layer.
 """
 
 import weakref
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from draftsmith.scripts.plan.model_states import Precision
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of, last_hidden
@@ -114,7 +115,7 @@ class BatchShape:
     def inputs(self, rows: int) -> dict[str, Tensor]:
         """Return a batch of so many rows, (B, T) each, of padded texts or packed ones."""
         ids = torch.zeros(rows, self.length, dtype=torch.long)
-        return {"input_ids": ids, "position_ids" if self.packed else "attention_mask": torch.ones_like(ids)}
+        return {"input_ids": ids, "position_ids": torch.ones_like(ids)} if self.packed else {"input_ids": ids}
 
     def chosen(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""
@@ -242,6 +243,7 @@ def trace_loss(
     positions: int,
     precision: Precision,
     k: int = 32,
+    sizes: ChunkSizes | None = None,
 ) -> tuple[float, float]:
     """Return the most bytes that the loss takes in the forward, and in its own backward down to the hidden states.
 
@@ -255,6 +257,7 @@ def trace_loss(
         positions: that the loss is taken over.
         precision: how the draft computes.
         k: tokens of a cached distribution.
+        sizes: of chunks; those of a CPU if None.
     """
     vocabulary = common_vocabulary(draft, target)
     with mode:
@@ -278,7 +281,7 @@ def trace_loss(
         with LiveBytes([*_tensors(draft), *given, q_hidden, labels, weights]) as live:
             with _precision(precision):
                 head = head_of(draft).cut(vocabulary)
-                total = chunked_sum(objective.features, weights, labels, q_hidden, head, teacher)[0]
+                total = chunked_sum(objective.features, weights, labels, q_hidden, head, teacher, sizes)[0]
             forward = live.peak
             live.restart()
             total.backward()

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.scripts.plan.activations import Activations, Affine, BatchShape, common_vocabulary, trace_loss
 from draftsmith.scripts.plan.model_states import Precision
-from draftsmith.train.losses import chunked
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of
 
@@ -48,6 +48,8 @@ class Footprint:
     """Likewise of the draft; looked at for evaluation only."""
     held: dict[str, float]
     """Bytes that are there at all times."""
+    sizes: ChunkSizes
+    """Of the loss."""
     step: float = 0.0
     """What the optimiser takes for a moment."""
     k: int = 32
@@ -74,7 +76,7 @@ class Footprint:
     @property
     def _chunk(self) -> int:
         """Positions of a chunk of the loss."""
-        return max(1, chunked.CHUNK_ENTRIES // common_vocabulary(self.draft, self.target))
+        return max(1, self.sizes.chunk // common_vocabulary(self.draft, self.target))
 
     @cached_property
     def _chunks(self) -> list[Affine]:
@@ -83,7 +85,8 @@ class Footprint:
         return [Affine.through(2, two, 3, three) for two, three in pairs]
 
     def _trace_loss(self, positions: int) -> tuple[float, float]:
-        return trace_loss(self.mode, self.objective, self.draft, self.target, positions, self.precision, self.k)
+        models = self.draft, self.target
+        return trace_loss(self.mode, self.objective, *models, positions, self.precision, self.k, self.sizes)
 
     def loss_bytes(self, rows: int) -> tuple[float, float]:
         """Return `trace_loss` of so many rows."""

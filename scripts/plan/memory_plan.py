@@ -32,6 +32,7 @@ from draftsmith.scripts.plan.model_states import (
     target_bytes,
 )
 from draftsmith.train.lora import add_lora
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
 
 GIB = 2**30
@@ -75,6 +76,7 @@ class MemoryPlan:
         )
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
+        self.sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB, config.loss_chunk)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
         self._target_config: Any = read_config(config.target, config.target_config, "target", config.trust_remote_code)
         if config.target_dtype == "auto":
@@ -151,6 +153,7 @@ class MemoryPlan:
             cache=trace_cache(self.mode, draft, self.batch, precision) if config.on_policy else None,
             target_forward=self._forward(target, self.batch, "float32") if needed else Affine(),
             held=held,
+            sizes=self.sizes,
             step=4.0 * copies * weights.trained / share,
             k=config.cache_k,
         )

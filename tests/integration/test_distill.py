@@ -150,7 +150,8 @@ def test_prompts_and_padding_carry_no_loss(pipeline, trained):
         start = sum(label == -100 for label in sample["labels"])
         carries[row, start - 1 : len(sample["input_ids"]) - 1] = True
     assert torch.equal(gradient.abs().sum(-1) > 0, carries)
-    padding = batch["attention_mask"] == 0
+    sizes = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    padding = torch.arange(batch["input_ids"].shape[1]) >= sizes[:, None]
     assert padding.any()
     batch["input_ids"] = torch.where(padding, 7, batch["input_ids"])
     with torch.no_grad():

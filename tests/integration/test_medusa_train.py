@@ -23,10 +23,10 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.data.collator import IGNORED, training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
-from draftsmith.train.losses import chunked as lean
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 from draftsmith.train.options import LoraOptions
@@ -64,7 +64,7 @@ def some_samples(pipeline: Path) -> list[dict]:
 
 
 def batch_of(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, Tensor]:
-    batch = CompletionCollator(trainer.processing_class)(samples)
+    batch = trainer.data_collator(samples)
     ((batch,), _) = trainer.get_batch_samples(iter([batch]), 1, torch.device("cpu"))
     return batch
 
@@ -250,11 +250,10 @@ class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @pytest.mark.parametrize("backbone", ["frozen", "lora"])
-def test_heads_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, untrained, monkeypatch, backbone):
+def test_heads_times_tokens_times_vocabulary_is_never_held(pipeline, tmp_path, untrained, backbone):
     trainer = untrained(heads_configured(pipeline, tmp_path, backbone=backbone))
     vocab, samples = len(trainer.processing_class), some_samples(pipeline)
-    monkeypatch.setattr(lean, "CHUNK_ENTRIES", 8 * vocab)
-    monkeypatch.setattr(lean, "PART_ENTRIES", 4 * vocab)
+    trainer.sizes = ChunkSizes(8 * vocab, 4 * vocab)
     assert count(samples) > 40
     batch = batch_of(trainer, samples)
     with Sizes(vocab, 32) as sizes:
@@ -614,7 +613,7 @@ def test_the_law_before_training_has_no_dropout(pipeline, tmp_path, family, untr
     trainer = untrained(heads_configured(pipeline, tmp_path, target=str(family), **JOINT[backbone]))
     moved(trainer)
     joint = trainer.model.train()
-    batch = {name: batch_of(trainer, some_samples(pipeline))[name] for name in ("input_ids", "attention_mask")}
+    batch = {"input_ids": batch_of(trainer, some_samples(pipeline))["input_ids"]}
     original = load_model(family, dtype="float32", device="cpu")
     with torch.no_grad():
         expected = original.transformer(**batch).last_hidden_state

@@ -125,6 +125,63 @@ def test_an_attention_without_masks_packs_in_batches_of_one_row():
         require_packing(model, "target", rows=8)
 
 
+def flash_reference(
+    module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
+) -> tuple[Tensor, None]:
+    """A kernel that is told where texts begin and end in the flattened batch, as flash attention's own is."""
+    assert attention_mask is None and torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    bounds = kwargs["cu_seq_lens_q"].tolist()
+    assert bounds[-1] == query.shape[0] * query.shape[2]
+    longest = max(end - start for start, end in pairwise(bounds))
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == longest
+    flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value)]  # (1, heads, B·T, D)
+    parts = [
+        torch.nn.functional.scaled_dot_product_attention(
+            *(x[:, :, start:end] for x in flat), is_causal=True, enable_gqa=True
+        )
+        for start, end in pairwise(bounds)
+    ]
+    return torch.cat(parts, dim=2)[0].transpose(0, 1).unflatten(0, (len(query), query.shape[2])), None
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_an_attention_that_is_told_bounds_has_the_same_hidden_states(tokenizer, packed):
+    AttentionInterface.register("flash_reference", flash_reference)
+    told, masked = (build("llama", attn_implementation=name) for name in ("flash_reference", "sdpa"))
+    masked.load_state_dict(told.state_dict())
+    assert takes_bounds(told) and not takes_bounds(masked) and packs(told)
+    dataset = samples(SIZES)
+    rows = (pack(dataset, 40) if packed else dataset).to_list()
+    batch = CompletionCollator(tokenizer, bounds=True)(rows)
+    texts_of = [last_hidden(model, **texts(batch)) for model in (told, masked)]
+    inside = batch["labels"] != IGNORED
+    assert torch.allclose(texts_of[0][inside], texts_of[1][inside], atol=1e-5)
+
+
+def test_a_forward_makes_no_mask_where_nothing_is_packed_and_waits_for_no_look(tokenizer):
+    """A mask has T² entries a row; a look at the positions on a GPU is a synchronisation."""
+
+    class Seen(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names, self.largest = set(), 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            self.names.add(str(func))
+            if isinstance(out, Tensor) and out.dtype == torch.bool:
+                self.largest = max(self.largest, out.numel())
+            return out
+
+    model, dataset = build("llama"), samples(SIZES)
+    for rows in (dataset, pack(dataset, 40)):
+        batch = CompletionCollator(tokenizer)(rows.to_list())
+        with Seen() as seen:
+            last_hidden(model, **texts(batch))
+        assert "aten._local_scalar_dense.default" not in seen.names
+        assert (seen.largest > 0) == ("position_ids" in batch)
+
+
 def test_padding_is_seen_by_none_and_no_sample_by_another(tokenizer):
     """Gradients of a sample's states reach its own tokens before them, and nothing else."""
     model = build("mistral")

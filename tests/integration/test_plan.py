@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -34,8 +35,8 @@ from draftsmith.scripts.plan.footprint import Footprint
 from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.scripts.plan.model_states import Weights
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.collator import training_examples
-from draftsmith.train.losses import chunked
+from draftsmith.train.data.collator import IGNORED, ahead_positions, training_examples
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
@@ -54,12 +55,6 @@ DEEP, SHALLOW = (
 
 def nbytes(tensors) -> int:
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
-
-
-def padded(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    inputs = BatchShape(LENGTH, ROWS).inputs(rows)
-    inputs["attention_mask"][0, 100:] = 0  # without padding the library leaves the mask away
-    return inputs
 
 
 def faked(shape: LlamaConfig) -> tuple[FakeTensorMode, LlamaForCausalLM]:
@@ -87,7 +82,7 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
             saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor keeps its address from being used again
         return tensor
 
-    inputs = padded()
+    inputs = BatchShape(LENGTH, ROWS).inputs(ROWS)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), torch.autocast("cpu", enabled=amp):
         hidden = last_hidden(model.train(), **inputs)
     assert hidden.requires_grad
@@ -116,7 +111,7 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
         model.activation_checkpointing_enable({"use_reentrant": False})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    inputs = padded()
+    inputs = BatchShape(LENGTH, ROWS).inputs(ROWS)
     gradients = [p.grad for p in model.parameters()]
     with LiveBytes([*model.parameters(), *model.buffers(), *gradients, *inputs.values()]) as live:
         with torch.autocast("cpu", enabled=amp):
@@ -136,7 +131,7 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
 
 def test_a_forward_without_gradients_is_what_it_allocates(fake):
     planned = trace_forward(*fake, BatchShape(LENGTH, ROWS), "float32")
-    model, inputs = LlamaForCausalLM(SHALLOW).eval(), padded()
+    model, inputs = LlamaForCausalLM(SHALLOW).eval(), BatchShape(LENGTH, ROWS).inputs(ROWS)
     with LiveBytes([*model.parameters(), *model.buffers(), *inputs.values()]) as live, torch.no_grad():
         BatchShape(LENGTH, ROWS).chosen(last_hidden(model, **inputs))
     assert planned(ROWS) == live.peak
@@ -157,8 +152,7 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
             model = GPT2LMHeadModel(config)
         shadow(mode, model, half=True)
         kept.append(trace_draft(mode, model, BatchShape(LENGTH, ROWS), "half", False).kept(ROWS))
-    mask = 2 * ROWS * LENGTH**2  # of padding, in half precision
-    found = (kept[1] - kept[0] - mask) / (ROWS * LENGTH * h)
+    found = (kept[1] - kept[0]) / (ROWS * LENGTH * h)
     # Moments of the norms, and the log of the sums that attention keeps.
     assert 32 <= found <= 32.5
 
@@ -174,25 +168,23 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
         ("expected_length", True),
     ],
 )
-def test_the_loss_is_what_it_allocates(monkeypatch, name, cached):
+def test_the_loss_is_what_it_allocates(name, cached):
     """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
-    monkeypatch.setattr(chunked, "CHUNK_ENTRIES", 40 * 97)
-    monkeypatch.setattr(chunked, "PART_ENTRIES", 5 * 97)
+    sizes = ChunkSizes(40 * 97, 5 * 97)
     mode = FakeTensorMode()
     with mode:
         draft, target = tiny_llama(1, layers=1).requires_grad_(True), tiny_llama(0, layers=1)
     objective = Objective({name: 1.0})
     zero = Affine()
-    footprint = Footprint(
-        mode, draft, None if cached else target, objective, BatchShape(11, 20), "float32", None, zero, zero, {}, k=8
-    )
+    models = draft, None if cached else target
+    footprint = Footprint(mode, *models, objective, BatchShape(11, 20), "float32", None, zero, zero, {}, sizes, k=8)
     positions = footprint.positions(20)
     assert positions == 200
     planned = footprint.loss_bytes(20)
 
     # The same code on real tensors, all five chunks of it.
     real, theirs = tiny_llama(1, layers=1).requires_grad_(True), None if cached else tiny_llama(0, layers=1)
-    found = trace_loss(nullcontext(), objective, real, theirs, positions, "float32", 8)
+    found = trace_loss(nullcontext(), objective, real, theirs, positions, "float32", 8, sizes)
     assert planned == pytest.approx(found, rel=0.01)
     if objective.needs_target and not cached:
         assert footprint.teacher_bytes(20) == positions * 32 * 4
@@ -221,11 +213,9 @@ def planned(pair: Path, **options: object) -> MemoryPlan:
 
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, True), (True, False)])
-def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, tokenizer, monkeypatch, amp, checkpointing):
+def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, tokenizer, amp, checkpointing):
     """Teacher, draft, loss and backward together, at their peak."""
-    monkeypatch.setattr(chunked, "CHUNK_ENTRIES", 2**14)
-    monkeypatch.setattr(chunked, "PART_ENTRIES", 2**11)
-    options = {"training.activation_checkpointing": checkpointing, "training.bf16": amp}
+    options = {"training.activation_checkpointing": checkpointing, "training.bf16": amp, "loss_chunk": 2**14}
     planner = planned(pair, **options)
     footprint = planner.footprint(planner.setting)
 
@@ -233,21 +223,23 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, token
         output_dir=str(pair / "out"), use_cpu=True, report_to=[], bf16=amp, activation_checkpointing=checkpointing,
         per_device_train_batch_size=ROWS,
     )  # fmt: skip
-    config = DistillConfig(
-        str(pair / "target"), [str(pipeline / "short")], draft=str(pair / "draft"), training=training
-    )
+    paths = str(pair / "target"), [str(pipeline / "short")]
+    config = DistillConfig(*paths, draft=str(pair / "draft"), training=training)
     target, draft = (load_model(pair / name, device="cpu") for name in ("target", "draft"))
     draft.requires_grad_(True)
     trainer = DistillTrainer(draft, target, tokenizer, config, training_examples([str(pipeline / "short")]))
+    trainer.sizes = planner.sizes
     if checkpointing:
         draft.activation_checkpointing_enable({"use_reentrant": False})
     model = trainer.accelerator.prepare(draft)
     for parameter in draft.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    inputs = padded() | {"index": torch.zeros(ROWS, dtype=torch.long)}
+    inputs = BatchShape(LENGTH, ROWS).inputs(ROWS) | {"index": torch.zeros(ROWS, dtype=torch.long)}
     inputs["labels"] = inputs["input_ids"].clone()
+    inputs["positions"] = ahead_positions(inputs["labels"] != IGNORED, 0)
     given = [t for m in (draft, target) for t in (*m.parameters(), *m.buffers())]
-    with LiveBytes([*given, *(p.grad for p in draft.parameters()), *inputs.values()]) as live:
+    batch = tree_leaves(inputs)
+    with LiveBytes([*given, *(p.grad for p in draft.parameters()), *batch]) as live:
         trainer.training_step(model, inputs, torch.tensor(ROWS * (LENGTH - 1)))
     peak = footprint.peak(ROWS)
     # Besides are masks of positions, and the loss of a few of them.

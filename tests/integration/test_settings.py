@@ -28,9 +28,9 @@ def pair(tmp_path, tokenizer, monkeypatch):
     return tmp_path / "target", tmp_path / "draft"
 
 
-def clock(monkeypatch, eager, compiled, draft):
+def clock(monkeypatch, *turns):
     """Let each timing have the next of these results, after each call was made once: seconds by key."""
-    turns = [eager, compiled, draft]
+    turns = list(turns)
 
     def seconds(calls, repeats):
         for call in calls.values():
@@ -70,6 +70,17 @@ def test_the_fastest_is_chosen_and_said(pair, monkeypatch, capsys):
         "bfloat16 11.0, float32 9.0, bfloat16 compiled 6.0, float32 compiled 7.0; "
         "by eager threads: 1 10.0, 2 9.0, 4 13.0"
     )
+
+
+@pytest.mark.parametrize("compiled", [False, None])
+def test_dtypes_that_are_alike_are_told_apart_by_what_verifying_takes(pair, monkeypatch, capsys, compiled):
+    alike = {"bfloat16": 0.0065, "float32": 0.006}
+    eager = {(name, count): 2 * alike[name] for name, count in EAGER}
+    timings = [eager, alike] if compiled is None else [eager]
+    clock(monkeypatch, *timings, {"bfloat16": 0.0081, "float32": 0.0104}, DRAFT)
+    _, chosen = loaded(pair, compiled=compiled)
+    assert (chosen.dtype, chosen.compiled) == ("bfloat16", compiled is None)
+    assert "; 4 tokens at once: bfloat16 8.1, float32 10.4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

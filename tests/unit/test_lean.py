@@ -18,7 +18,8 @@ from transformers import (
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence, lean_divergence
-from draftsmith.train.losses import chunked
+from draftsmith.train.losses import chunk_sizes
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.divergences import NAMES
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 
@@ -57,7 +58,7 @@ def q_head(t: dict[str, Tensor], bias: bool = False, **options: float) -> Output
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("name", NAMES)
 def test_value_and_gradients_are_the_eager_ones(name, head, chunk_size, monkeypatch):
-    monkeypatch.setattr(chunked, "PART_ENTRIES", 3 * V)  # parts of three positions
+    monkeypatch.setattr(chunk_sizes, "ON_CPU", ChunkSizes(2**24, 3 * V))  # parts of three positions
     t = tensors()
     leaves = [t[key].requires_grad_(True) for key in ("q_hidden", "q_weight", "q_bias")]
     leaves = leaves if "bias" in HEADS[head] else leaves[:2]
@@ -123,7 +124,7 @@ def test_no_tensor_holds_all_logits(monkeypatch):
                 largest.append(out.numel())
             return out
 
-    monkeypatch.setattr(chunked, "PART_ENTRIES", 2 * V)
+    monkeypatch.setattr(chunk_sizes, "ON_CPU", ChunkSizes(2**24, 2 * V))
     t = tensors()
     weight = t["q_weight"].requires_grad_(True)
     with Sizes():

@@ -11,10 +11,10 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.trainer import _follows
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, numbered, sample_ids
 from draftsmith.train.data.packing import best_fit_decreasing, pack
 from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.positions import LossPositions
 
 LENGTH = 24
 
@@ -118,7 +118,7 @@ def test_a_packed_batch_has_positions_and_no_mask(tokenizer):
     packed = pack(samples(), LENGTH).to_list()
     rows = [packed[2], packed[-1], packed[0]]
     batch = CompletionCollator(tokenizer)(rows)
-    assert batch.keys() == {"input_ids", "labels", "position_ids", "index"}
+    assert batch.keys() == {"input_ids", "labels", "position_ids", "index", "positions"}
     assert batch["index"].tolist() == [2, len(packed) - 1, 0] and batch["index"].dtype == torch.int64
     width = max(len(row["input_ids"]) for row in rows)
     padding = 0
@@ -131,18 +131,40 @@ def test_a_packed_batch_has_positions_and_no_mask(tokenizer):
     assert padding > 0
 
 
-def test_a_batch_of_samples_has_a_mask(tokenizer):
+def test_a_batch_of_samples_is_padded_on_the_right_and_needs_no_mask(tokenizer):
     rows = samples().to_list()[3:6]
     batch = CompletionCollator(tokenizer)(rows)
-    assert batch.keys() == {"input_ids", "labels", "attention_mask", "index"}
+    assert batch.keys() == {"input_ids", "labels", "index", "positions"}
     assert batch["index"].tolist() == [3, 4, 5]
-    assert batch["attention_mask"].sum(1).tolist() == [len(row["input_ids"]) for row in rows]
+    width = batch["labels"].shape[1]
     for at, row in enumerate(rows):
-        size = len(row["input_ids"])
-        assert batch["attention_mask"][at, :size].all()
-        assert batch["labels"][at].tolist() == row["labels"] + [IGNORED] * (batch["labels"].shape[1] - size)
+        padding = width - len(row["input_ids"])
+        assert batch["input_ids"][at].tolist() == row["input_ids"] + [tokenizer.pad_token_id] * padding
+        assert batch["labels"][at].tolist() == row["labels"] + [IGNORED] * padding
     bare = [{"input_ids": row["input_ids"], "labels": row["labels"]} for row in rows]
-    assert CompletionCollator(tokenizer)(bare).keys() == {"input_ids", "labels", "attention_mask"}
+    assert CompletionCollator(tokenizer)(bare).keys() == {"input_ids", "labels", "positions"}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_positions_are_before_the_tokens_to_learn(tokenizer, packed):
+    dataset = pack(samples(), LENGTH) if packed else samples()
+    batch = CompletionCollator(tokenizer, ahead=2, prompts=True)(dataset.to_list()[:6])
+    rows, width = batch["labels"].shape
+    for ahead, flat in enumerate(batch["positions"]):
+        expected = [
+            row * width + t
+            for row in range(rows)
+            for t in range(width - 1 - ahead)
+            if (batch["labels"][row, t + 1 : t + 2 + ahead] != IGNORED).all()
+        ]
+        assert flat.tolist() == expected and expected
+    taken = LossPositions(batch["positions"][0])
+    assert torch.equal(taken.next_tokens(batch["input_ids"]), batch["labels"][:, 1:][batch["labels"][:, 1:] != IGNORED])
+    every = LossPositions(batch["text_positions"][0])
+    assert set(taken.flat_N.tolist()) < set(every.flat_N.tolist())
+    sizes = [len(text) for text in (samples() if not packed else dataset)["input_ids"][:6]]
+    texts = sum(row["position_ids"].count(0) for row in dataset.to_list()[:6]) if packed else len(sizes)
+    assert len(every) == sum(sizes) - texts
 
 
 def test_rows_are_named_by_their_samples():
@@ -160,7 +182,7 @@ def test_no_token_is_predicted_from_another_sample_and_none_follows_it(tokenizer
     inside = batch["position_ids"][:, 1:] > 0  # the predicted token is not the first of its sample
     chosen = batch["labels"][:, 1:] != IGNORED
     assert not (chosen & ~inside).any()
-    follows = _follows(chosen)
+    follows = LossPositions(batch["positions"][0]).follow()
     positions = batch["position_ids"][:, 1:][chosen]
     assert follows.any() and (positions[follows] >= 2).all()
     # Each sample is one run of chosen positions, as when it is alone; a prompt of no or one token changes nothing.
@@ -178,9 +200,8 @@ def test_block_terms_end_with_a_sample(tokenizer):
     table[:, 1].log_()  # by token: a divergence, log a, an overlap
 
     def total(batch: dict[str, torch.Tensor]) -> float:
-        labels = batch["labels"][:, 1:]
-        chosen = labels != IGNORED
-        return float(objective.shortfall(table[labels[chosen]], _follows(chosen)))
+        positions = LossPositions(batch["positions"][0])
+        return float(objective.shortfall(table[positions.next_tokens(batch["input_ids"])], positions.follow()))
 
     collate = CompletionCollator(tokenizer)
     apart = sum(total(collate([sample])) for sample in dataset)

@@ -18,6 +18,7 @@ from draftsmith.scripts import cache as command
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator, training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.losses.objective import NAMES, Objective
@@ -167,13 +168,13 @@ def test_the_lean_loss_slices_a_cached_law(chunk_size):
     sampler = cached(p, labels, 4)
     sampler = CachedDistributions(sampler.ids.int(), sampler.log_p.half(), sampler.log_tail, sampler.log_p_of_text)
     objective = Objective({"forward_kl": 0.5, "expected_length": 1.0})
-    weights = torch.rand(N, 3, generator=generator)
+    weights, sizes = torch.rand(N, 3, generator=generator), ChunkSizes(chunk_size * V, 3 * V)
     leaves = [hidden.requires_grad_(True), weight.requires_grad_(True)]
     values = objective.features(sampler, hidden @ weight.T, labels)
-    found, features = chunked_sum(objective.features, weights, labels, hidden, OutputHead(weight), sampler, chunk_size)
+    found, features = chunked_sum(objective.features, weights, labels, hidden, OutputHead(weight), sampler, sizes)
     assert torch.allclose(features, values, atol=1e-5)
     assert torch.allclose(
-        chunked_features(objective.features, labels, hidden, OutputHead(weight), sampler, chunk_size), features
+        chunked_features(objective.features, labels, hidden, OutputHead(weight), sampler, sizes), features
     )
     eager = torch.autograd.grad((values * weights).sum(), leaves)
     for a, b in zip(eager, torch.autograd.grad(found, leaves), strict=True):
@@ -188,7 +189,10 @@ def test_a_live_law_and_a_cached_one_are_interchangeable():
     live = LiveDistributions(hidden, OutputHead(weight, softcap=3.0))
     stored = cached(live.chunk(slice(None))(slice(None)), labels, V)
     objective = Objective({"jsd": 1.0, "reached_tvd": 1.0})
-    one, other = (chunked_features(objective.features, labels, q, head, sampler, 9) for sampler in (live, stored))
+    one, other = (
+        chunked_features(objective.features, labels, q, head, sampler, ChunkSizes(9 * V, 3 * V))
+        for sampler in (live, stored)
+    )
     assert torch.allclose(one, other, atol=1e-5)
 
 

@@ -9,12 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 from transformers.utils import logging
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.generate import load_completions
+from draftsmith.train.losses.positions import LossPositions
 
 IGNORED = -100
 logger = logging.get_logger(__name__)
@@ -118,13 +120,24 @@ class CompletionCollator:
     """Pads samples, or packed rows of samples, on the right.
 
     Returns batches of `input_ids` and `labels`, each (B, T) int64; −100 labels carry no loss, padding has no others.
-    Beside them samples have an `attention_mask`, (B, T), that hides the padding. Packed rows have `position_ids` in its
-    place, (B, T): with a mask, positions would not be looked at to tell samples apart. Each padding token is a text of
-    its own there, at position 0. `index` is (B,) int64, the rows' numbers in their data set, where they have one.
+    There is no mask: causal attention does not see what stands behind a text. Packed rows have `position_ids`, (B, T),
+    by which attention tells their samples apart. Each padding token is a text of its own there, at position 0. `index`
+    is (B,) int64, the rows' numbers in their data set, where they have one.
+
+    `positions` are where a loss is taken, `LossPositions.flat_N`: first those before a label, then those whose next two
+    tokens have one, and so on.
+
+    Args:
+        tokenizer: its padding token pads.
+        ahead: how many tokens behind the next one the last of `positions` looks.
+        prompts: add `text_positions`, those before any token of a text but its first.
+        bounds: tell texts apart for attention kernels that take no mask (flash attention), which else look for packed
+            ones in every layer: adds `cu_seq_lens_q` and `cu_seq_lens_k`, where texts begin and end in the flattened
+            batch, int32, and `max_length_q` and `max_length_k`, the tokens of the longest.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ahead: int = 0, prompts: bool = False, bounds: bool = False):
+        self.tokenizer, self.ahead, self.prompts, self.bounds = tokenizer, ahead, prompts, bounds
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate samples of `input_ids` and `labels`, and of `position_ids` if they are packed."""
@@ -140,10 +153,33 @@ class CompletionCollator:
             return out
 
         out = {"input_ids": input_ids, "labels": padded("labels", IGNORED)}
+        inside_BT = batch["attention_mask"].bool()
+        inside_BT[:, 0] = False  # a first token is predicted from nothing
         if "position_ids" in samples[0]:
             out["position_ids"] = padded("position_ids", 0)
-        else:
-            out["attention_mask"] = batch["attention_mask"]
+            inside_BT = out["position_ids"] > 0
+        if self.bounds:
+            out |= text_bounds(out.get("position_ids", torch.arange(input_ids.shape[1]).expand_as(input_ids)))
         if "index" in samples[0]:
             out["index"] = torch.tensor([sample["index"] for sample in samples])
+        out["positions"] = ahead_positions(out["labels"] != IGNORED, self.ahead)
+        if self.prompts:
+            out["text_positions"] = ahead_positions(inside_BT, self.ahead)
         return out
+
+
+def ahead_positions(predicted_BT: Tensor, ahead: int) -> tuple[Tensor, ...]:
+    """Return `LossPositions.flat_N` of tokens to predict, then of windows of two such tokens, … up to 1 + `ahead`."""
+    further_BT = torch.nn.functional.pad(predicted_BT, (0, ahead))
+    windows = [predicted_BT]
+    for offset in range(1, ahead + 1):
+        windows.append(windows[-1] & further_BT[:, offset : offset + predicted_BT.shape[1]])
+    return tuple(LossPositions.before(each).flat_N for each in windows)
+
+
+def text_bounds(position_ids: Tensor) -> dict[str, Any]:
+    """Return what flash attention is told of a batch, (B, T): where texts, at position 0, begin and end."""
+    starts = (position_ids.flatten() == 0).nonzero()[:, 0]
+    bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).int()
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}

@@ -10,11 +10,13 @@ Shape suffixes: N positions, H hidden, V vocabulary, K features of a position; o
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.divergences import check_divergence, per_token
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
@@ -23,11 +25,6 @@ from draftsmith.train.teacher.distributions import LiveDistributions, TeacherDis
 Features = Callable[[Any, Tensor, Tensor], Tensor]
 """(p, q_logits_PV, labels_P) → features_PK, position by position: p is logits_PV of `LiveDistributions`, or
 `CachedDistributions`."""
-
-# Logits of a chunk, which matrix products are taken over: fewer of them would wait for the head's weight to be read.
-CHUNK_ENTRIES = 2**24
-# Logits of a part of a chunk, which the loss is taken over: it holds about ten tensors of this size.
-PART_ENTRIES = 2**21
 
 
 def lean_divergence(
@@ -53,7 +50,7 @@ def lean_divergence(
         name: as in `divergence`, like the other arguments.
         temperature: divides both logits.
         mask: (N,) bool, the positions that count; all if None.
-        chunk_size: positions a chunk; by default so many that a chunk has 2²⁴ logits.
+        chunk_size: positions a chunk; by default as many as suit the device (`ChunkSizes`).
         beta: the mixture weight of p in `jsd`.
         alpha: how far the skewed divergences mix.
         labels: (N,), for `cross_entropy`.
@@ -71,8 +68,10 @@ def lean_divergence(
         return per_token(p_logits_PV, q_logits_PV, name, temperature, beta, alpha, text)[:, None]
 
     labels_N = weights_N.new_zeros(len(weights_N), dtype=torch.long) if labels is None else labels
-    teacher = LiveDistributions(p_hidden, p_head)
-    return chunked_sum(features, weights_N[:, None], labels_N, q_hidden, q_head, teacher, chunk_size)[0]
+    teacher, sizes = LiveDistributions(p_hidden, p_head), ChunkSizes.of(q_hidden.device)
+    if chunk_size is not None:
+        sizes = replace(sizes, chunk=chunk_size * len(q_head.weight))
+    return chunked_sum(features, weights_N[:, None], labels_N, q_hidden, q_head, teacher, sizes)[0]
 
 
 def chunked_objective(
@@ -83,6 +82,7 @@ def chunked_objective(
     labels_N: Tensor,
     follows_N: Tensor | None = None,
     weight: float = 1.0,
+    sizes: ChunkSizes | None = None,
 ) -> Tensor:
     """Return an objective, summed over positions and times a weight: what training minimises.
 
@@ -94,8 +94,9 @@ def chunked_objective(
         labels_N: the text's tokens.
         follows_N: bool, as in `Objective.shortfall`; only an objective that `couples` positions looks at it.
         weight: multiplies each position.
+        sizes: of chunks; those that suit the device if None.
     """
-    args = (labels_N, hidden_NH, head, teacher)
+    args = (labels_N, hidden_NH, head, teacher, sizes)
     if not objective.couples:
         weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
         return chunked_sum(objective.features, weights_N1, *args)[0]
@@ -116,7 +117,7 @@ def chunked_sum(
     hidden_NH: Tensor,
     head: OutputHead,
     teacher: TeacherDistributions | None,
-    chunk_size: int | None = None,
+    sizes: ChunkSizes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Σ weights · features over positions, and the features themselves, chunk by chunk.
 
@@ -128,13 +129,13 @@ def chunked_sum(
         head: q's; gradients flow to its weight and bias.
         teacher: p of the N positions; no gradients. None where the features do not look at it; they are given q's
             logits.
-        chunk_size: positions a chunk.
+        sizes: of chunks; those that suit the device if None.
 
     Returns:
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
     """
-    size = chunk_size or max(1, CHUNK_ENTRIES // len(head.weight))
-    return _ChunkedSum.apply(features, weights_NK, labels_N, hidden_NH, head.weight, head.bias, head, teacher, size)
+    sizes = sizes or ChunkSizes.of(hidden_NH.device)
+    return _ChunkedSum.apply(features, weights_NK, labels_N, hidden_NH, head.weight, head.bias, head, teacher, sizes)
 
 
 def chunked_features(
@@ -143,20 +144,10 @@ def chunked_features(
     hidden_NH: Tensor,
     head: OutputHead,
     teacher: TeacherDistributions | None,
-    chunk_size: int | None = None,
+    sizes: ChunkSizes | None = None,
 ) -> Tensor:
     """Return the features of all positions, (N, K), without gradients; arguments as in `chunked_sum`."""
-    return chunked_sum(features, None, labels_N, hidden_NH.detach(), head.detach(), teacher, chunk_size)[1]
-
-
-def chunks(count: int, size: int) -> list[slice]:
-    """Return the slices of so many positions each; one, which is empty, of none."""
-    return [slice(start, start + size) for start in range(0, max(count, 1), size)]
-
-
-def parts(logits_CV: Tensor) -> list[slice]:
-    """Return the slices of a chunk's logits that a loss is taken over."""
-    return chunks(len(logits_CV), max(1, PART_ENTRIES // logits_CV.shape[1]))
+    return chunked_sum(features, None, labels_N, hidden_NH.detach(), head.detach(), teacher, sizes)[1]
 
 
 class _ChunkedSum(torch.autograd.Function):
@@ -171,7 +162,7 @@ class _ChunkedSum(torch.autograd.Function):
         bias_V: Tensor | None,
         head: OutputHead,
         teacher: TeacherDistributions | None,
-        size: int,
+        sizes: ChunkSizes,
     ) -> tuple[Tensor, Tensor]:
         """Compute the sum and its gradients together; `chunked_sum` says what the arguments are."""
         device = hidden_NH.device.type
@@ -182,15 +173,18 @@ class _ChunkedSum(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:6]
         learns = needs_hidden or needs_weight or needs_bias
         grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
-        grad_weight_VH = torch.zeros_like(weight_VH, memory_format=torch.contiguous_format) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V) if needs_bias and bias_V is not None else None
+        # Chunks add up in float32: in half precision a gradient loses what each adds to the sum of many.
+        wide = torch.promote_types(weight_VH.dtype, torch.float32)
+        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias and bias_V is not None else None
         total, kept = hidden_NH.new_zeros((), dtype=torch.float32), []
-        for at in chunks(len(hidden_NH), size):
+        count, vocab_size = len(hidden_NH), len(weight_VH)
+        for at in sizes.chunks(count, vocab_size):
             p_of = None if teacher is None else teacher.chunk(at)
             with torch.autocast(device, enabled=False):
                 h_CH = h_NH[at]
                 g_CV = torch.nn.functional.linear(h_CH, w_VH, b_V)  # the logits, until the loss has been through them
-                for part in parts(g_CV):
+                for part in sizes.parts(len(g_CV), vocab_size):
                     with torch.set_grad_enabled(learns):
                         raw_PV = g_CV[part].requires_grad_(learns)
                         logits_PV = head.finish(raw_PV)
@@ -212,7 +206,11 @@ class _ChunkedSum(torch.autograd.Function):
                         grad_weight_VH += g_CV.T @ h_CH
                 if grad_bias_V is not None:
                     grad_bias_V += g_CV.sum(0)
-        ctx.gradients = (grad_hidden_NH, grad_weight_VH, grad_bias_V)
+        ctx.gradients = (
+            grad_hidden_NH,
+            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
+            None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
+        )
         features_NK = torch.cat(kept)
         ctx.mark_non_differentiable(features_NK)
         return total, features_NK

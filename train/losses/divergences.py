@@ -4,6 +4,7 @@ Naming follows the papers: the *forward* KL is KL(p ‖ q), which covers p's mod
 Shape suffixes: N positions, E outcomes (the V tokens of a vocabulary, or some of them and the rest as one).
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -118,8 +119,7 @@ def check_divergence(name: str, temperature: float, beta: float, alpha: float) -
 
 def _mixture(log_a_NE: Tensor, log_b_NE: Tensor, weight: float) -> Tensor:
     """Return log(w a + (1 − w) b)."""
-    log_weights = log_a_NE.new_tensor([weight, 1.0 - weight]).log()
-    return torch.logaddexp(log_a_NE + log_weights[0], log_b_NE + log_weights[1])
+    return torch.logaddexp(log_a_NE + math.log(weight), log_b_NE + math.log1p(-weight))
 
 
 def _kl(log_a_NE: Tensor, log_b_NE: Tensor) -> Tensor:

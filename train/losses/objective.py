@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import TopPLogitsWarper
 
 from draftsmith.decode.errors import InputError, at_least, at_most, more_than, one_of, require
+from draftsmith.decode.sampling import top_k_top_p
 from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, mixture_weight
 from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
 from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions
@@ -155,11 +156,11 @@ class Objective:
         return total
 
     def _warped(self, scores_NV: Tensor) -> Tensor:
-        nothing: Any = None  # of the text these warpers see nothing
         if self.top_k:
-            scores_NV = TopKLogitsWarper(self.top_k, filter_value=LOWEST)(nothing, scores_NV)
+            return top_k_top_p(scores_NV, self.top_k, self.top_p, LOWEST)
         if self.top_p < 1:
-            scores_NV = TopPLogitsWarper(self.top_p, filter_value=LOWEST)(nothing, scores_NV)
+            nothing: Any = None  # of the text this warper sees nothing
+            return TopPLogitsWarper(self.top_p, filter_value=LOWEST)(nothing, scores_NV)
         return scores_NV
 
 

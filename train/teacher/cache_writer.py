@@ -38,7 +38,7 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
-from draftsmith.train.losses.chunked import CHUNK_ENTRIES, PART_ENTRIES, chunks
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, tokenizer_size
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
@@ -229,7 +229,7 @@ def distributions_of(
 ) -> list[CachedDistributions]:
     """Return the distributions of a target on some texts, computed together.
 
-    Logits are never held for more positions than `CHUNK_ENTRIES` allows.
+    Logits are never held for more positions than `ChunkSizes` allows.
 
     Args:
         model: the target.
@@ -245,16 +245,14 @@ def distributions_of(
         torch.nn.utils.rnn.pad_sequence([torch.tensor(text[part]) for text in texts], batch_first=True).to(model.device)
         for part in (0, 1)
     )
-    lengths_B = torch.tensor([len(text[0]) for text in texts], device=model.device)
-    attention_BT = (torch.arange(ids_BT.shape[1], device=model.device) < lengths_B[:, None]).long()
     chosen_BT = mask_BT[:, 1:].bool()
-    hidden_BTH = last_hidden(model, input_ids=ids_BT, attention_mask=attention_BT)
+    hidden_BTH = last_hidden(model, input_ids=ids_BT)  # padding stands behind the texts, where they do not look
     teacher = LiveDistributions(hidden_BTH[:, :-1][chosen_BT], head)
-    labels_N, vocab_size = ids_BT[:, 1:][chosen_BT], len(head.weight)
+    labels_N, vocab_size, sizes = ids_BT[:, 1:][chosen_BT], len(head.weight), ChunkSizes.of(model.device)
     kept = []
-    for at in chunks(len(labels_N), max(1, CHUNK_ENTRIES // vocab_size)):
+    for at in sizes.chunks(len(labels_N), vocab_size):
         logits_of, labels_C = teacher.chunk(at), labels_N[at]
-        for part in chunks(len(labels_C), max(1, PART_ENTRIES // vocab_size)):
+        for part in sizes.parts(len(labels_C), vocab_size):
             kept.append(CachedDistributions.of(logits_of(part), labels_C[part], sampler, k).to("cpu"))
     whole = CachedDistributions.concatenated(kept)
     return [whole[start:end] for start, end in pairwise([0, *chosen_BT.sum(1).cumsum(0).tolist()])]
