@@ -11,7 +11,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
-from draftsmith.train.models import check_same_tokenizer, load_tokenizer, tokenizer_size
+from draftsmith.train.models import check_same_tokenizer, load_tokenizer, set_attention, tokenizer_size
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 
@@ -36,6 +36,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
         tokenizer,
         trust_remote_code=code,
     )
+    set_attention(draft, config.attn_implementation)
     if config.packing:
         require_packing(draft, "draft", args.per_device_train_batch_size)
         if target is not None:

@@ -14,7 +14,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.job import ranks
-from draftsmith.train.models import check_head, load_config, load_model, resolve_dtype
+from draftsmith.train.models import check_head, load_config, load_model, resolve_dtype, set_attention
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import interruption_told, last_checkpoint
@@ -66,6 +66,7 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
             quantization=config.target_quantization,
         )
     check_head(target, tokenizer, "target")
+    set_attention(target, config.attn_implementation)
     return target
 
 

@@ -304,6 +304,17 @@ def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def set_attention(model: PreTrainedModel, name: str | None) -> None:
+    """Have a model compute its attention by one of transformers' implementations; as it does where the name is None.
+
+    Raises:
+        InputError: the model, this machine or the library has no such implementation.
+    """
+    if name is not None:
+        with reading("attn_implementation", f"an attention that {type(model).__name__} can have here"):
+            model.set_attn_implementation(name)
+
+
 def takes_bounds(model: PreTrainedModel) -> bool:
     """Say whether a model's attention is told where texts begin and end, in place of a mask: flash attention is."""
     return is_flash_attention_requested(model.config.get_text_config())

@@ -55,6 +55,10 @@ class RecipeConfig:
     target_dtype: str = "auto"
     """The frozen target's dtype: float32, bfloat16, float16 or float64; auto: as it is stored, or float32 where this
     device has no fast arithmetic for that. What is trained is float32, under autocast where `training.bf16` asks."""
+    attn_implementation: str | None = None
+    """How both models compute attention: sdpa, eager, flex_attention, flash_attention_2 or another that transformers
+    has here; its default, sdpa mostly, if not given. For packed rows sdpa takes a mask of T² entries a row; flex
+    attention skips its empty blocks, and flash attention needs none."""
     target_device: str | None = None
     """Where the target lies: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of
     a single process); or a device, such as cuda:1."""

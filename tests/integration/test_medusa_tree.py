@@ -158,6 +158,15 @@ def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
     assert "vocab_size" in refusal(tree_of(pipeline, made, tmp_path / "wrong"), capsys)
 
 
+def test_what_a_round_takes_beside_its_forward_is_a_plane():
+    """The tree of one lucky moment is not cheaper than a smaller one."""
+    trees = [Tree.chain(1), Tree.from_choices([(0,), (1,)]), Tree.chain(2), Tree.chain(3), Tree.chain(4)]
+    exact = [0.001 + 0.0005 * tree.depth + 0.0001 * len(tree) for tree in trees]
+    assert medusa_tree.levelled(trees, exact) == pytest.approx(exact)
+    lucky = medusa_tree.levelled(trees, [*exact[:3], exact[3] - 0.001, exact[4]])
+    assert lucky[0] <= lucky[2] <= lucky[3] <= lucky[4]
+
+
 def test_compiled_forwards_are_priced_by_two_sizes_whatever_the_trees(monkeypatch):
     """Also where all trees are smaller than the size that is compiled: a node is never free."""
     target = tiny_llama(0, layers=1)

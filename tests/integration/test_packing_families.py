@@ -9,6 +9,7 @@ from conftest import tiny_llama
 from datasets import Dataset
 from families import VOCAB, tiny_model
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
 from transformers.modeling_flash_attention_utils import _is_packed_sequence, prepare_fa_kwargs_from_position_ids
 
@@ -18,6 +19,8 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.collator import IGNORED, CompletionCollator, numbered
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.models import set_attention, takes_bounds
+from draftsmith.train.trainer import texts
 
 PACKING = [
     "llama", "qwen2", "qwen2-window", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "gpt-neox", "phi", "phi3",
@@ -129,11 +132,15 @@ def flash_reference(
     module: object, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: object
 ) -> tuple[Tensor, None]:
     """A kernel that is told where texts begin and end in the flattened batch, as flash attention's own is."""
-    assert attention_mask is None and torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
-    bounds = kwargs["cu_seq_lens_q"].tolist()
-    assert bounds[-1] == query.shape[0] * query.shape[2]
-    longest = max(end - start for start, end in pairwise(bounds))
-    assert kwargs["max_length_q"] == kwargs["max_length_k"] == longest
+    assert attention_mask is None
+    bounds = [*range(0, query.shape[0] * query.shape[2] + 1, query.shape[2])]
+    if "cu_seq_lens_q" in kwargs:
+        assert (
+            torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]) and kwargs["cu_seq_lens_q"][-1] == bounds[-1]
+        )
+        bounds = kwargs["cu_seq_lens_q"].tolist()
+        longest = max(end - start for start, end in pairwise(bounds))
+        assert kwargs["max_length_q"] == kwargs["max_length_k"] == longest
     flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (query, key, value)]  # (1, heads, B·T, D)
     parts = [
         torch.nn.functional.scaled_dot_product_attention(
@@ -147,8 +154,9 @@ def flash_reference(
 @pytest.mark.parametrize("packed", [False, True])
 def test_an_attention_that_is_told_bounds_has_the_same_hidden_states(tokenizer, packed):
     AttentionInterface.register("flash_reference", flash_reference)
-    told, masked = (build("llama", attn_implementation=name) for name in ("flash_reference", "sdpa"))
+    told, masked = build("llama"), build("llama")
     masked.load_state_dict(told.state_dict())
+    told.config._attn_implementation = "flash_reference"  # by its name the library would look for a kernel
     assert takes_bounds(told) and not takes_bounds(masked) and packs(told)
     dataset = samples(SIZES)
     rows = (pack(dataset, 40) if packed else dataset).to_list()
@@ -180,6 +188,18 @@ def test_a_forward_makes_no_mask_where_nothing_is_packed_and_waits_for_no_look(t
             last_hidden(model, **texts(batch))
         assert "aten._local_scalar_dense.default" not in seen.names
         assert (seen.largest > 0) == ("position_ids" in batch)
+
+
+def test_attention_is_chosen_by_name_or_refused(tokenizer):
+    model = build("llama")
+    set_attention(model, None)
+    assert model.config._attn_implementation == "sdpa"
+    set_attention(model, "eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(InputError, match=r"^attn_implementation: expected an attention that LlamaForCausalLM can have"):
+        set_attention(model, "flash_attention_2")
+    with pytest.raises(InputError, match="attn_implementation: expected an attention"):
+        set_attention(model, "none such")
 
 
 def test_padding_is_seen_by_none_and_no_sample_by_another(tokenizer):

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -12,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.decode.sampling import BLOCK, LARGE, LIKELIEST, Sampler, draw, draw_rows
+from draftsmith.decode.sampling import BLOCK, LARGE, LIKELIEST, Sampler, draw, draw_rows, top_k_top_p
 
 VOCAB = LARGE + 1000
 
@@ -62,6 +63,39 @@ def test_cuts_are_the_librarys(seed):
         found = Sampler(LogitsProcessorList(processors), do_sample=True).scores(logits, [])
         assert torch.equal(logits, before)
         assert torch.equal(found, LogitsProcessorList(processors)(None, scores)), processors
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("top_k", [1, 7, 40, 500])
+def test_top_p_among_the_k_is_what_the_library_makes_of_both(top_k, top_p):
+    """Without a sort of the vocabulary; with a gradient to what is kept alone."""
+    scores = (
+        3 * torch.randn(30, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ).requires_grad_()
+    expected = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        expected = TopPLogitsWarper(top_p)(None, expected)
+    found = top_k_top_p(scores, top_k, top_p)
+    assert torch.equal(found, expected)
+    (gradient,) = torch.autograd.grad(found.exp().sum(), scores)
+    assert torch.equal(gradient > 0, expected.isfinite())
+    ties = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
+    assert top_k_top_p(ties, 2, 1.0).isfinite().tolist() == [[False, True, True, True, False]]
+
+
+def test_on_other_devices_both_are_cut_at_once():
+    """By operators alone that look at no value and sort no vocabulary: on a device that has no values."""
+    names = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    logits = torch.empty(3, VOCAB, device="meta")
+    with Seen():
+        Sampler.of(0.7, 20, 0.8, min_p=0.1).scores(logits, [])
+    assert "aten.topk.default" in names and not [name for name in names if "sort" in name]
 
 
 def test_numbers_that_are_none_stay_what_the_library_makes_of_them():

@@ -2,8 +2,9 @@
 
 A packed batch has `position_ids` that restart with each sample, and no attention mask. Where both hold and there is no
 cache, transformers keeps a token from looking beyond its sample (`masking_utils.find_packed_sequence_indices`), for
-the attention implementations that take a mask. Flash attention takes none, and tells samples apart only in a batch of a
-single row (`modeling_flash_attention_utils._is_packed_sequence`): there, train on longer rows, one at a time.
+the attention implementations that take a mask, of T² entries a row under sdpa, of blocks under flex attention. Flash
+attention takes none: it is told where samples begin and end (`collator.text_bounds`), and its work is that of the
+samples alone.
 """
 
 from bisect import bisect_left, insort
@@ -14,12 +15,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from accelerate.utils import send_to_device
 from datasets import Dataset
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.collator import IGNORED, numbered
+from draftsmith.train.data.collator import IGNORED, numbered, text_bounds
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.models import takes_bounds
 
 
 def pack(dataset: Dataset, length: int) -> Dataset:
@@ -116,14 +119,17 @@ def require_packing(model: PreTrainedModel, field: str, rows: int = 2) -> None:
         zeros = torch.zeros(5, dtype=torch.long)
         ids = torch.stack([torch.cat([a, b]), torch.cat([b, a])])
         position_ids = torch.stack([torch.cat([torch.arange(5), torch.arange(7)]), torch.cat([torch.arange(7), zeros])])
-        batch = {"input_ids": ids[:rows].to(model.device), "position_ids": position_ids[:rows].to(model.device)}
-        packed = last_hidden(model, **batch)
+        position_ids = position_ids[:rows]
+        batch = {"input_ids": ids[:rows], "position_ids": position_ids}
+        if takes_bounds(model):
+            batch |= text_bounds(position_ids)
+        packed = last_hidden(model, **send_to_device(batch, model.device))
         # The same numbers in other shapes; half precision rounds their order.
         tolerance = 1e-4 if packed.dtype in (torch.float32, torch.float64) else 0.05
         close = []
         for sample, hidden in [(a, packed[0, :5]), (b, packed[0, 5:]), *((b, row[:7]) for row in packed[1:])]:
             alone = sample[None].to(model.device)
-            expected = last_hidden(model, input_ids=alone, attention_mask=torch.ones_like(alone))[0]
+            expected = last_hidden(model, input_ids=alone)[0]
             close.append(bool((hidden - expected).norm() <= tolerance * expected.norm()))
         alike = all(close)
     except (AttributeError, TypeError):
