@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,10 +15,12 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.job import ranks
+from draftsmith.train.job.lock import locked
+from draftsmith.train.job.resume import newest_checkpoint, require_shared
 from draftsmith.train.models import check_head, load_config, load_model, resolve_dtype, set_attention
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import interruption_told, last_checkpoint
+from draftsmith.train.runs import interruption_told
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.trainer import RecipeTrainer
 
@@ -75,21 +78,32 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
 
     Args:
         trainer: with everything it needs.
-        finish: called with `output_dir` by the first process, when the weights are there.
+        finish: called with `output_dir` by the process that saves (of each machine), when the weights are there.
     """
     config, args = trainer.recipe, trainer.args
     output = Path(str(args.output_dir))
     with interruption_told(str(output)):
-        trainer.train(resume_from_checkpoint=last_checkpoint(args.output_dir) if config.resume else None)
+        trainer.train(resume_from_checkpoint=_checkpoint_to_go_on_from(trainer))
     if trainer.eval_dataset is not None:
         trainer.evaluate()
-    trainer.save_model()
+    trainer.save_model(_internal_call=True)  # pushed once it is finished
     trainer.save_state()
-    if trainer.is_world_process_zero():
+    if args.should_save:
         if finish is not None:
             finish(output)
         write_run_record(output, config, args.device)
     trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
+    if args.push_to_hub:
+        trainer.upload()
+
+
+def _checkpoint_to_go_on_from(trainer: RecipeTrainer) -> str | None:
+    require_shared(trainer.args, trainer.accelerator)
+    checkpoint = newest_checkpoint(str(trainer.args.output_dir)) if trainer.recipe.resume else None
+    if checkpoint is None:
+        return None
+    trainer.job.require_goes_on(checkpoint)
+    return str(checkpoint)
 
 
 def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[str] | None, prog: str) -> None:
@@ -99,7 +113,10 @@ def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[s
     """
     config = parse_config(kind, argv, prog=prog)
     ranks.watch(config.training.device)
-    recipe(config)
+    args = config.training
+    alone = locked(Path(str(args.output_dir)), "training.output_dir") if args.should_save else nullcontext()
+    with alone:
+        recipe(config)
     ranks.finish()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

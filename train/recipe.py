@@ -96,6 +96,14 @@ class RecipeConfig:
         self._select_on_acceptance()
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
         self.training.logging_nan_inf_filter = False  # waits for the device in each part; a loss that is none ends all
+        if self.training.save_on_each_node:
+            raise InputError(
+                "training.save_on_each_node: expected false, as the library writes weights on the first machine alone, "
+                "found true; give a training.output_dir that all machines share"
+            )
+        if self.training.push_to_hub and self.training.hub_strategy != "end":
+            self.training.hub_strategy = type(self.training.hub_strategy)("end")
+            print("hub: what is finished is pushed once, at the end, and checkpoints are not", file=sys.stderr)
         if self.training.eval_strategy != "no" and not self.heldout:
             raise InputError(
                 f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "

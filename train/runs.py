@@ -11,15 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
 from draftsmith.train.files import parse_json, write_aside, written_aside
 
 
+def checkpoints(output_dir: str) -> list[Path]:
+    """Return the Trainer's checkpoints in a directory, from the first to the newest."""
+    prefix = f"{PREFIX_CHECKPOINT_DIR}-"
+    found = (path for path in Path(output_dir).glob(f"{prefix}*") if path.name.removeprefix(prefix).isdigit())
+    return sorted((path for path in found if path.is_dir()), key=lambda path: int(path.name.removeprefix(prefix)))
+
+
 def last_checkpoint(output_dir: str | None) -> str | None:
     """Return the newest Trainer checkpoint in a directory, or None where there is none."""
-    return get_last_checkpoint(output_dir) if output_dir and Path(output_dir).is_dir() else None
+    found = checkpoints(output_dir) if output_dir else []
+    return str(found[-1]) if found else None
 
 
 def save_model(

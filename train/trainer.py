@@ -1,9 +1,8 @@
 """The Trainer that both recipes share: a frozen target beside the model in training, and checkpoints that are whole.
 
-Five methods that are overridden here are private in the library's Trainer. It has no public way to save a checkpoint
-under another name first (`_save_checkpoint`, `_get_output_dir`, `_push_from_checkpoint`), to change the weights that
-are saved (`_save`), or to see the gradients' norm before the step (`_get_grad_norm`). So pyproject.toml bounds the
-library's version from above.
+Four methods that are overridden here are private in the library's Trainer. It has no public way to save a checkpoint
+under another name first (`_save_checkpoint`, `_get_output_dir`), to change the weights that are saved (`_save`), or to
+see the gradients' norm before the step (`_get_grad_norm`). So pyproject.toml bounds the library's version from above.
 
 Shape suffixes: B rows, T positions, H hidden.
 """
@@ -17,11 +16,12 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset
+from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
@@ -29,6 +29,7 @@ from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedB
 from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.flops import Work
+from draftsmith.train.job.resume import Job
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
@@ -102,6 +103,11 @@ class RecipeTrainer(Trainer, ABC):
         self._checkpoints: Path | None = None
         """Where a checkpoint is being written."""
 
+    @property
+    def job(self) -> Job:
+        """What another run must be to go on from a checkpoint of this one."""
+        return Job.of(self.args, self.accelerator, len(self.train_dataset))  # type: ignore[arg-type]
+
     def create_accelerator_and_postprocess(self) -> None:
         """Check precision and what shards the draft, with messages that name our fields."""
         super().create_accelerator_and_postprocess()
@@ -113,7 +119,7 @@ class RecipeTrainer(Trainer, ABC):
         """Read the data in an order that the seed and the epoch alone decide, grouped by length or not."""
         loader = super().get_train_dataloader()
         if self.args.train_sampling_strategy == "group_by_length":
-            size = self.args.train_batch_size * self.args.gradient_accumulation_steps
+            size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
             loader.set_sampler(GroupedByLength(self.train_dataset, size, self.args.seed))  # type: ignore[attr-defined]
         return loader
 
@@ -175,17 +181,31 @@ class RecipeTrainer(Trainer, ABC):
             self.state.best_model_checkpoint = str(directory / name)
         if self.args.should_save:
             self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+            self.job.write(aside / name)
             replace(aside / name, directory / name)
             remove(aside)
             rotate_checkpoints(
                 str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
             )
         self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            super()._push_from_checkpoint(str(directory / name))
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Do nothing yet: uploads run in the background, and need the checkpoint under its final name."""
+    def upload(self) -> None:
+        """Upload what is in `output_dir`, but for checkpoints; `push_to_hub` would save the weights anew, unfinished.
+
+        Raises:
+            InputError: the hub refuses; what was trained is on the disk.
+        """
+        if not self.is_world_process_zero():
+            return
+        with arguments_told():
+            HfApi().upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=str(self.args.output_dir),
+                commit_message="End of training",
+                token=self.args.hub_token,
+                revision=self.args.hub_revision,
+                ignore_patterns=["_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+            )
 
     def _get_output_dir(self, trial: Any) -> str:
         return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)

@@ -15,6 +15,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
+from draftsmith.train.cli import run
+from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.job.lock import locked
 
 pytestmark = pytest.mark.slow
 
@@ -170,3 +173,14 @@ def test_one_process_trains_on_one_gpu(pipeline, tmp_path, monkeypatch, capsys):
     config = DistillConfig(target="t", completions=["c"], draft="d", training=training)
     assert (config.training.n_gpu, config.training.train_batch_size) == (1, 8)
     assert capsys.readouterr().err == "GPUs: one of 2 is used; --processes makes more of them\n"
+
+
+def test_a_second_run_in_a_directory_is_refused(pipeline, tmp_path, capsys):
+    output = tmp_path / "out"
+    found = "expected a directory that no other run writes, found one at work in"
+    with locked(output):
+        assert run(lambda: command.main(arguments(pipeline, output))) == 2
+        with pytest.raises(InputError, match=f"^output: {found}"):
+            prepare(PrepareConfig(str(pipeline / "target"), str(pipeline / "long.txt"), str(output)))
+    assert f"training.output_dir: {found} {output}: process {os.getpid()} on " in capsys.readouterr().err
+    assert not list(output.iterdir())

@@ -153,7 +153,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipel
 
 def test_the_library_has_every_private_method_that_is_overridden():
     """Where it renamed one, ours would never be called, and checkpoints would no longer be whole."""
-    private = ("_save", "_save_checkpoint", "_get_output_dir", "_push_from_checkpoint", "_get_grad_norm")
+    private = ("_save", "_save_checkpoint", "_get_output_dir", "_get_grad_norm")
     assert all(name in vars(RecipeTrainer) and name in vars(Trainer) for name in private)
 
 

@@ -39,7 +39,7 @@ def distilled(
     """Distil several times, one run after the other; return of each what it ran on, logged and saw.
 
     A run is the options of a `DistillConfig`; batches are 4 in one process and 2 in each of two, if it says nothing.
-    `resumes` is a checkpoint to begin from.
+    `resumes` is a checkpoint to begin from; `apart` has each process be a machine with a disk of its own.
     """
     return {
         name: _distilled(strategy, pipeline, output / name, dict(options), launched) for name, options in runs.items()
@@ -140,6 +140,9 @@ def failing(strategy: str, argv: list[str], faults: dict[int, str]) -> int:
 def _config(
     configure: Callable[..., Any], strategy: str, pipeline: Path, output: Path, options: dict[str, Any], launched: bool
 ) -> Any:
+    if options.pop("apart", False):
+        output = output / os.environ["RANK"]
+        os.environ["LOCAL_RANK"] = "0"
     entered = enter(strategy, launched)
     batch = 4 if strategy == "one" else 2
     defaults = {"max_steps": 8, "per_device_train_batch_size": batch, "per_device_eval_batch_size": 2}

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.files import parse_json, remove, require_writable, write_aside
+from draftsmith.train.job.lock import locked
 
 SCHEMA = "draftsmith.completions/1"
 MANIFEST = "manifest.json"
@@ -50,14 +51,15 @@ def output_directory(output: Path, kept: Callable[[], str]) -> Iterator[None]:
         kept: says what is there when the disk is full, such as "6 of 11 completions".
 
     Raises:
-        InputError: the directory cannot be made or written in, or the disk is full; what was written is kept.
+        InputError: the directory cannot be made or written in, another run writes there, or the disk is full; what
+            was written is kept.
     """
     require_writable(output)
-    output.mkdir(parents=True, exist_ok=True)
-    for leftover in output.glob(".*.partial"):
-        remove(leftover)
     try:
-        yield
+        with locked(output):
+            for leftover in output.glob(".*.partial"):
+                remove(leftover)
+            yield
     except KeyboardInterrupt as error:
         error.add_note(f"{kept()} are kept in {output}")
         raise
