@@ -1,5 +1,6 @@
 """Drafts and targets that lie over several processes: what FSDP2 and DeepSpeed ZeRO need beside their configs."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from draftsmith.train.models import DTYPES, empty_model, load_config, load_model
 
 
 def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
-    """Refuse what a sharded draft cannot do, and have ZeRO-3 gather its weights when it is saved.
+    """Refuse what a sharded draft cannot do, keep its losses in float32, and have ZeRO-3 gather weights to save them.
 
     `accelerate launch` shards by environment variables, of which the config knows nothing.
 
@@ -26,6 +27,9 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     fsdp, zero = (getattr(accelerator.state, name, None) for name in ("fsdp_plugin", "deepspeed_plugin"))
     if fsdp is not None and fsdp.fsdp_version != 2:
         raise InputError(f"fsdp_version: expected 2, found {fsdp.fsdp_version}")
+    if fsdp is not None and fsdp.mixed_precision_policy is not None:
+        # What leaves the model is a summed loss, or features of replay, of which half precision keeps 8 bits.
+        fsdp.mixed_precision_policy = replace(fsdp.mixed_precision_policy, output_dtype=None)
     if optimizer == "muon" and (fsdp or zero):
         raise InputError("optimizer: expected trainer for a draft sharded by FSDP or DeepSpeed, found muon")
     if zero is not None and zero.zero_stage == 3:

@@ -232,6 +232,7 @@ def test_half_precision_keeps_to_the_loss(alone, together):
         half = logged(rank["bf16"], "loss")
         assert half == pytest.approx(logged(alone[0]["best"], "loss")[:SHORT], rel=0.01)
         assert half != pytest.approx(logged(alone[0]["best"], "loss")[:SHORT], rel=1e-5)
+        assert set(rank["bf16"]["losses"]) == {"torch.float32"}  # of which FSDP2's policy would keep 8 bits
 
 
 @under(*WHOLLY)

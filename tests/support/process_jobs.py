@@ -170,8 +170,10 @@ def _distilled(strategy: str, pipeline: Path, output: Path, options: dict[str, A
 
 
 def _watched(config: Any) -> tuple[DistillTrainer, dict[str, list[Any]]]:
-    """Distil, and say what each forward of training saw (`texts`), and how often it computed a layer (`layers`)."""
+    """Distil, and say what each forward of training saw (`texts`), what type its loss had (`losses`), and how often it
+    computed a layer (`layers`)."""
     texts: list[list[list[int]]] = []
+    losses: list[str] = []
     layers: list[int] = []
     step, compute = DistillTrainer.training_step, DistillTrainer.compute_loss
 
@@ -188,10 +190,12 @@ def _watched(config: Any) -> tuple[DistillTrainer, dict[str, list[Any]]]:
     def reading(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = zip(inputs["input_ids"], inputs["labels"], strict=True)
         texts.append([ids[labels != IGNORED].tolist() for ids, labels in rows])
-        return compute(self, model, inputs, *args, **kwargs)
+        loss = compute(self, model, inputs, *args, **kwargs)
+        losses.append(str(loss.dtype))
+        return loss
 
     DistillTrainer.training_step, DistillTrainer.compute_loss = counting, reading
     try:
-        return command.distill(config), {"texts": texts, "layers": layers}
+        return command.distill(config), {"texts": texts, "losses": losses, "layers": layers}
     finally:
         DistillTrainer.training_step, DistillTrainer.compute_loss = step, compute
