@@ -5,18 +5,22 @@ import os
 import resource
 import shutil
 import signal
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from pipelines import configured, furthest, weights
+from pipelines import configured, furthest, heads_configured, weights
 from processes import exit_code as forked
 from safetensors.torch import load_file, save_file
 from transformers import Trainer, TrainerCallback
+from waits import Waits
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.medusa import __main__ as heads_command
 from draftsmith.train import checkpoint
+from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.runs import last_checkpoint
 from draftsmith.train.trainer import RecipeTrainer
@@ -231,3 +235,42 @@ def test_selection_on_the_loss_is_refused(pipeline, tmp_path):
         configured(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], training=training)
     with pytest.raises(InputError, match=r"patience: expected at least 1, and training\.load_best_model_at_end"):
         configured(pipeline, tmp_path / "out", patience=2)
+
+
+@pytest.mark.parametrize("train", ["distill", "medusa"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_the_host_waits_for_the_device_once_a_step(pipeline, tmp_path, monkeypatch, train, parts):
+    """However many parts a step has. To collate is the host's own work, and so is what AdamW does on a CPU alone."""
+    waits, collate, begin = Waits(), CompletionCollator.__call__, RecipeTrainer.__init__
+    counts: list[int] = []
+
+    class Counting(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            counts.append(len(waits.seen))
+
+        def on_pre_optimizer_step(self, *args, **kwargs):
+            waits.paused = True
+
+        def on_optimizer_step(self, *args, **kwargs):
+            waits.paused = False
+
+    def collated(*args):
+        waits.paused = True
+        batch = collate(*args)
+        waits.paused = False
+        return batch
+
+    def begun(self, *args, **kwargs):
+        begin(self, *args, **kwargs)
+        self.add_callback(Counting())
+
+    monkeypatch.setattr(CompletionCollator, "__call__", collated)
+    monkeypatch.setattr(RecipeTrainer, "__init__", begun)
+    training = {"max_steps": 4, "per_device_train_batch_size": 1, "gradient_accumulation_steps": parts}
+    training |= {"logging_strategy": "no"}
+    with waits.counted():
+        if train == "distill":
+            command.distill(configured(pipeline, tmp_path / "out", training=training))
+        else:
+            heads_command.train_heads(heads_configured(pipeline, tmp_path / "out", training=training))
+    assert [after - before for before, after in pairwise(counts)] == [1, 1, 1], waits.seen
