@@ -21,8 +21,8 @@ from draftsmith.train.runs import save_model
 
 pytestmark = pytest.mark.slow
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no"]
-TWO = [*LAUNCH, "--multi_gpu", "--num_processes", "2", "--dynamo_backend", "no", "--main_process_port", "0"]
+FILE = str(Path(__file__).parents[2] / "configs/accelerate/cpu-2.yaml")
+TWO = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", FILE, "--main_process_port", "0"]
 
 # The command as it is, that also says what it ran on.
 WITNESS = """

@@ -135,8 +135,9 @@ def launch_environment(*flags: str) -> dict[str, str]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    common = ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    arguments = launch_command_parser().parse_args([*flags, *common, "--main_process_port", "0", "-m", "none"])
+    common = ["--num_processes", "2", "--num_machines", "1", "--dynamo_backend", "no", "--main_process_port", "0"]
+    precision = [] if "--config_file" in flags else ["--mixed_precision", "no"]  # a file says which
+    arguments = launch_command_parser().parse_args([*flags, *common, *precision, "-m", "none"])
     arguments, defaults, _ = _validate_launch_command(arguments)
     fields = (defaults and defaults.deepspeed_config) or {}
     arguments.deepspeed_fields_from_accelerate_config = ",".join(fields)
