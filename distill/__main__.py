@@ -41,7 +41,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
         require_packing(draft, "draft", args.per_device_train_batch_size)
         if target is not None:
             require_packing(target, "target", args.per_device_train_batch_size)
-        train = pack(train, int(config.max_length or 0))
+        train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
     muon = MuonAdamW(draft, args.learning_rate, args.weight_decay) if config.optimizer == "muon" else None
     trainer = DistillTrainer(draft, target, draft_tokenizer, config, train, heldout, optimizers=(muon, None))
     if distributions is not None:

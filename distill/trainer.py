@@ -8,13 +8,13 @@ import time
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.generate import end_of_sequence_ids
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.lora import merged_state
@@ -42,8 +42,8 @@ class DistillTrainer(RecipeTrainer):
         target: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase,
         config: DistillConfig,
-        train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
+        train_dataset: TrainingData,
+        eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
         require_split(draft, "draft")

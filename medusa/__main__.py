@@ -37,7 +37,7 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
             ).float()
     if config.packing:
         require_packing(target, "target", config.training.per_device_train_batch_size)
-        train = pack(train, int(config.max_length or 0))
+        train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
     trainer = MedusaTrainer(heads, target, tokenizer, config, train, heldout)
 
     def finish(output: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,6 +22,7 @@ from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import open_forward
@@ -53,8 +53,8 @@ class MedusaTrainer(RecipeTrainer):
         target: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         config: MedusaTrainingConfig,
-        train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
+        train_dataset: TrainingData,
+        eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
         heads.check_fits(target)
@@ -354,14 +354,14 @@ def medusa_metrics(prediction: EvalPrediction) -> dict[str, float]:
     return metrics
 
 
-def frequent_tokens(dataset: Dataset, count: int, size: int) -> Tensor:
+def frequent_tokens(data: TrainingData, count: int, size: int) -> Tensor:
     """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
 
     Completions that hold fewer are filled up with the lowest ids, and a warning says so: tokenizers number the bytes
     and the merges that their own corpus needed most first.
 
     Args:
-        dataset: with `labels`.
+        data: what is learned from.
         count: D.
         size: the tokenizer's number of tokens.
 
@@ -370,8 +370,8 @@ def frequent_tokens(dataset: Dataset, count: int, size: int) -> Tensor:
     """
     at_most(size).check("draft_vocabulary", count)
     counts = np.zeros(size, dtype=np.int64)
-    for labels in dataset["labels"]:
-        kept = np.asarray(labels)
+    for at in range(0, len(data), 1024):
+        kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
         counts += np.bincount(kept[kept != IGNORED], minlength=size)
     if (found := np.count_nonzero(counts)) < count:
         logger.warning(

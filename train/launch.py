@@ -1,18 +1,17 @@
 """From a config to a finished run: what every recipe's entry point does around its model."""
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from datasets import Dataset
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.collator import training_examples
+from draftsmith.train.data.examples import TrainingData, require_apart, split_off, training_examples
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.job import ranks
 from draftsmith.train.job.lock import locked
@@ -26,18 +25,36 @@ from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
 
-logger = logging.getLogger(__name__)
 
+def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
+    """Return the samples to train on and those to measure acceptance on.
 
-def read_data(config: RecipeConfig) -> tuple[Dataset, Dataset | None]:
-    """Return the samples to train on and those to measure acceptance on."""
+    Raises:
+        InputError: completions that cannot be used, are of another target, or are not the same on all processes; or
+            prompts on both sides.
+    """
     target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     size = target.get_text_config().vocab_size
-    for path in [*config.completions, *config.heldout]:
+    for path in () if config.any_target else (*config.completions, *config.heldout_directories):
         if (other := other_target(path, config.target, config.trust_remote_code)) is not None:
-            logger.warning("%s: written by %s, which is another target than %s", path, other, config.target)
-    train = training_examples(config.completions, config.max_length, size)
-    return train, training_examples(config.heldout, config.max_length, size) if config.heldout else None
+            raise InputError(
+                f"{path}: expected completions that {config.target} wrote, found those of {other}, whose config or "
+                "weights are others; --any_target learns from them all the same"
+            )
+
+    def read(paths: list[str]) -> TrainingData:
+        return training_examples(paths, config.max_length, size, config.dedup, Path(str(config.training.output_dir)))
+
+    train, heldout = read(config.completions), None
+    if not isinstance(config.heldout, list):
+        train, heldout = split_off(train, config.heldout)
+    elif config.heldout:
+        heldout = read(config.heldout)
+        require_apart(train, heldout)
+    seen = set(gather_object([train.fingerprint()]))
+    if len(seen) > 1:
+        raise InputError(f"completions: expected the same samples on all processes, found {len(seen)} different sets")
+    return train, heldout
 
 
 def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

@@ -4,8 +4,11 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import InputError, at_least, one_of, require, require_some
+from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
 from draftsmith.train.options import QUANTIZATIONS, SAVE_DTYPES
+
+DUPLICATES = ("texts", "prompts")
+"""What may be left out where it repeats; each leaves out what those before it do."""
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -30,8 +33,16 @@ class RecipeConfig:
     """The frozen teacher: a model directory or hub id."""
     completions: list[str]
     """Completion directories to train on."""
-    heldout: list[str] = field(default_factory=list)
-    """Completion directories to measure acceptance on; needed where `training.eval_strategy` is not "no"."""
+    heldout: float | list[str] = field(default_factory=list)
+    """What to measure acceptance on; needed where `training.eval_strategy` is not "no": completion directories whose
+    prompts are not among those of `completions`, or a share of these, such as 0.02, that is held back by prompts."""
+    source_weights: list[float] = field(default_factory=list)
+    """How often an epoch takes the samples (or packed rows) of each of `completions`: 1 is once, 0.3 a random 30 % of
+    them, others each epoch; all once if not given."""
+    dedup: str | None = None
+    """Leave out samples that repeat an earlier one's tokens ("texts"), or also an earlier one's prompt ("prompts")."""
+    any_target: bool = False
+    """Learn from completions that another target wrote, too."""
     training: TrainingArguments = field(default_factory=_training_arguments)
     """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained."""
     temperature: float = 1.0
@@ -85,6 +96,7 @@ class RecipeConfig:
         require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
         require(self, at_least(1), "loss_chunk")
+        self._check_sources()
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
         for name in ("target_device", "target_quantization"):
@@ -107,7 +119,7 @@ class RecipeConfig:
         if self.training.eval_strategy != "no" and not self.heldout:
             raise InputError(
                 f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "
-                "found none"
+                "or a share of completions, found none"
             )
 
     @property
@@ -119,6 +131,25 @@ class RecipeConfig:
     def stored_as(self) -> str:
         """The model whose dtype "auto" saves in."""
         return self.target
+
+    @property
+    def heldout_directories(self) -> list[str]:
+        """The directories to measure acceptance on; none where a share of `completions` is held back."""
+        return self.heldout if isinstance(self.heldout, list) else []
+
+    def _check_sources(self) -> None:
+        require(self, one_of(DUPLICATES), "dedup")
+        require(self, finite(more_than(0)), "source_weights")
+        if not isinstance(self.heldout, list):
+            require(self, between(0, 1), "heldout")
+        for number, path in enumerate(self.completions):
+            if path in self.completions[:number]:
+                raise InputError(f"completions: expected each directory once, found {path} again (see source_weights)")
+        if self.source_weights and len(self.source_weights) != len(self.completions):
+            raise InputError(
+                f"source_weights: expected one for each of {len(self.completions)} completions, found "
+                f"{len(self.source_weights)}"
+            )
 
     def _require_own_device(self) -> None:
         """Have each process use its own GPU alone, but for a target that is spread over the GPUs of a single one."""

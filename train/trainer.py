@@ -1,8 +1,9 @@
 """The Trainer that both recipes share: a frozen target beside the model in training, and checkpoints that are whole.
 
-Four methods that are overridden here are private in the library's Trainer. It has no public way to save a checkpoint
-under another name first (`_save_checkpoint`, `_get_output_dir`), to change the weights that are saved (`_save`), or to
-see the gradients' norm before the step (`_get_grad_norm`). So pyproject.toml bounds the library's version from above.
+Five methods that are overridden here are private in the library's Trainer. It has no public way to give a sampler
+(`_get_train_sampler`), to save a checkpoint under another name first (`_save_checkpoint`, `_get_output_dir`), to change
+the weights that are saved (`_save`), or to see the gradients' norm before the step (`_get_grad_norm`). So pyproject
+bounds the library's version from above.
 
 Shape suffixes: B rows, T positions, H hidden.
 """
@@ -15,17 +16,19 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from datasets import Dataset
 from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from torch.utils.data import Sampler as DataSampler
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, sample_ids
+from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.flops import Work
@@ -59,13 +62,13 @@ class RecipeTrainer(Trainer, ABC):
         target: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase,
         config: RecipeConfig,
-        train_dataset: Dataset,
-        eval_dataset: Dataset | None = None,
+        train_dataset: TrainingData,
+        eval_dataset: TrainingData | None = None,
         **kwargs: Any,
     ):
         if target is not None:
             require_split(target, "target")
-        self.recipe = config
+        self.recipe, self.data = config, train_dataset
         bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in (model, target))
         with arguments_told():
             super().__init__(
@@ -116,12 +119,20 @@ class RecipeTrainer(Trainer, ABC):
         check_sharding(self.accelerator, self.recipe.optimizer)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """Read the data in an order that the seed and the epoch alone decide, grouped by length or not."""
-        loader = super().get_train_dataloader()
-        if self.args.train_sampling_strategy == "group_by_length":
-            size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
-            loader.set_sampler(GroupedByLength(self.train_dataset, size, self.args.seed))  # type: ignore[attr-defined]
+        """Read the rows in an order that the seed and the epoch alone decide."""
+        loader: Any = super().get_train_dataloader()
+        order = self._get_train_sampler()
+        if isinstance(order, EpochSampler):
+            loader.set_sampler(order)  # or accelerate would not tell it the epoch where batches are skipped
         return loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> DataSampler[Any] | None:
+        """Return the order in which rows are read; the library would read all of them to group them by length."""
+        grouped = self.args.train_sampling_strategy == "group_by_length"
+        if not grouped and not self.recipe.source_weights:
+            return super()._get_train_sampler(train_dataset)
+        size = self.args.train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        return EpochSampler(self.data, self.args.seed, size if grouped else None, self.recipe.source_weights)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -160,7 +171,7 @@ class RecipeTrainer(Trainer, ABC):
         return grad_norm
 
     def _samples_of_step(self) -> list[str]:
-        return sample_ids(self.train_dataset, torch.cat(self._step_samples).tolist())
+        return self.data.sample_ids(torch.cat(self._step_samples).tolist())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""

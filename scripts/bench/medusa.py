@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.decode.replay.ranks import TextRanks
@@ -38,6 +37,7 @@ from draftsmith.scripts.bench.variants import (
 )
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.models import load_model, load_tokenizer
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def bench(config: BenchMedusaConfig) -> dict[str, Any]:
 
 
 def _train_and_replay(
-    config: BenchMedusaConfig, variant: str, seed: int, target: PreTrainedModel, train: Dataset
+    config: BenchMedusaConfig, variant: str, seed: int, target: PreTrainedModel, train: TrainingData
 ) -> dict[str, Any]:
     """Train the heads, and the backbone where the variant does, and return the figures of the replay."""
     options: dict[str, Any] = {"prompt_loss": True, **VARIANTS[variant.partition("@")[0]]}

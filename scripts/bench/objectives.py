@@ -24,6 +24,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import ASSETS, run_benchmark
 from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, read_texts, taus
 from draftsmith.train.cli import run
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.optimizer import MuonAdamW
@@ -91,7 +92,7 @@ def bench(config: BenchObjectivesConfig) -> dict[str, Any]:
 
 
 def _train_and_replay(
-    config: BenchObjectivesConfig, variant: str, seed: int, target: PreTrainedModel, train: Dataset
+    config: BenchObjectivesConfig, variant: str, seed: int, target: PreTrainedModel, train: TrainingData
 ) -> dict[str, dict[str, list[float]]]:
     """Return by temperature, for each prompt, the tokens, expected rounds and summed overlaps."""
     draft = load_model(config.draft, device="cpu")
@@ -113,7 +114,7 @@ def _distil(
     seed: int,
     draft: PreTrainedModel,
     target: PreTrainedModel,
-    train: Dataset,
+    train: TrainingData,
 ) -> None:
     """Train a draft by one variant, ours or TRL's."""
     name, training = variant.partition("@")[0], config.training_arguments(variant, seed)

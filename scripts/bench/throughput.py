@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from tqdm.auto import tqdm
@@ -29,7 +28,8 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark, training_fields
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.examples import TrainingData, training_examples
 from draftsmith.train.losses.divergences import divergence
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.provenance import environment
@@ -66,7 +66,7 @@ class StepClock(TrainerCallback):  # type: ignore[misc]
         return self.times[-1] - self.times[WARMUP - 1]
 
 
-def with_trainer(config: BenchThroughputConfig, target: PreTrainedModel, train: Dataset) -> float:
+def with_trainer(config: BenchThroughputConfig, target: PreTrainedModel, train: TrainingData) -> float:
     """Return the seconds that the timed steps took in the Trainer."""
     steps = StepClock()
     with TemporaryDirectory() as directory:
@@ -127,12 +127,12 @@ def bench(config: BenchThroughputConfig) -> dict[str, Any]:
     }
 
 
-def _batches(train: Dataset, config: BenchThroughputConfig) -> list[dict[str, Tensor]]:
+def _batches(train: TrainingData, config: BenchThroughputConfig) -> list[dict[str, Tensor]]:
     """Return the Trainer's batches."""
     set_seed(42)
     sampler = RandomSampler(range(len(train)), generator=torch.Generator().manual_seed(42))
-    collate, columns = CompletionCollator(load_tokenizer(config.draft)), train.select_columns(["input_ids", "labels"])
-    epochs = repeat(DataLoader(columns, config.batch_size, sampler=sampler, drop_last=True, collate_fn=collate))
+    collate = CompletionCollator(load_tokenizer(config.draft))
+    epochs = repeat(DataLoader(train, config.batch_size, sampler=sampler, drop_last=True, collate_fn=collate))
     return list(islice(chain.from_iterable(epochs), config.steps + WARMUP))
 
 

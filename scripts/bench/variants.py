@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.scripts.bench.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, training_fields
-from draftsmith.train.data.collator import training_examples
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.data.examples import TrainingData, training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model
 from draftsmith.train.provenance import environment, write_json
@@ -101,7 +100,7 @@ class VariantsConfig(BenchmarkConfig):
 
 def compare(
     config: VariantsConfig,
-    train_and_replay: Callable[[str, int, PreTrainedModel, Dataset], dict[str, Any]],
+    train_and_replay: Callable[[str, int, PreTrainedModel, TrainingData], dict[str, Any]],
     prompts: Mapping[str, Sequence[dict[str, str]]] | None = None,
 ) -> dict[str, Any]:
     """Run what is missing, and return the results by variant and seed.

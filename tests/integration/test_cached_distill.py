@@ -8,13 +8,13 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
-from pipelines import configured, furthest, history, weights
+from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
 from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import training_examples
+from draftsmith.train.data.examples import training_examples
 from draftsmith.train.teacher import cache_reader
 from draftsmith.train.teacher import cache_writer as teacher_cache
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
@@ -104,7 +104,10 @@ def test_replay_is_exact_but_for_its_bounds(pipeline, cached, tmp_path):
 def test_every_divergence_is_learned_from_the_top(pipeline, cached, tmp_path, divergence):
     training = {"max_steps": 20, "logging_steps": 20}
     heldout = {"heldout": [str(pipeline / "short"), str(pipeline / "long")]}
-    trainer = distilled(pipeline, tmp_path / "out", cached, "top", divergence=divergence, training=training, **heldout)
+    with measured_on_what_it_learns():
+        trainer = distilled(
+            pipeline, tmp_path / "out", cached, "top", divergence=divergence, training=training, **heldout
+        )
     before, after = history(trainer, "eval_loss")
     assert after < 0.9 * before
 
@@ -113,7 +116,7 @@ def test_packed_rows_are_trained_on_from_a_cache_too(pipeline, cached, tmp_path)
     options = {"packing": True, "max_length": 60, "training": {"per_device_train_batch_size": 2, "max_steps": 4}}
     live = distilled(pipeline, tmp_path / "live", **options)
     from_cache = distilled(pipeline, tmp_path / "cached", cached, **options)
-    assert "position_ids" in from_cache.train_dataset.column_names
+    assert "position_ids" in from_cache.train_dataset[0]
     assert len(from_cache.train_dataset) < 20
     assert history(from_cache, "loss") == pytest.approx(history(live, "loss"), rel=1e-2)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from huggingface_hub import ModelCard
-from pipelines import configured, furthest, history, weights
+from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -25,7 +25,8 @@ from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED, CompletionCollator, training_examples
+from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.shards import write_shard
 from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.job.telemetry import PHASES
@@ -48,7 +49,9 @@ def trained(pipeline, tmp_path_factory):
 def test_a_divergence_is_learned(pipeline, tmp_path, name):
     data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}
-    trainer = command.distill(configured(pipeline, tmp_path / "out", divergence=name, heldout=data, training=training))
+    config = configured(pipeline, tmp_path / "out", divergence=name, heldout=data, training=training)
+    with measured_on_what_it_learns():
+        trainer = command.distill(config)
     (before, after), alpha = history(trainer, "eval_loss"), history(trainer, "eval_alpha")
     assert after < 0.9 * before
     if name != "cross_entropy":
@@ -64,7 +67,8 @@ def test_a_sum_of_terms_is_learned_after_a_curriculum(pipeline, tmp_path):
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 1}
     terms = {"tvd": 1.0, "forward_kl": 0.1}
     config = configured(pipeline, tmp_path / "out", divergence=terms, curriculum=0.5, heldout=data, training=training)
-    trainer = command.distill(config)
+    with measured_on_what_it_learns():
+        trainer = command.distill(config)
     kl = command.distill(
         configured(pipeline, tmp_path / "kl", training=training | {"max_steps": 1, "eval_on_start": False})
     )
@@ -101,7 +105,7 @@ def test_the_draft_trains_in_training_mode(pipeline, tmp_path, monkeypatch):
 
 
 def collated(pipeline: Path, trainer: DistillTrainer) -> tuple[list[dict], dict[str, torch.Tensor]]:
-    samples = training_examples([str(pipeline / "short"), str(pipeline / "heldout")]).to_list()[6:12]
+    samples = list(training_examples([str(pipeline / "short"), str(pipeline / "heldout")]))[6:12]
     return samples, CompletionCollator(trainer.processing_class)(samples)
 
 
@@ -385,7 +389,7 @@ def without_loss(pipeline: Path, output: Path, ids: set[str] | None = None) -> P
 
 def test_samples_without_loss_are_left_out_and_named(pipeline, tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("draftsmith.train.data.collator.logger", SimpleNamespace(warning=said.append))
+    monkeypatch.setattr("draftsmith.train.data.examples.logger", SimpleNamespace(warning=said.append))
     kept = training_examples([str(without_loss(pipeline, tmp_path / "some", {"3", "7"}))])
     assert len(kept) == 8
     (line,) = said
@@ -394,13 +398,13 @@ def test_samples_without_loss_are_left_out_and_named(pipeline, tmp_path, monkeyp
 
 def test_a_cut_that_leaves_no_completion_counts_as_no_loss(pipeline, monkeypatch):
     said = []
-    monkeypatch.setattr("draftsmith.train.data.collator.logger", SimpleNamespace(warning=said.append))
-    samples = training_examples([str(pipeline / "long")]).to_list()
+    monkeypatch.setattr("draftsmith.train.data.examples.logger", SimpleNamespace(warning=said.append))
+    samples = list(training_examples([str(pipeline / "long")]))
     prompts = sorted(sum(label == -100 for label in sample["labels"]) for sample in samples)
     cut = training_examples([str(pipeline / "long")], max_length=prompts[5])
     assert 0 < len(cut) < 10 and said
-    assert all(len(ids) <= prompts[5] for ids in cut["input_ids"])
-    assert all(any(label != -100 for label in labels) for labels in cut["labels"])
+    assert all(len(row["input_ids"]) <= prompts[5] for row in cut)
+    assert all(any(label != -100 for label in row["labels"]) for row in cut)
     with pytest.raises(InputError, match="empty loss mask in all 10 samples of "):
         training_examples([str(pipeline / "long")], max_length=prompts[0])
 
@@ -436,6 +440,12 @@ def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer
     )
     empty = without_loss(pipeline, tmp_path / "empty")
     assert "empty loss mask in all 10 samples of " in fails(capsys, [*flags, "--completions", f"[{empty}]"])
+
+    save_model(tiny_llama(9, len(tokenizer)), tokenizer, tmp_path / "elsewhere")
+    message = fails(capsys, [*flags, "--target", str(tmp_path / "elsewhere")])
+    assert f"{pipeline / 'short'}: expected completions that {tmp_path / 'elsewhere'} wrote, found those of" in message
+    message = fails(capsys, [*flags, "--heldout", f"[{pipeline / 'short'}]"])
+    assert "heldout: expected prompts that are not learned from, found 10 of 10 that are: first" in message
 
     other = train_bpe(["zebra quagga okapi giraffe", "wildebeest hartebeest " * 3, "the quick brown fox"], 300)
     assert len(other) == len(tokenizer)
@@ -485,7 +495,8 @@ def test_prompts_may_be_learned_from_too(pipeline, tmp_path, packing):
     options = {"packing": packing, "max_length": 64, "training": {"max_steps": 1, "per_device_train_batch_size": 20}}
     trainer = command.distill(configured(pipeline, tmp_path / "out", prompt_loss=True, **options))
     draft, total, count = AutoModelForCausalLM.from_pretrained(pipeline / "draft"), 0.0, 0
-    for ids in training_examples([str(pipeline / "short"), str(pipeline / "long")])["input_ids"]:
+    for sample in training_examples([str(pipeline / "short"), str(pipeline / "long")]):
+        ids = sample["input_ids"]
         with torch.no_grad():
             log_p, log_q = (m(torch.tensor([ids])).logits[0, :-1].log_softmax(-1) for m in (trainer.target, draft))
         total += float((log_p.exp() * (log_p - log_q)).sum())

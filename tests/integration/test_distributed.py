@@ -95,7 +95,8 @@ def runs(tmp_path_factory, tokenizer):
     for name, seed, layers in (("target", 0, 2), ("draft", 1, 1)):
         save_model(tiny_llama(seed, vocab, layers=layers), tokenizer, root / name)
     for name, count, tokens in (("short", 10, 3), ("long", 10, 12), ("heldout", 5, 9)):
-        (root / f"{name}.txt").write_text("\n".join(f"x{i} = {'y + ' * (i % 4)}1" for i in range(count)))
+        letter = "z" if name == "heldout" else "x"
+        (root / f"{name}.txt").write_text("\n".join(f"{letter}{i} = {'y + ' * (i % 4)}1" for i in range(count)))
         prepare(
             PrepareConfig(
                 str(root / "target"), str(root / f"{name}.txt"), str(root / name), max_new_tokens=tokens, seed=count

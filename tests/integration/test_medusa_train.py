@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from pipelines import furthest, heads_configured, history, weights
+from pipelines import furthest, heads_configured, history, measured_on_what_it_learns, training_data, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
@@ -23,7 +23,8 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED, training_examples
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
@@ -60,7 +61,7 @@ def heads_of(trainer: MedusaTrainer) -> MedusaHeads:
 
 def some_samples(pipeline: Path) -> list[dict]:
     """Completions of 3 and of 12 tokens, behind prompts of different lengths."""
-    return training_examples([str(pipeline / "short"), str(pipeline / "long")]).to_list()[6:14]
+    return list(training_examples([str(pipeline / "short"), str(pipeline / "long")]))[6:14]
 
 
 def batch_of(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, Tensor]:
@@ -145,9 +146,7 @@ def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     if "completions" in options:
         options["completions"] = [str(pipeline / name) for name in options["completions"]]
     trainer = untrained(heads_configured(pipeline, tmp_path, temperature=T, **options))
-    samples = (
-        training_examples([str(pipeline / "short")]).to_list()[:5] if "too short" in case else some_samples(pipeline)
-    )
+    samples = list(training_examples([str(pipeline / "short")]))[:5] if "too short" in case else some_samples(pipeline)
     heads = heads_of(trainer)
     if heads.token_map is not None:
         outside = [x for sample in samples for x in sample["labels"] if x != IGNORED and x not in heads.token_map]
@@ -185,11 +184,11 @@ def test_a_text_too_short_for_any_head_is_no_loss(pipeline, tmp_path, untrained,
 def test_packed_rows_are_the_same_samples(pipeline, tmp_path, untrained, options):
     trainer = untrained(heads_configured(pipeline, tmp_path, temperature=T, **options))
     dataset = training_examples([str(pipeline / "short"), str(pipeline / "long")])
-    rows = pack(dataset, 64).to_list()
+    rows = list(pack(dataset, 64))
     assert 2 < len(rows) < len(dataset) / 2 and len({len(row["input_ids"]) for row in rows}) > 1
     tokens = torch.tensor(100)
     packed = trainer.compute_loss(trainer.model, batch_of(trainer, rows), num_items_in_batch=tokens)
-    expected = eager(trainer, dataset.to_list()) / tokens
+    expected = eager(trainer, list(dataset)) / tokens
     assert_same(packed, expected, list(trainer.model.parameters()))
 
 
@@ -332,7 +331,8 @@ def test_forty_steps_teach_the_heads(pipeline, sharp, tmp_path, options):
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40, "learning_rate": 1e-2}
     training |= {"per_device_train_batch_size": 20, "per_device_eval_batch_size": 20}
     data = {"target": target, "completions": [texts], "heldout": [texts]}
-    trainer = command.train_heads(heads_configured(pipeline, tmp_path, training=training, **data, **options))
+    with measured_on_what_it_learns():
+        trainer = command.train_heads(heads_configured(pipeline, tmp_path, training=training, **data, **options))
     (before, after), lengths = history(trainer, "eval_accuracy_1"), history(trainer, "eval_mean_acceptance_length")
     assert before < 0.15 and after > before + 0.25
     assert history(trainer, "eval_alpha")[1] > history(trainer, "eval_alpha")[0] + 0.05
@@ -348,7 +348,8 @@ def measured(pipeline, sharp, tmp_path_factory) -> MedusaTrainer:
     training |= {"eval_strategy": "steps", "eval_steps": 10, "learning_rate": 1e-2}
     data = {"target": sharp[0], "completions": [sharp[1]], "heldout": [sharp[1]]}
     options = {"temperature": T, "hydra": True, "training": training, **data}
-    return command.train_heads(heads_configured(pipeline, tmp_path_factory.mktemp("measured"), **options))
+    with measured_on_what_it_learns():
+        return command.train_heads(heads_configured(pipeline, tmp_path_factory.mktemp("measured"), **options))
 
 
 def by_hand(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, float]:
@@ -404,7 +405,7 @@ def by_hand(trainer: MedusaTrainer, samples: list[dict]) -> dict[str, float]:
 
 
 def test_held_out_metrics_are_those_computed_by_hand(sharp, measured):
-    samples = training_examples([sharp[1]]).to_list()
+    samples = list(training_examples([sharp[1]]))
     expected = by_hand(measured, samples)
     (_, last, *_) = [entry for entry in measured.state.log_history if "eval_alpha" in entry]
     for name, value in expected.items():
@@ -415,12 +416,11 @@ def test_held_out_metrics_are_those_computed_by_hand(sharp, measured):
 
 def test_turns_apart_are_not_drafted_across(sharp, measured):
     """Labels in two stretches, as given conversations have: no round reaches from one into the next."""
-    samples = training_examples([sharp[1]]).to_list()
+    samples = list(training_examples([sharp[1]]))
     for sample in samples:
         start = sum(label == IGNORED for label in sample["labels"])
         sample["labels"][start + 5 : start + 7] = [IGNORED] * 2
-    dataset = training_examples([sharp[1]]).from_list(samples)
-    found, expected = measured.evaluate(dataset), by_hand(measured, samples)
+    found, expected = measured.evaluate(training_data(samples)), by_hand(measured, samples)
     for name, value in expected.items():
         assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
     batch = batch_of(measured, samples)
@@ -449,16 +449,16 @@ def test_replay_agrees(sharp, measured):
 def test_a_truncated_vocabulary_is_measured_over_all_tokens_and_its_loss_is_finite(pipeline, tmp_path, untrained):
     trainer = untrained(heads_configured(pipeline, tmp_path, temperature=T, draft_vocabulary=20))
     samples = training_examples([str(pipeline / "long")])
-    found, expected = trainer.evaluate(samples), by_hand(trainer, samples.to_list())
+    found, expected = trainer.evaluate(samples), by_hand(trainer, list(samples))
     for name, value in expected.items():
         assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
-    expected_loss = eager(trainer, samples.to_list()).item() / count(samples.to_list())
+    expected_loss = eager(trainer, list(samples)).item() / count(list(samples))
     assert found["eval_loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
 def test_the_most_frequent_tokens_are_kept_and_the_lowest_ids_fill_up(pipeline, caplog):
     data = training_examples([str(pipeline / "long")])
-    tokens = [x for labels in data["labels"] for x in labels if x != IGNORED]
+    tokens = [x for row in data for x in row["labels"] if x != IGNORED]
     ranked = sorted(set(tokens), key=lambda x: (-tokens.count(x), x))
     assert frequent_tokens(data, 9, 300).tolist() == sorted(ranked[:9])
     assert frequent_tokens(data, len(ranked), 300).tolist() == sorted(ranked)

@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import tiny_llama
-from datasets import Dataset
 from families import VOCAB, tiny_model
+from pipelines import training_data
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, PreTrainedModel, TrainingArguments
@@ -16,7 +16,8 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence, pre
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.data.collator import IGNORED, CompletionCollator, numbered
+from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import set_attention, takes_bounds
@@ -34,7 +35,7 @@ def build(name: str, **options: object) -> PreTrainedModel:
     return tiny_model(name, max_position_embeddings=32, **options)  # fewer than a row's tokens
 
 
-def samples(sizes: list[int], vocab_size: int = VOCAB, seed: int = 0) -> Dataset:
+def samples(sizes: list[int], vocab_size: int = VOCAB, seed: int = 0) -> TrainingData:
     generator = random.Random(seed)
     rows = []
     for number, size in enumerate(sizes):
@@ -42,7 +43,7 @@ def samples(sizes: list[int], vocab_size: int = VOCAB, seed: int = 0) -> Dataset
         rows.append(
             {"id": f"s{number}", "input_ids": ids, "labels": [IGNORED] * (1 + size // 4) + ids[1 + size // 4 :]}
         )
-    return numbered(Dataset.from_list(rows))
+    return training_data(rows)
 
 
 SIZES = [20, 3, 11, 6, 17, 9, 1, 13, 2, 25]  # within the window and far past it
@@ -57,14 +58,14 @@ def test_hidden_states_are_those_of_each_sample_alone(name, attention, tokenizer
     require_packing(model, "draft")
     dataset = samples(SIZES)
     packed = pack(dataset, 40)
-    batch = CompletionCollator(tokenizer)(packed.to_list())
+    batch = CompletionCollator(tokenizer)(list(packed))
     assert (batch["labels"] == IGNORED)[:, -1].any()  # some rows are padded
-    ids = dict(zip(dataset["id"], dataset["input_ids"], strict=True))
+    ids = {sample["id"]: sample["input_ids"] for sample in dataset}
     hidden = last_hidden(model, input_ids=batch["input_ids"], position_ids=batch["position_ids"])
     seen = 0
-    for row, names in enumerate(packed["ids"]):
+    for row, samples_of_row in enumerate(packed):
         start = 0
-        for sample in names:
+        for sample in samples_of_row["ids"]:
             alone = last_hidden(model, input_ids=torch.tensor([ids[sample]]))[0]
             # float32: the same sums in other shapes.
             assert torch.allclose(hidden[row, start : start + len(alone)], alone, atol=1e-4, rtol=1e-4)
@@ -159,7 +160,7 @@ def test_an_attention_that_is_told_bounds_has_the_same_hidden_states(tokenizer, 
     told.config._attn_implementation = "flash_reference"  # by its name the library would look for a kernel
     assert takes_bounds(told) and not takes_bounds(masked) and packs(told)
     dataset = samples(SIZES)
-    rows = (pack(dataset, 40) if packed else dataset).to_list()
+    rows = list(pack(dataset, 40) if packed else dataset)
     batch = CompletionCollator(tokenizer, bounds=True)(rows)
     texts_of = [last_hidden(model, **texts(batch)) for model in (told, masked)]
     inside = batch["labels"] != IGNORED
@@ -183,7 +184,7 @@ def test_a_forward_makes_no_mask_where_nothing_is_packed_and_waits_for_no_look(t
 
     model, dataset = build("llama"), samples(SIZES)
     for rows in (dataset, pack(dataset, 40)):
-        batch = CompletionCollator(tokenizer)(rows.to_list())
+        batch = CompletionCollator(tokenizer)(list(rows))
         with Seen() as seen:
             last_hidden(model, **texts(batch))
         assert "aten._local_scalar_dense.default" not in seen.names
@@ -206,7 +207,7 @@ def test_padding_is_seen_by_none_and_no_sample_by_another(tokenizer):
     """Gradients of a sample's states reach its own tokens before them, and nothing else."""
     model = build("mistral")
     packed = pack(samples(SIZES), 40)
-    batch = CompletionCollator(tokenizer)(packed.to_list())
+    batch = CompletionCollator(tokenizer)(list(packed))
     embedded = model.get_input_embeddings()(batch["input_ids"]).requires_grad_(True)
     hidden = last_hidden(model, inputs_embeds=embedded, position_ids=batch["position_ids"])
     texts = (batch["position_ids"] == 0).cumsum(1)  # each padding token is a text of its own
@@ -219,7 +220,7 @@ def test_padding_is_seen_by_none_and_no_sample_by_another(tokenizer):
             assert not (reached & ~own).any() and reached[row, t]
 
 
-def trainer(tmp_path, tokenizer, dataset: Dataset, divergence: str, rows: int, name: str) -> DistillTrainer:
+def trainer(tmp_path, tokenizer, dataset: TrainingData, divergence: str, rows: int, name: str) -> DistillTrainer:
     vocab = len(tokenizer)
     draft, target = tiny_llama(1, vocab, layers=1).requires_grad_(True), tiny_llama(0, vocab)
     arguments = TrainingArguments(
@@ -238,7 +239,7 @@ def test_the_loss_and_its_gradients_are_those_of_the_samples(tmp_path, tokenizer
     one = trainer(tmp_path, tokenizer, dataset, divergence, 4, "one")
     found = []
     for rows in (dataset, packed):
-        loss = one.compute_loss(one.model, CompletionCollator(tokenizer)(rows.to_list()))
+        loss = one.compute_loss(one.model, CompletionCollator(tokenizer)(list(rows)))
         one.model.zero_grad()
         loss.backward()
         found.append((loss.item(), {name: p.grad.clone() for name, p in one.model.named_parameters()}))

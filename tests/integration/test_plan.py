@@ -35,7 +35,8 @@ from draftsmith.scripts.plan.footprint import Footprint
 from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.scripts.plan.model_states import Weights
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.collator import IGNORED, ahead_positions, training_examples
+from draftsmith.train.data.collator import IGNORED, ahead_positions
+from draftsmith.train.data.examples import training_examples
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import last_hidden

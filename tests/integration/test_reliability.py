@@ -157,7 +157,7 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipel
 
 def test_the_library_has_every_private_method_that_is_overridden():
     """Where it renamed one, ours would never be called, and checkpoints would no longer be whole."""
-    private = ("_save", "_save_checkpoint", "_get_output_dir", "_get_grad_norm")
+    private = ("_get_train_sampler", "_save", "_save_checkpoint", "_get_output_dir", "_get_grad_norm")
     assert all(name in vars(RecipeTrainer) and name in vars(Trainer) for name in private)
 
 

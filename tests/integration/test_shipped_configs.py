@@ -131,8 +131,9 @@ def test_a_shrunken_pair_trains(name, tokenizer, tmp_path):
             model.generation_config.eos_token_id = tokenizer.eos_token_id
             model.generation_config.pad_token_id = tokenizer.pad_token_id
             save_model(model, tokenizer, tmp_path / role)
-    for part, prompts in (("train", 4), ("heldout", 2)):
-        (tmp_path / f"{part}.txt").write_text("\n".join(["def f(x):", "import os", "print(x)", "return x"][:prompts]))
+    prompts = {"train": ["def f(x):", "import os", "print(x)", "return x"], "heldout": ["class A:", "while True:"]}
+    for part, lines in prompts.items():
+        (tmp_path / f"{part}.txt").write_text("\n".join(lines))
         prepare(
             PrepareConfig(
                 str(tmp_path / "target"), str(tmp_path / f"{part}.txt"), str(tmp_path / part), max_new_tokens=8

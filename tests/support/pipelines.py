@@ -1,14 +1,27 @@
 """A pipeline small enough for tests: a random target, a draft, and completions that the target wrote."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest import mock
 
+import numpy as np
+import pyarrow as pa
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainingArguments
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.train import launch
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.data.mapped import Texts, map_completions
+from draftsmith.train.data.shards import COLUMNS, SCHEMA, write_shard
 from draftsmith.train.runs import save_model
 
 WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]
@@ -26,6 +39,8 @@ def make_pipeline(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
         save_model(model, tokenizer, root / name)
     for name, count, tokens in (("short", 10, 3), ("long", 10, 12), ("heldout", 5, 9)):
         prompts = [" ".join(WORDS[i % 7 : i % 7 + 1 + i % 3]) for i in range(count)]
+        if name == "heldout":
+            prompts = [f"# {prompt}" for prompt in prompts]
         (root / f"{name}.txt").write_text("\n".join(p.replace("\n", " ") for p in prompts))
         prepare(
             PrepareConfig(
@@ -48,8 +63,36 @@ def _configured(kind, pipeline: Path, output: Path, **options):
     training |= {"per_device_train_batch_size": 4, "report_to": [], "disable_tqdm": True, "use_cpu": True}
     training |= options.pop("training", {})
     options = {"completions": [str(pipeline / "short"), str(pipeline / "long")]} | options
-    options = {"target": str(pipeline / "target")} | options
+    options = {"target": str(pipeline / "target"), "any_target": True} | options
     return kind(training=TrainingArguments(output_dir=str(output), **training), **options)
+
+
+def write_completions(directory: Path, *shards: list[dict[str, Any]]) -> str:
+    """Write samples of `id`, `input_ids` and `labels` as `prepare` writes them, a shard for each list."""
+    directory.mkdir(parents=True, exist_ok=True)
+    manifest = {"schema": SCHEMA, "settings": {}, "target": {}, "versions": {}, "shards": len(shards)}
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    for number, samples in enumerate(shards):
+        rows = []
+        for sample in samples:
+            mask = [int(label != IGNORED) for label in sample["labels"]]
+            rows.append({"id": sample["id"], "prompt_length": 1, "input_ids": sample["input_ids"], "loss_mask": mask})
+        write_shard(directory / f"shard-{number:05d}.parquet", pa.Table.from_pylist(rows, schema=COLUMNS))
+    return str(directory)
+
+
+def training_data(samples: list[dict[str, Any]]) -> TrainingData:
+    """Samples of `id`, `input_ids` and `labels`, as training reads them; those without a label too."""
+    with TemporaryDirectory() as directory:  # what is mapped stays there
+        path = write_completions(Path(directory), samples)
+        return TrainingData(Texts({path: map_completions(path)}), np.arange(len(samples)))
+
+
+@contextmanager
+def measured_on_what_it_learns() -> Iterator[None]:
+    """Lift the ban, to see that something is learned."""
+    with mock.patch.object(launch, "require_apart"):
+        yield
 
 
 def history(trainer: DistillTrainer, key: str) -> list[float]:

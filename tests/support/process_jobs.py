@@ -17,6 +17,7 @@ from processes import enter, witness
 from torch import nn
 from transformers import conversion_mapping
 
+from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
@@ -167,6 +168,34 @@ def _distilled(strategy: str, pipeline: Path, output: Path, options: dict[str, A
         "best": trainer.state.best_model_checkpoint,
         "target": (type(share).__name__, getattr(share, "_local_tensor", share).numel() / share.numel()),
     }
+
+
+def rows_read(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Distil several times; return of each the rows that this rank's steps read and all ids, or what was refused.
+
+    What options say of "RANK" is said to each of its own.
+    """
+    return {name: _rows_read(strategy, pipeline, output / name, dict(options)) for name, options in runs.items()}
+
+
+def _rows_read(strategy: str, pipeline: Path, output: Path, options: dict[str, Any]) -> Any:
+    options["completions"] = [path.replace("RANK", os.environ["RANK"]) for path in options["completions"]]
+    config = _config(configured, strategy, pipeline, output, options, launched=False)
+    rows: list[list[int]] = []
+    step = DistillTrainer.training_step
+
+    def reading(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+        rows.append(inputs["index"].tolist())
+        return step(self, model, inputs, *args)
+
+    DistillTrainer.training_step = reading
+    try:
+        trainer = command.distill(config)
+        return rows, trainer.data.sample_ids(range(len(trainer.data)))
+    except InputError as error:
+        return str(error)
+    finally:
+        DistillTrainer.training_step = step
 
 
 def _watched(config: Any) -> tuple[DistillTrainer, dict[str, list[Any]]]:

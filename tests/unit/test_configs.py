@@ -96,6 +96,11 @@ def test_an_unknown_key_is_refused(path, tmp_path):
         (DISTILL + "training: {max_steps: many}\n", "max_steps"),
         (DISTILL + "training: {eval_strategy: steps, eval_steps: 1}\n", "heldout: expected completion directories"),
         (DISTILL + "divergence: kl\n", "divergence: expected one of"),
+        (DISTILL + "heldout: 1.5\n", "heldout: expected a value between 0 and 1, found 1.5"),
+        (DISTILL + "heldout: 0\n", "heldout: expected a value between 0 and 1, found 0"),
+        (DISTILL + "dedup: all\n", "dedup: expected one of texts, prompts, found"),
+        (DISTILL + "source_weights: [1, 2]\n", "source_weights: expected one for each of 1 completions, found 2"),
+        (DISTILL + "source_weights: [0]\n", "source_weights: expected a finite number, more than 0, found 0"),
     ],
 )
 def test_a_bad_value_is_refused_by_name_and_in_one_line(text, named, tmp_path):
@@ -117,6 +122,22 @@ def test_numbers_are_numbers_and_flags_win(tmp_path):
     assert isinstance(config.training.weight_decay, float)
     assert (config.training.max_steps, config.training.output_dir) == (9, "out")
     assert parse(DistillConfig, text, tmp_path).beta == 1e-4
+
+
+def test_what_is_held_out_is_a_share_or_directories(tmp_path):
+    for flag, expected, directories in (("0.02", 0.02, []), ("[a, b]", ["a", "b"], ["a", "b"])):
+        for config in (
+            parse(DistillConfig, DISTILL, tmp_path, "--heldout", flag),
+            parse(DistillConfig, f"{DISTILL}heldout: {flag}\n", tmp_path),
+        ):
+            assert (config.heldout, config.heldout_directories) == (expected, directories)
+
+
+def test_sources_have_weights_and_are_named_once(tmp_path):
+    flags = ["--completions", "[c, d]", "--source_weights", "[1, 0.3]"]
+    assert parse(DistillConfig, DISTILL, tmp_path, *flags).source_weights == [1.0, 0.3]
+    with pytest.raises(InputError, match=r"^completions: expected each directory once, found c again"):
+        parse(DistillConfig, DISTILL, tmp_path, "--completions", "[c, d, c]")
 
 
 def test_lists_of_numbers_are_read_from_either_form(tmp_path):

@@ -3,23 +3,26 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from accelerate import skip_first_batches
 from accelerate.data_loader import prepare_data_loader
-from datasets import Dataset
+from pipelines import training_data
 from torch.utils.data import DataLoader
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.collator import IGNORED, CompletionCollator, GroupedByLength, numbered, sample_ids
+from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.packing import best_fit_decreasing, pack
+from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.positions import LossPositions
 
 LENGTH = 24
 
 
-def samples(count: int = 40, longest: int = LENGTH, seed: int = 0) -> Dataset:
+def samples(count: int = 40, longest: int = LENGTH, seed: int = 0) -> TrainingData:
     """Samples whose tokens tell them apart, a prompt before each completion; some without a prompt."""
     generator = random.Random(seed)
     rows = []
@@ -28,10 +31,10 @@ def samples(count: int = 40, longest: int = LENGTH, seed: int = 0) -> Dataset:
         prompt = generator.randint(0, size - 1)
         ids = [generator.randrange(2, 300) for _ in range(size)]
         rows.append({"id": f"s{number}", "input_ids": ids, "labels": [IGNORED] * prompt + ids[prompt:]})
-    return numbered(Dataset.from_list(rows))
+    return training_data(rows)
 
 
-def taken_apart(packed: Dataset) -> dict[str, tuple[list[int], list[int]]]:
+def taken_apart(packed: TrainingData) -> dict[str, tuple[list[int], list[int]]]:
     """Each sample's tokens and labels, found again by the positions alone."""
     found = {}
     for row in packed:
@@ -55,56 +58,60 @@ def by_trying_all(sizes: list[int], capacity: int) -> list[int]:
     return sorted(bins)
 
 
+def binned(sizes: list[int], capacity: int) -> list[list[int]]:
+    order, counts = best_fit_decreasing(sizes, capacity)
+    return [part.tolist() for part in np.split(order, counts.cumsum()[:-1])] if len(counts) else []
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_bins_are_those_of_best_fit_decreasing(seed):
     generator = random.Random(seed)
     capacity = generator.randint(5, 60)
     sizes = [generator.randint(1, capacity) for _ in range(generator.randint(1, 200))]
-    bins = best_fit_decreasing(sizes, capacity)
+    bins = binned(sizes, capacity)
     assert sorted(item for row in bins for item in row) == list(range(len(sizes)))
     assert sorted(sum(sizes[item] for item in row) for row in bins) == by_trying_all(sizes, capacity)
 
 
 def test_an_item_goes_to_the_fullest_bin_that_has_room():
-    assert best_fit_decreasing([8, 6, 6, 1], 13) == [[0], [1, 2, 3]]  # not to the first, as first fit would
-    assert best_fit_decreasing([4, 6, 5], 10) == [[1, 0], [2]]
-    assert best_fit_decreasing([], 10) == []
-    assert best_fit_decreasing([10, 10], 10) == [[0], [1]]
+    assert binned([8, 6, 6, 1], 13) == [[0], [1, 2, 3]]  # not to the first, as first fit would
+    assert binned([4, 6, 5], 10) == [[1, 0], [2]]
+    assert binned([], 10) == []
+    assert binned([10, 10], 10) == [[0], [1]]
 
 
 def test_rows_hold_whole_samples_each_once():
     dataset = samples()
     packed = pack(dataset, LENGTH)
-    assert set(packed.column_names) == {"ids", "input_ids", "labels", "position_ids", "index"}
-    assert packed["index"][:] == list(range(len(packed)))
+    assert set(packed[0]) == {"ids", "texts", "input_ids", "labels", "position_ids", "index"}
+    assert [row["index"] for row in packed] == list(range(len(packed)))
+    assert packed.lengths.tolist() == [len(row["input_ids"]) for row in packed]
     assert all(len(row["input_ids"]) == len(row["labels"]) <= LENGTH for row in packed)
     found = taken_apart(packed)
-    assert found.keys() == set(dataset["id"])
+    assert found.keys() == {sample["id"] for sample in dataset}
     for sample in dataset:
         assert found[sample["id"]] == (sample["input_ids"], [IGNORED, *sample["labels"][1:]])
     assert any(sample["labels"][0] != IGNORED for sample in dataset)  # or the test says nothing of first labels
-    tokens = sum(map(len, dataset["input_ids"]))
+    tokens = sum(dataset.lengths)
     assert tokens / (len(packed) * LENGTH) > 0.9 > tokens / (len(dataset) * LENGTH)
 
 
 def test_packing_is_the_same_each_time_and_leaves_the_data_alone():
     dataset = samples()
-    before = dataset.to_list()
-    assert pack(dataset, LENGTH).to_list() == pack(samples(), LENGTH).to_list()
-    assert dataset.to_list() == before
+    before = list(dataset)
+    assert list(pack(dataset, LENGTH)) == list(pack(samples(), LENGTH))
+    assert list(dataset) == before
 
 
 def test_a_selection_is_packed_as_it_is_ordered():
-    dataset = samples().select([7, 3, 30, 11])
+    dataset = samples().select(np.array([7, 3, 30, 11]))
     packed = pack(dataset, 2 * LENGTH)
     found = taken_apart(packed)
-    assert {name: ids for name, (ids, _) in found.items()} == dict(
-        zip(dataset["id"], dataset["input_ids"], strict=True)
-    )
+    assert {name: ids for name, (ids, _) in found.items()} == {row["id"]: row["input_ids"] for row in dataset}
 
 
 def test_a_sample_longer_than_a_row_is_refused_by_name():
-    dataset = Dataset.from_list(
+    dataset = training_data(
         [{"id": name, "input_ids": [1] * n, "labels": [1] * n} for name, n in (("fits", 8), ("too long", 9))]
     )
     with pytest.raises(
@@ -115,7 +122,7 @@ def test_a_sample_longer_than_a_row_is_refused_by_name():
 
 
 def test_a_packed_batch_has_positions_and_no_mask(tokenizer):
-    packed = pack(samples(), LENGTH).to_list()
+    packed = list(pack(samples(), LENGTH))
     rows = [packed[2], packed[-1], packed[0]]
     batch = CompletionCollator(tokenizer)(rows)
     assert batch.keys() == {"input_ids", "labels", "position_ids", "index", "positions"}
@@ -132,7 +139,7 @@ def test_a_packed_batch_has_positions_and_no_mask(tokenizer):
 
 
 def test_a_batch_of_samples_is_padded_on_the_right_and_needs_no_mask(tokenizer):
-    rows = samples().to_list()[3:6]
+    rows = list(samples())[3:6]
     batch = CompletionCollator(tokenizer)(rows)
     assert batch.keys() == {"input_ids", "labels", "index", "positions"}
     assert batch["index"].tolist() == [3, 4, 5]
@@ -148,7 +155,7 @@ def test_a_batch_of_samples_is_padded_on_the_right_and_needs_no_mask(tokenizer):
 @pytest.mark.parametrize("packed", [False, True])
 def test_positions_are_before_the_tokens_to_learn(tokenizer, packed):
     dataset = pack(samples(), LENGTH) if packed else samples()
-    batch = CompletionCollator(tokenizer, ahead=2, prompts=True)(dataset.to_list()[:6])
+    batch = CompletionCollator(tokenizer, ahead=2, prompts=True)(list(dataset)[:6])
     rows, width = batch["labels"].shape
     for ahead, flat in enumerate(batch["positions"]):
         expected = [
@@ -162,23 +169,23 @@ def test_positions_are_before_the_tokens_to_learn(tokenizer, packed):
     assert torch.equal(taken.next_tokens(batch["input_ids"]), batch["labels"][:, 1:][batch["labels"][:, 1:] != IGNORED])
     every = LossPositions(batch["text_positions"][0])
     assert set(taken.flat_N.tolist()) < set(every.flat_N.tolist())
-    sizes = [len(text) for text in (samples() if not packed else dataset)["input_ids"][:6]]
-    texts = sum(row["position_ids"].count(0) for row in dataset.to_list()[:6]) if packed else len(sizes)
+    sizes = dataset.lengths[:6].tolist()
+    texts = sum(row["position_ids"].count(0) for row in list(dataset)[:6]) if packed else len(sizes)
     assert len(every) == sum(sizes) - texts
 
 
 def test_rows_are_named_by_their_samples():
     dataset = samples()
-    assert sample_ids(dataset, [4, 0]) == ["s4", "s0"]
+    assert dataset.sample_ids([4, 0]) == ["s4", "s0"]
     packed = pack(dataset, LENGTH)
-    assert sample_ids(packed, [1, 3]) == packed[1]["ids"] + packed[3]["ids"]
+    assert packed.sample_ids([1, 3]) == packed[1]["ids"] + packed[3]["ids"]
 
 
 def test_no_token_is_predicted_from_another_sample_and_none_follows_it(tokenizer):
     """All that a loss reads of a batch: which positions are chosen, and which come right after a chosen one."""
     dataset = samples()
     packed = pack(dataset, LENGTH)
-    batch = CompletionCollator(tokenizer)(packed.to_list())
+    batch = CompletionCollator(tokenizer)(list(packed))
     inside = batch["position_ids"][:, 1:] > 0  # the predicted token is not the first of its sample
     chosen = batch["labels"][:, 1:] != IGNORED
     assert not (chosen & ~inside).any()
@@ -187,7 +194,7 @@ def test_no_token_is_predicted_from_another_sample_and_none_follows_it(tokenizer
     assert follows.any() and (positions[follows] >= 2).all()
     # Each sample is one run of chosen positions, as when it is alone; a prompt of no or one token changes nothing.
     runs = Counter((~follows).cumsum(0).tolist())
-    alone = [sum(label != IGNORED for label in labels[1:]) for labels in dataset["labels"]]
+    alone = [sum(label != IGNORED for label in sample["labels"][1:]) for sample in dataset]
     assert sorted(runs.values()) == sorted(count for count in alone if count)
 
 
@@ -205,11 +212,11 @@ def test_block_terms_end_with_a_sample(tokenizer):
 
     collate = CompletionCollator(tokenizer)
     apart = sum(total(collate([sample])) for sample in dataset)
-    assert total(collate(dataset.to_list())) == pytest.approx(apart, rel=1e-12)
-    assert total(collate(pack(dataset, LENGTH).to_list())) == pytest.approx(apart, rel=1e-12)
+    assert total(collate(list(dataset))) == pytest.approx(apart, rel=1e-12)
+    assert total(collate(list(pack(dataset, LENGTH)))) == pytest.approx(apart, rel=1e-12)
 
 
-def padding(dataset: Dataset, order: list[int], batch_size: int) -> int:
+def padding(dataset: TrainingData, order: list[int], batch_size: int) -> int:
     sizes = [len(dataset[row]["input_ids"]) for row in order]
     batches = [sizes[at : at + batch_size] for at in range(0, len(sizes), batch_size)]
     return sum(len(batch) * max(batch) - sum(batch) for batch in batches)
@@ -218,7 +225,7 @@ def padding(dataset: Dataset, order: list[int], batch_size: int) -> int:
 def test_a_grouped_epoch_pads_less_than_a_random_one():
     dataset = samples(200)
     for epoch in range(3):
-        sampler = GroupedByLength(dataset, 8, seed=1)
+        sampler = EpochSampler(dataset, seed=1, group_size=8)
         sampler.set_epoch(epoch)
         grouped = list(sampler)
         shuffled = random.Random(epoch).sample(range(200), 200)
@@ -231,7 +238,7 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
 
     def order(seed: int, epoch: int, elsewhere: int) -> list[int]:
         torch.manual_seed(elsewhere)
-        sampler = GroupedByLength(dataset, 4, seed)
+        sampler = EpochSampler(dataset, seed, group_size=4)
         sampler.set_epoch(epoch)
         return list(sampler)
 
@@ -240,13 +247,13 @@ def test_the_order_depends_on_the_seed_and_the_epoch_alone():
     assert order(1, 0, 5) != order(1, 1, 5) != order(9, 1, 5)
 
 
-def loaders(dataset: Dataset, processes: int) -> list:
+def loaders(dataset: TrainingData, processes: int) -> list:
     """What accelerate makes of the data in each of so many processes."""
     made = []
     for rank in range(processes):
         loader = DataLoader(dataset, batch_size=4, collate_fn=lambda rows: [row["index"] for row in rows])
         loader = prepare_data_loader(loader, num_processes=processes, process_index=rank, put_on_device=False)
-        loader.set_sampler(GroupedByLength(dataset, 4, seed=1))
+        loader.set_sampler(EpochSampler(dataset, seed=1, group_size=4))
         made.append(loader)
     return made
 

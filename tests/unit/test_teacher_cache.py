@@ -16,7 +16,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts import cache as command
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import CompletionCollator, training_examples
+from draftsmith.train.data.collator import CompletionCollator
+from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_sum
@@ -275,7 +276,7 @@ def test_cut_samples_have_the_first_of_their_laws(pipeline, whole, tokenizer):
     _, output, _ = whole
     path = [str(pipeline / "long")]
     long = training_examples(path)
-    most = max(len(ids) for ids in long["input_ids"]) - 4
+    most = max(long.lengths) - 4
     cut = training_examples(path, most)
     whole_laws, cut_laws = found_in(pipeline, output), found_in(pipeline, output, max_length=most)
     at = max(range(len(long)), key=lambda i: len(long[i]["input_ids"]))
@@ -297,7 +298,7 @@ def test_packed_rows_have_their_samples_laws_in_order(pipeline, whole, tokenizer
         samples = [examples[i] for i in members]
         rows.append(
             {
-                "ids": [sample["id"] for sample in samples],
+                "texts": [text for sample in samples for text in sample["texts"]],
                 "input_ids": [token for sample in samples for token in sample["input_ids"]],
                 "labels": [label for sample in samples for label in sample["labels"]],
                 "position_ids": [i for sample in samples for i in range(len(sample["input_ids"]))],

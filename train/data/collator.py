@@ -1,119 +1,14 @@
 """Batches of target completions."""
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
-from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
-from transformers.utils import logging
 
-from draftsmith.decode.errors import InputError
-from draftsmith.train.data.generate import load_completions
 from draftsmith.train.losses.positions import LossPositions
 
 IGNORED = -100
-logger = logging.get_logger(__name__)
-
-
-def training_examples(paths: list[str], max_length: int | None = None, vocab_size: int | None = None) -> Dataset:
-    """Read completions that `draftsmith prepare` wrote, as `id`, `input_ids` and `labels`.
-
-    Labels are the tokens themselves where the loss mask is 1, and −100 on the prompt. Samples without a single loss
-    token are left out, counted and named. `index` numbers the rows of what is returned, and with several directories
-    `source` says which of them a row is from.
-
-    Args:
-        paths: completion directories.
-        max_length: cut longer samples at the end.
-        vocab_size: what the ids of tokens must be below; not looked at if None.
-
-    Raises:
-        InputError: a directory is missing or malformed, or no sample has a loss token.
-    """
-    parts = []
-    for path in paths:
-        samples = load_completions(path, vocab_size).data.table
-        labelled = pa.Table.from_batches([_labelled(batch, max_length) for batch in samples.to_batches()])
-        empty = labelled.filter(pc.invert(labelled["trains"]))["id"]
-        listed = f"{', '.join(empty[:5].to_pylist())}{', …' if len(empty) > 5 else ''}"
-        if len(empty) == len(samples):
-            raise InputError(
-                f"completions: expected tokens to train on, found an empty loss mask in all {len(empty)} samples of "
-                f"{path}: {listed}"
-            )
-        if len(empty):
-            logger.warning(
-                f"{path}: {len(empty)} of {len(samples)} samples have no token to learn from and are left out: {listed}"
-            )
-        part = labelled.filter(labelled["trains"]).drop_columns("trains")
-        # An id is of one sample in its directory alone: most are numbers of lines.
-        parts.append(part.append_column("source", [[path] * len(part)]) if len(paths) > 1 else part)
-    return numbered(Dataset(pa.concat_tables(parts)))
-
-
-def _labelled(samples: pa.RecordBatch, max_length: int | None) -> pa.RecordBatch:
-    """Return the samples' `id`, `input_ids` and `labels`, and in `trains` whether any label is a token."""
-    ids, mask = samples["input_ids"], samples["loss_mask"]
-    if max_length is not None:
-        ids, mask = (pc.list_slice(column, 0, max_length) for column in (ids, mask))
-    ends = np.append(0, pc.list_value_length(ids).to_numpy()).cumsum()
-    counted = mask.flatten().to_numpy(zero_copy_only=False) != 0
-    tokens = ids.flatten().to_numpy()
-    labels = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), np.where(counted, tokens, IGNORED))
-    trains = np.diff(np.append(0, counted.cumsum())[ends]) > 0
-    columns = [samples["id"], ids, labels, pa.array(trains)]
-    return pa.RecordBatch.from_arrays(columns, ["id", "input_ids", "labels", "trains"])
-
-
-def numbered(dataset: Dataset) -> Dataset:
-    """Add the column `index`, a row's number. Batches carry it: a tensor survives what names would not.
-
-    accelerate slices, concatenates and gathers tensors over processes, and fails on strings there.
-    """
-    return dataset.add_column("index", np.arange(len(dataset)))  # type: ignore[call-arg]
-
-
-def sample_ids(dataset: Dataset, index: Sequence[int]) -> list[str]:
-    """Return the ids of the samples in some rows of a data set, of `training_examples` or packed.
-
-    Where they come from several directories, each has its directory before it.
-    """
-    rows = dataset.select(index)
-
-    def of_each(column: str) -> list[str]:
-        if f"{column}s" in rows.column_names:  # packed
-            return list(chain.from_iterable(rows[f"{column}s"]))
-        return list(rows[column]) if column in rows.column_names else []
-
-    ids, sources = of_each("id"), of_each("source")
-    return [f"{source}: {name}" for source, name in zip(sources, ids, strict=True)] if sources else ids
-
-
-class GroupedByLength(LengthGroupedSampler):
-    """Rows of similar length one behind the other, in an order that the seed and the epoch alone decide.
-
-    The library's sampler draws from the global generator. So a run that is resumed in a later epoch goes on in
-    another order, and processes whose generators have come apart (dropout) see some rows twice and others never.
-    """
-
-    def __init__(self, dataset: Dataset, batch_size: int, seed: int):
-        super().__init__(batch_size, lengths=[len(ids) for ids in dataset["input_ids"]])
-        self.seed, self.epoch = seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch is read next."""
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        return iter(get_length_grouped_indices(self.lengths, self.batch_size, generator=generator))
 
 
 class CompletionCollator:

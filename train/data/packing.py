@@ -10,92 +10,96 @@ samples alone.
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import torch
 from accelerate.utils import send_to_device
-from datasets import Dataset
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data.collator import IGNORED, numbered, text_bounds
+from draftsmith.train.data.collator import text_bounds
+from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import takes_bounds
 
 
-def pack(dataset: Dataset, length: int) -> Dataset:
+def pack(data: TrainingData, length: int, by_source: bool = False) -> TrainingData:
     """Put samples together in as few rows as best-fit decreasing finds; the same rows every time.
 
-    Args:
-        dataset: of `training_examples`: `id`, `input_ids`, `labels`.
-        length: tokens of a row, at most.
+    No token is read for it.
 
-    Returns:
-        A row for each bin, with its samples' `ids`, and `input_ids`, `labels` and `position_ids`, which restart at 0
-        with each sample. A sample's first label is −100: what precedes it in the row is another text. `index` numbers
-        the rows.
+    Args:
+        data: rows of single samples.
+        length: tokens of a row, at most.
+        by_source: put samples together only with others of their directory.
 
     Raises:
         InputError: a sample is longer than `length`; names it.
     """
-    table: pa.Table = dataset.with_format("arrow")[:]
-    sizes = pc.list_value_length(table["input_ids"]).to_pylist()
-    for name, size in zip(table["id"].to_pylist(), sizes, strict=True):
-        if size > length:
-            raise InputError(f"packing: expected samples of at most {length} tokens, found {size} in sample {name!r}")
-    bins = best_fit_decreasing(sizes, length)
-    order = [sample for row in bins for sample in row]
-    table = table.take(order)
-    input_ids, labels = (pc.list_flatten(table[name]).to_numpy() for name in ("input_ids", "labels"))
-    position_ids = np.concatenate([np.arange(sizes[sample]) for sample in order])
-    labels = np.where(position_ids == 0, IGNORED, labels)
-    samples = np.cumsum([0] + [len(row) for row in bins])  # the samples and the tokens that each row begins with
-    tokens = np.cumsum([0] + [sum(sizes[sample] for sample in row) for row in bins])
-
-    def rows(values: np.ndarray, offsets: np.ndarray) -> pa.Array:
-        return pa.LargeListArray.from_arrays(offsets, values)  # as a data set may have more than 2³¹ tokens
-
-    columns = {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
-    names = [name for name in ("id", "source") if name in table.column_names]
-    packed = {f"{name}s": rows(table[name].combine_chunks(), samples) for name in names}
-    return numbered(Dataset(pa.table(packed | {name: rows(values, tokens) for name, values in columns.items()})))
+    if len(too_long := np.flatnonzero(data.sizes > length)):
+        row = int(too_long[0])
+        raise InputError(
+            f"packing: expected samples of at most {length} tokens, found {data.sizes[row]} in sample "
+            f"{data.sample_ids([row])[0]!r}"
+        )
+    sources = data.source_of_rows if by_source else np.zeros(len(data), np.int64)
+    orders, counts = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    for source in np.unique(sources):
+        rows = np.flatnonzero(sources == source)
+        order, count = best_fit_decreasing(data.sizes[rows], length)
+        orders.append(rows[order])
+        counts.append(count)
+    count = np.concatenate(counts)
+    return replace(data, members=data.members[np.concatenate(orders)], starts=count.cumsum() - count)
 
 
-def best_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit_decreasing(sizes: Sequence[int] | np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign items to bins, the largest first, each to the fullest bin that has room for it.
 
     It needs at most 11/9 of the fewest possible bins, and four (Johnson et al. 1974, Worst-case performance bounds for
-    simple one-dimensional packing algorithms). For training rows: Ding et al. 2024 (arXiv 2404.10830).
+    simple one-dimensional packing algorithms). For training rows: Ding et al. 2024 (arXiv 2404.10830). Items of
+    one size go together into bins with one space left: there are far fewer sizes and spaces than items.
 
     Args:
         sizes: of the items, each at most `capacity`.
         capacity: of a bin.
 
     Returns:
-        The items' numbers, bin by bin.
+        The items' numbers, bin by bin; and how many each bin has.
     """
-    bins: list[list[int]] = []
+    items = np.asarray(sizes, dtype=np.int64)
+    descending = np.argsort(-items, kind="stable")
+    bin_of = np.empty(len(items), np.int64)  # of the items in that order
     spaces: list[int] = []  # those that some open bin has left, ascending
     having: dict[int, list[int]] = defaultdict(list)  # the bins that have so much space left
-    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at = bisect_left(spaces, sizes[item])
-        if at < len(spaces):
-            space = spaces[at]
-            chosen = having[space].pop()
-            if not having[space]:
-                del spaces[at]
-        else:
-            space, chosen = capacity, len(bins)
-            bins.append([])
-        bins[chosen].append(item)
-        left = space - sizes[item]
-        if left:
-            if not having[left]:
-                insort(spaces, left)
-            having[left].append(chosen)
-    return bins
+    at = bins = 0
+    for size, count in zip(*(each[::-1].tolist() for each in np.unique(items, return_counts=True)), strict=True):
+        end = at + count
+        while at < end:
+            place, space = bisect_left(spaces, size), capacity
+            if place < len(spaces):
+                space = spaces[place]
+            fitting = space // size  # items of a bin
+            wanted = -(-(end - at) // fitting)
+            if place < len(spaces):
+                chosen = having[space][: -wanted - 1 : -1]
+                del having[space][-wanted:]
+                if not having[space]:
+                    del spaces[place]
+            else:
+                chosen = list(range(bins, bins + wanted))
+                bins += wanted
+            filled = min(len(chosen) * fitting, end - at)
+            bin_of[at : at + filled] = np.repeat(chosen, fitting)[:filled]
+            at += filled
+            last = filled - (len(chosen) - 1) * fitting  # the last bin may have fewer
+            for left, those in ((space - fitting * size, chosen[:-1]), (space - last * size, chosen[-1:])):
+                if left and those:
+                    if not having[left]:
+                        insort(spaces, left)
+                    having[left] += those
+    return descending[np.argsort(bin_of, kind="stable")], np.bincount(bin_of, minlength=bins)
 
 
 @torch.no_grad()

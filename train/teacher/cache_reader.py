@@ -1,18 +1,21 @@
 """Training from a teacher cache: the distributions of each batch, found by the sample they belong to."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import read_manifest, read_shard
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_writer import (
@@ -21,24 +24,27 @@ from draftsmith.train.teacher.cache_writer import (
     ROW_GROUP,
     SAMPLER,
     SCHEMA,
-    checksum,
     digest,
     identity,
-    samples_of,
-    texts_of,
 )
 from draftsmith.train.teacher.distributions import CachedDistributions
-
-Places = dict[tuple[str, int], tuple[Path, int]]
-"""(a sample's id, the checksum of its tokens) → (shard, row)."""
 
 
 @dataclass(frozen=True)
 class DistributionIndex:
-    """Where the distributions of samples are."""
+    """Where the distributions of samples are: those of equal tokens and loss masks are equal."""
 
     k: int
-    places: Places
+    texts: np.ndarray
+    """The hashes of the samples' tokens and masks, ascending, uint64."""
+    shards: list[Path]
+    places: np.ndarray
+    """The number of its shard, and its row there, of each sample in that order: (N, 2)."""
+
+    def find(self, text: int) -> tuple[Path, int]:
+        """Return the shard of a sample, and its row there."""
+        shard, row = self.places[np.searchsorted(self.texts, np.uint64(text))].tolist()
+        return self.shards[shard], row
 
 
 def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> DistributionIndex:
@@ -84,38 +90,48 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
             )
         for number, part in enumerate(manifest["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
-    places: Places = {}
-    for path in (*config.completions, *config.heldout):
+    hashes, places, files = list[np.ndarray](), list[np.ndarray](), list[Path]()
+    for path in (*config.completions, *config.heldout_directories):
         owner = owners.get(digest(path))
         if owner is None:
             raise InputError(
                 f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
                 f"{', '.join(caches)}; run draftsmith cache"
             )
-        places.update(_places(path, *owner, config.max_length))
-    return DistributionIndex(widths[caches[0]], places)
+        texts = Texts({path: map_completions(path, Path(str(config.training.output_dir)))})
+        shards, rows = _places(texts, *owner)
+        hashes.append(texts.column("text"))
+        places.append(rows + np.array([len(files), 0]))
+        files += shards
+    joined = np.concatenate(hashes)
+    order = joined.argsort(kind="stable")
+    return DistributionIndex(widths[caches[0]], joined[order], files, np.concatenate(places)[order])
 
 
-def _places(path: str, cache: Path, number: int, max_length: int | None) -> Places:
-    rows: dict[tuple[str, int], tuple[Path, int]] = {}
-    for file in sorted(cache.glob(f"{number:03d}-shard-*.parquet")):
-        shard = _read(file, columns=["id", "text"])
-        rows.update((sample, (file, row)) for row, sample in enumerate(samples_of(shard)))
-    places: Places = {}
-    lacking = []
-    for file in sorted(Path(path).glob("shard-*.parquet")):
-        for name, ids, mask in texts_of(file):
-            place = rows.get((name, checksum(ids, mask)))
-            if place is None:
-                lacking.append(name)
-            else:
-                places[name, checksum(ids[:max_length])] = place
-    if lacking:
+def _places(texts: Texts, cache: Path, number: int) -> tuple[list[Path], np.ndarray]:
+    """Return the shards of some completions in a cache, and each sample's shard and row there, (N, 2).
+
+    Raises:
+        InputError: names samples that are not there.
+    """
+    files = sorted(cache.glob(f"{number:03d}-shard-*.parquet"))
+    with ThreadPoolExecutor() as pool:
+        shards = list(pool.map(partial(_read, columns=["id", "text"]), files))
+    places = [np.empty((0, 2), np.int64)]
+    for at, shard in enumerate(shards):
+        places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))
+    empty = pa.schema([COLUMNS.field(name) for name in ("id", "text")]).empty_table()
+    cached = pa.concat_tables([empty, *shards]).combine_chunks()
+    found = pc.index_in(texts.table["id"], value_set=cached["id"].combine_chunks()).fill_null(-1).to_numpy()
+    there = found >= 0
+    there[there] = cached["text"].to_numpy()[found[there]] == texts.column("checksum")[there]
+    if not there.all():
+        lacking = texts.ids(np.flatnonzero(~there)[:5])
         raise InputError(
-            f"teacher_cache: expected all {len(places) + len(lacking)} samples of {path}, found none in {cache} for "
-            f"{', '.join(lacking[:5])}{', …' if len(lacking) > 5 else ''}; run draftsmith cache again"
+            f"teacher_cache: expected all {len(texts)} samples of {texts.sources[0]}, found none in {cache} for "
+            f"{', '.join(lacking)}{', …' if (~there).sum() > 5 else ''}; run draftsmith cache again"
         )
-    return places
+    return files, np.concatenate(places)[found]
 
 
 def _read(file: Path, **options: Any) -> pa.Table:
@@ -143,9 +159,9 @@ class CachedCollator:
         self.distributions = distributions
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collate samples of `id`, `input_ids` and `labels`, or packed rows, of `ids` and `position_ids` as well."""
+        """Collate rows of `TrainingData`."""
         batch = self.collator(samples)
-        parts = [self._distributions(*text) for sample in samples for text in _unpacked(sample)]
+        parts = [self._distributions(*text) for sample in samples for text in _counted(sample)]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in NUMBERS}
         # Last, since the Trainer takes the first tensor's length for the number of rows.
         batch["teacher"] = {
@@ -153,8 +169,8 @@ class CachedCollator:
         }
         return batch
 
-    def _distributions(self, name: str, input_ids: list[int], count: int) -> dict[str, np.ndarray]:
-        file, row = self.distributions.places[name, checksum(input_ids)]
+    def _distributions(self, text: int, count: int) -> dict[str, np.ndarray]:
+        file, row = self.distributions.find(text)
         table = _read_group(file, row_group=row // ROW_GROUP)
         values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
         for column in ("ids", "log_p"):
@@ -162,17 +178,13 @@ class CachedCollator:
         return {column: value[:count] for column, value in values.items()}
 
 
-def _unpacked(sample: dict[str, Any]) -> list[tuple[str, list[int], int]]:
-    """Return id, tokens and the count of loss positions of a sample, or of each in a packed row."""
-    input_ids, labels = sample["input_ids"], sample["labels"]
-    if "position_ids" in sample:
-        names = sample["ids"]
-        starts = [at for at, position in enumerate(sample["position_ids"]) if position == 0]
-    else:
-        names, starts = [sample["id"]], [0]
+def _counted(row: dict[str, Any]) -> list[tuple[int, int]]:
+    """Return the hash of each sample of a row, and the count of its loss positions."""
+    labels = row["labels"]
+    starts = [at for at, position in enumerate(row.get("position_ids", [0])) if position == 0]
     return [
-        (name, input_ids[start:end], sum(label != IGNORED for label in labels[start + 1 : end]))
-        for name, start, end in zip(names, starts, [*starts[1:], len(input_ids)], strict=True)
+        (text, sum(label != IGNORED for label in labels[start + 1 : end]))
+        for text, start, end in zip(row["texts"], starts, [*starts[1:], len(labels)], strict=True)
     ]
 
 

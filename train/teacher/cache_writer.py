@@ -12,7 +12,6 @@ import hashlib
 import logging
 import shutil
 import time
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -20,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 from tqdm.auto import tqdm
@@ -29,6 +27,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train import models
+from draftsmith.train.data.mapped import checksum
 from draftsmith.train.data.shards import (
     MANIFEST,
     completion_files,
@@ -155,11 +154,6 @@ def texts_of(file: Path) -> list[tuple[str, list[int], list[int]]]:
     shard = read_completions(file)
     columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
     return list(zip(*columns, strict=True))
-
-
-def checksum(input_ids: Sequence[int], loss_mask: Sequence[int] = ()) -> int:
-    """Return a number that tells a sample's tokens and mask from others."""
-    return zlib.crc32(np.asarray(loss_mask, np.int8).tobytes(), zlib.crc32(np.asarray(input_ids, np.int32).tobytes()))
 
 
 def samples_of(shard: pa.Table) -> tuple[tuple[str, int], ...]:

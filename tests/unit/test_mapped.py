@@ -1,0 +1,344 @@
+"""Completions as training reads them: what is mapped from disk, which samples are taken, and which are held back."""
+
+import fcntl
+import os
+import pickle
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from pipelines import training_data, write_completions
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.data import mapped
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import require_apart, split_off, training_examples
+from draftsmith.train.data.mapped import Texts, checksum, map_completions
+from draftsmith.train.data.packing import best_fit_decreasing, pack
+from draftsmith.train.data.sampler import EpochSampler
+
+
+def sample(name: str, prompt: list[int], completion: list[int], *more: list[int]) -> dict:
+    """A prompt and its completion; then prompts and completions by turns."""
+    ids, labels = [*prompt, *completion], [*[IGNORED] * len(prompt), *completion]
+    for at, turn in enumerate(more):
+        ids, labels = ids + turn, labels + (turn if at % 2 else [IGNORED] * len(turn))
+    return {"id": name, "input_ids": ids, "labels": labels}
+
+
+def drawn(count: int, seed: int = 0, name: str = "s") -> list[dict]:
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(2, 12, (count, 4))
+    return [
+        sample(f"{name}{number}", *(generator.integers(2, 300, size).tolist() for size in row))
+        for number, row in enumerate(sizes)
+    ]
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr("draftsmith.train.data.examples.logger", SimpleNamespace(warning=lines.append))
+    return lines
+
+
+def content(directory: str) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted((Path(directory) / ".mapped").glob("*.arrow"))}
+
+
+def test_what_is_mapped_is_what_was_written(tmp_path):
+    """Several shards and directories, completions at the beginning, at the end and in turns."""
+    one, two = drawn(7), [sample("first", [], [3, 4]), *drawn(5, 1), sample("last", [5], [6], [7, 8])]
+    paths = [write_completions(tmp_path / "one", one[:3], one[3:]), write_completions(tmp_path / "two", two)]
+    data = training_examples(paths)
+    assert len(data) == 14
+    for row, expected in zip(data, [*one, *two], strict=True):
+        assert {name: row[name] for name in expected} == expected
+    assert [row["index"] for row in data] == list(range(14))
+    assert data.lengths.tolist() == [len(row["input_ids"]) for row in [*one, *two]]
+    assert data.sample_ids([6, 7]) == [f"{paths[0]}: s6", f"{paths[1]}: first"]
+    counts = [sum(label != IGNORED for label in row["labels"]) for row in [*one, *two]]
+    assert data.texts.loss_tokens().tolist() == counts
+    masks = [[int(label != IGNORED) for label in row["labels"]] for row in [*one, *two]]
+    sums = [checksum(row["input_ids"], mask) for row, mask in zip([*one, *two], masks, strict=True)]
+    assert data.texts.column("checksum").tolist() == sums
+    for cut in (1, 3, 9, 20):
+        expected = [sum(label != IGNORED for label in row["labels"][:cut]) for row in [*one, *two]]
+        assert data.texts.loss_tokens(cut).tolist() == expected
+
+
+def test_it_is_written_once_whatever_a_run_chooses(tmp_path, monkeypatch):
+    path = write_completions(tmp_path / "c", drawn(5), drawn(5, 1, "t"))
+    training_examples([path])
+    before = content(path)
+    monkeypatch.setattr(mapped, "read_completions", None)
+    for max_length, dedup in ((None, None), (9, "prompts")):
+        assert len(training_examples([path], max_length, 300, dedup)) > 1
+    assert content(path) == before
+
+
+def test_only_what_changed_is_read_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "SHARDS_A_FILE", 2)
+    rows, other, real, read = drawn(10), drawn(2, 1, "t"), mapped.read_completions, list[str]()
+    path = write_completions(tmp_path / "c", *(rows[at : at + 2] for at in range(0, 10, 2)))
+    training_examples([path])
+    before = content(path)
+    monkeypatch.setattr(mapped, "read_completions", lambda file: read.append(file.name) or real(file))
+    shutil.copy(
+        Path(write_completions(tmp_path / "d", other)) / "shard-00000.parquet", tmp_path / "c/shard-00002.parquet"
+    )
+    found = [row["id"] for row in training_examples([path])]
+    assert found == [row["id"] for row in [*rows[:4], *other, *rows[6:]]]
+    assert sorted(read) == ["shard-00002.parquet", "shard-00003.parquet"]
+    kept = content(path)
+    assert len(kept) == 3 and len(kept.keys() & before.keys()) == 2  # what was of the former shards is gone
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(mapped, "SHARDS_A_FILE", 1)
+    rows, real, read = drawn(6), mapped.read_completions, list[str]()
+    path = write_completions(tmp_path / "c", rows[:2], rows[2:4], rows[4:])
+
+    def dies(file):
+        read.append(file.name)
+        if len(read) == 2:
+            raise Killed
+        return real(file)
+
+    monkeypatch.setattr(mapped, "read_completions", dies)
+    with pytest.raises(Killed):
+        map_completions(path)
+    (whole,) = content(path)
+    (tmp_path / "c" / ".mapped" / f".{whole}.elsewhere-1.partial").write_bytes(b"half")
+    assert [row["id"] for row in training_examples([path])] == [row["id"] for row in rows]
+    assert read == [f"shard-0000{shard}.parquet" for shard in (0, 1, 1, 2)]
+    assert sorted(p.suffix for p in (tmp_path / "c" / ".mapped").iterdir()) == ["", ".arrow", ".arrow", ".arrow"]
+
+
+def test_one_process_writes_and_the_others_wait(tmp_path):
+    path = write_completions(tmp_path / "c", drawn(6))
+    (tmp_path / "c" / ".mapped").mkdir()
+    found: list[Path] = []
+    with (tmp_path / "c" / ".mapped" / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = threading.Thread(target=lambda: found.extend(map_completions(path)))
+        waiting.start()
+        time.sleep(0.2)
+        assert waiting.is_alive() and not content(path)
+    waiting.join(20)
+    assert [file.name for file in found] == list(content(path))
+
+
+def test_a_directory_that_cannot_be_written_is_mapped_elsewhere(tmp_path):
+    path = write_completions(tmp_path / "c", drawn(4))
+    (tmp_path / "c" / ".mapped").write_text("in the way")  # as a read-only disk would be, for root too
+    with pytest.raises(
+        InputError, match=rf"^{path}: expected a place for .mapped, in it or in training.output_dir, found"
+    ):
+        training_examples([path])
+    data = training_examples([path], output=tmp_path / "out")
+    assert len(data) == 4 and (tmp_path / "out") in data.texts.files[path][0].parents
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = write_completions(tmp_path / "c", drawn(4))
+    (file,) = map_completions(path)
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InputError, match=rf"^{file}: expected mapped samples, found a damaged file; remove it$"):
+        training_examples([path])
+
+
+def test_tokens_stay_on_disk_and_other_processes_map_them_anew(tmp_path):
+    path = write_completions(tmp_path / "c", drawn(2000))
+    data = pack(training_examples([path]), 64)
+    tokens = sum(data.lengths)
+    assert len(pickle.dumps(data.texts)) < 1000 < tokens
+    assert list(pickle.loads(pickle.dumps(data)))[-1] == data[len(data) - 1]
+    with pytest.raises(IndexError):
+        data[len(data)]
+
+
+def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
+    path = write_completions(tmp_path / "c", [sample("a", [1], [2]), sample("b", [1, 9], [3])])
+    assert len(training_examples([path], vocab_size=10)) == 2
+    named = rf"^{path}: expected samples as draftsmith prepare writes them, found token 9 beside a vocabulary of 9$"
+    with pytest.raises(InputError, match=named):
+        training_examples([path], vocab_size=9)
+
+
+def test_a_sample_twice_is_refused(tmp_path):
+    path = write_completions(tmp_path / "c", [sample("a", [1], [2])], [sample("b", [1], [3]), sample("a", [4], [2])])
+    with pytest.raises(InputError, match=rf"^{path}: expected each sample once, found 'a' again$"):
+        training_examples([path])
+
+
+def test_what_is_cut_is_counted_and_named(tmp_path, said):
+    rows = [sample("short", [1, 2], [3]), sample("long", [1] * 4, [2] * 10), sample("longer", [1] * 4, [2] * 16)]
+    path = write_completions(tmp_path / "c", rows)
+    training_examples([path], 20)
+    training_examples([path])
+    assert not said
+    training_examples([path], 10)
+    lost = "2 of 3 samples lose their end, and with them 14 of 27 tokens to learn from (51.9%)"
+    assert said == [f"max_length 10: {lost}: long, longer"]
+
+
+def test_only_the_first_process_speaks(tmp_path, said, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    training_examples([write_completions(tmp_path / "c", [sample("long", [1] * 4, [2] * 10)])], 5)
+    assert not said
+
+
+REPEATING = [
+    sample("a", [1, 2], [3, 4]),
+    sample("b", [1, 2], [3, 4]),  # a's text
+    sample("c", [1, 2], [5]),  # a's prompt
+    sample("d", [1, 2, 3], [4]),  # a's tokens, of which others are learned
+    sample("e", [7], [8]),
+    sample("f", [7], [9]),  # a single token is no prompt
+]
+
+
+@pytest.mark.parametrize(
+    ("dedup", "kept", "line"),
+    [
+        (None, "abcdef", None),
+        ("texts", "acdef", "dedup: 1 of 6 samples repeat the text of an earlier one and are left out: b"),
+        ("prompts", "adef", "dedup: 2 of 6 samples repeat the prompt of an earlier one and are left out: b, c"),
+    ],
+)
+def test_what_repeats_is_left_out_counted_and_named(tmp_path, said, dedup, kept, line):
+    path = write_completions(tmp_path / "c", REPEATING)
+    data = training_examples([path], dedup=dedup)
+    assert "".join(row["id"] for row in data) == kept
+    assert said == ([] if line is None else [line])
+
+
+def test_repeats_are_found_across_directories(tmp_path, said):
+    paths = [write_completions(tmp_path / name, [row]) for name, row in zip("ab", REPEATING, strict=False)]
+    assert training_examples(paths, dedup="texts").sample_ids([0]) == [f"{paths[0]}: a"]
+    assert f"left out: {paths[1]}: b" in said[0]
+
+
+def prompts_of(data) -> list[tuple[int, ...]]:
+    return [tuple(row["input_ids"][: row["labels"].count(IGNORED)]) for row in data]
+
+
+def test_a_share_is_held_back_by_prompts_and_stays_there(tmp_path):
+    generator = np.random.default_rng(0)
+    rows = [sample(f"{n}", [n % 200 + 2, n % 7, 5], generator.integers(2, 300, 4).tolist()) for n in range(600)]
+    grown = training_data(rows)
+    for share in (0.02, 0.3):
+        train, heldout = split_off(grown, share)
+        assert len(train) + len(heldout) == 600
+        assert not set(prompts_of(train)) & set(prompts_of(heldout))
+        assert 0 < len(set(prompts_of(heldout))) / len(set(prompts_of(grown))) < 2.5 * share
+        require_apart(train, heldout)
+        before, held_before = split_off(training_data(rows[::-1][:400]), share)  # in another order, and fewer
+        assert {row["id"] for row in held_before} <= {row["id"] for row in heldout}
+        assert {row["id"] for row in before} <= {row["id"] for row in train}
+
+
+def test_a_share_that_divides_nothing_is_refused():
+    one_prompt = training_data([sample(f"{n}", [1, 2], [n]) for n in range(3, 9)])
+    with pytest.raises(InputError, match=r"^heldout: expected a share that divides the 6 .* none of them back$"):
+        split_off(one_prompt, 0.001)
+
+
+def test_texts_without_a_prompt_are_divided_by_what_they_say():
+    rows = [sample(f"{n}", [1], [n, n + 1, n + 2]) for n in range(2, 202)]
+    train, heldout = split_off(training_data(rows), 0.3)
+    assert 20 < len(heldout) < 100 and len(train) + len(heldout) == 200
+
+
+def test_prompts_on_both_sides_are_refused(tmp_path):
+    rows = drawn(20)
+    path, other = write_completions(tmp_path / "c", rows), drawn(6, 9, "h")
+    train = training_examples([path])
+    require_apart(train, training_examples([write_completions(tmp_path / "apart", other)]))
+    prompt = rows[4]["input_ids"][: rows[4]["labels"].index(next(x for x in rows[4]["labels"] if x != IGNORED))]
+    mixed = write_completions(tmp_path / "mixed", [*other, sample("twin", prompt, [7, 7, 7])])
+    with pytest.raises(InputError) as error:
+        require_apart(train, training_examples([mixed]))
+    assert str(error.value) == (
+        f"heldout: expected prompts that are not learned from, found 1 of 7 that are: first {mixed}: twin, which is "
+        f"{path}: s4; take them out, or have --heldout 0.02 hold back a share of completions"
+    )
+    with pytest.raises(InputError, match="found 20 of 20 that are"):
+        require_apart(train, training_examples([path]))
+
+
+def weighted(tmp_path, weights, packing=False, **options):
+    counts = (40, 25, 10)
+    paths = [write_completions(tmp_path / str(at), drawn(count, at, f"{at}-")) for at, count in enumerate(counts)]
+    data = training_examples(paths)
+    if packing:
+        data = pack(data, 64, by_source=True)
+    return data, EpochSampler(data, seed=3, weights=weights, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"group_size": 4}], ids=["shuffled", "grouped"])
+def test_an_epoch_takes_of_each_directory_what_its_weight_says(tmp_path, options):
+    data, sampler = weighted(tmp_path, [1.0, 0.32, 2.5], **options)
+    epochs = []
+    for epoch in range(20):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+        sources = data.texts.source_of(data.members[epochs[-1]])
+        assert np.bincount(sources).tolist() == [40, 8, 25] and len(sampler) == 73
+        times = np.bincount(epochs[-1], minlength=75)
+        assert set(times[:40]) == {1} and set(times[40:65]) == {0, 1} and set(times[65:]) == {2, 3}
+    assert len({tuple(epoch) for epoch in epochs}) == 20
+    assert set(np.concatenate(epochs)) == set(range(75))  # all of the second are seen in the end
+    sampler.set_epoch(7)
+    assert list(sampler) == epochs[7]
+    _, other = weighted(tmp_path, [1.0, 0.32, 2.5], **options)
+    other.set_epoch(7)
+    assert list(other) == epochs[7]
+
+
+def test_packed_rows_are_of_one_directory_where_weights_differ(tmp_path):
+    data, sampler = weighted(tmp_path, [1.0, 0.5, 1.0], packing=True)
+    for row in range(len(data)):
+        assert len(set(data.texts.source_of(data.samples([row])))) == 1
+    rows = np.bincount(data.source_of_rows)
+    assert len(sampler) == rows[0] + round(rows[1] / 2) + rows[2]
+    assert sorted(name for row in data for name in row["ids"]) == sorted(
+        row["id"] for at, count in enumerate((40, 25, 10)) for row in drawn(count, at, f"{at}-")
+    )
+
+
+def test_a_million_samples_fill_their_rows():
+    sizes = np.random.default_rng(0).integers(20, 2000, 1_000_000)
+    order, counts = best_fit_decreasing(sizes, 2048)
+    assert np.array_equal(np.sort(order), np.arange(len(sizes)))
+    fills = np.add.reduceat(sizes[order], counts.cumsum() - counts)
+    assert fills.max() <= 2048
+    assert len(counts) <= 1.001 * np.ceil(sizes.sum() / 2048)
+
+
+def test_the_same_texts_have_the_same_fingerprint(tmp_path):
+    rows = drawn(8)
+    one, two = (training_examples([write_completions(tmp_path / name, rows)]) for name in "ab")
+    fewer = training_examples([write_completions(tmp_path / "c", rows[:7])])
+    assert one.fingerprint() == two.fingerprint() != fewer.fingerprint()
+    assert one.fingerprint() != one.select(np.array([1, 0])).fingerprint()
+
+
+def test_no_process_needs_all_files_open(tmp_path):
+    """Each file is mapped once, however many of its samples are read."""
+    path = write_completions(tmp_path / "c", drawn(6))
+    files = map_completions(path)
+    texts = Texts({path: files})
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(6):
+        texts.read(number)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,263 @@
+"""Completions that are read, checked and masked once; then all processes and all later runs map them from disk.
+
+`.mapped`, beside the shards of a directory, holds an Arrow file for each thousand of them. A file's name has a digest
+of its shards' names, sizes and times, so that shards that changed are read again and no others. It is written aside,
+then renamed: a run that was killed goes on with the files that are not there. What a run chooses (length, packing,
+weights, what is held out) decides which samples are read, and nothing of what is written.
+"""
+
+import hashlib
+import os
+import socket
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from tqdm.auto import tqdm
+from transformers.utils import logging
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.shards import completion_files, read_completions
+
+VERSION = 1  # of the files below: another number has them written anew
+DIRECTORY = ".mapped"
+SHARDS_A_FILE, SHARDS_A_BATCH = 1024, 64
+SAMPLES = pa.schema(
+    [
+        ("id", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("spans", pa.list_(pa.int32())),  # where tokens to learn from begin and end, by turns
+        ("largest", pa.int32()),  # of the ids of its tokens
+        ("prompt", pa.uint64()),  # a hash of the tokens before the first to learn from, or of all if they are no two
+        ("text", pa.uint64()),  # a hash of tokens and mask
+        ("checksum", pa.int64()),  # of both too; teacher caches have it
+    ]
+)
+
+logger = logging.get_logger(__name__)
+
+
+def map_completions(path: str, output: Path | None = None) -> list[Path]:
+    """Return the files that a directory's samples are mapped from, and write those that are not there.
+
+    One process writes, the others wait for it at a lock. Where the file system has no locks, several may write the
+    same; that costs time and harms nothing.
+
+    Args:
+        path: a directory of completions.
+        output: where else the files may lie, if nothing can be written in `path`.
+
+    Raises:
+        InputError: no such directory, no manifest or one of another schema, no shards, an unreadable shard, samples
+            that `prepare` does not write; or neither place can be written.
+    """
+    shards = completion_files(path)
+    groups = [shards[at : at + SHARDS_A_FILE] for at in range(0, len(shards), SHARDS_A_FILE)]
+    names = [f"{number:05d}-{_identity(group)}.arrow" for number, group in enumerate(groups)]
+    places = [Path(path) / DIRECTORY]
+    if output is not None:
+        places.append(output / DIRECTORY / hashlib.sha256(str(Path(path).resolve()).encode()).hexdigest()[:16])
+    refused: OSError | None = None
+    for place in sorted(places, key=lambda place: not all((place / name).is_file() for name in names)):
+        files = [place / name for name in names]
+        try:
+            _write_missing(dict(zip(files, groups, strict=True)), place)
+            return files
+        except OSError as error:
+            refused = error
+    raise InputError(
+        f"{path}: expected a place for {DIRECTORY}, in it or in training.output_dir, found: {refused}"
+    ) from refused
+
+
+def _identity(shards: Sequence[Path]) -> str:
+    """Return what tells shards from others, and from themselves after a change."""
+    seen = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in shards]
+    return hashlib.sha256(repr((VERSION, seen)).encode()).hexdigest()[:16]
+
+
+def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> None:
+    if all(file.is_file() for file in files):
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    with _lock(directory) as alone, ThreadPoolExecutor() as pool:
+        missing = {file: shards for file, shards in files.items() if not file.is_file()}
+        for leftover in directory.glob(".*.partial") if alone else ():
+            leftover.unlink()
+        with tqdm(total=sum(map(len, missing.values())), desc="map", unit="shard", disable=None) as bar:
+            for file, shards in missing.items():
+                parts = [shards[at : at + SHARDS_A_BATCH] for at in range(0, len(shards), SHARDS_A_BATCH)]
+                _write(file, pool.map(_samples, parts), bar)
+                for former in directory.glob(f"{file.name[:5]}-*"):
+                    if former != file:
+                        former.unlink()
+
+
+@contextmanager
+def _lock(directory: Path) -> Iterator[bool]:
+    """Wait until no other process holds a directory; give whether it is held now: not every file system has locks."""
+    import fcntl
+
+    with (directory / ".lock").open("a") as file:
+        try:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                logger.info(f"{directory}: waiting for the process that writes it")
+                fcntl.flock(file, fcntl.LOCK_EX)
+            held = True
+        except OSError:
+            held = False
+        yield held
+
+
+def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Any) -> None:
+    """Write samples aside under a name of this process's own, then rename them."""
+    aside = file.with_name(f".{file.name}.{socket.gethostname()}-{os.getpid()}.partial")
+    try:
+        with aside.open("wb") as sink:
+            with pa.ipc.new_file(sink, SAMPLES) as writer:
+                for batch in batches:
+                    writer.write_batch(batch)
+                    bar.update(SHARDS_A_BATCH)
+            sink.flush()
+            os.fsync(sink.fileno())
+        os.replace(aside, file)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _samples(shards: Sequence[Path]) -> pa.RecordBatch:
+    """Return the samples of some shards, as they are mapped."""
+    table = pa.concat_tables([read_completions(file) for file in shards]).combine_chunks()
+    ids, masks = (table[name].combine_chunks() for name in ("input_ids", "loss_mask"))
+    ends = np.append(0, pc.list_value_length(ids).to_numpy()).cumsum()
+    tokens, mask = ids.flatten().to_numpy(), masks.flatten().to_numpy()
+    spans, borders = _spans(mask != 0, ends)
+    prompts, texts, checksums = (np.empty(len(ids), kind) for kind in (np.uint64, np.uint64, np.int64))
+    for sample, (start, end) in enumerate(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)):
+        own, edges = tokens[start:end], spans[borders[sample] : borders[sample + 1]]
+        prompt = own[: edges[0]] if len(edges) else own
+        prompts[sample] = _hash(prompt if len(prompt) > 1 else own)
+        texts[sample] = _hash(own, edges)
+        checksums[sample] = checksum(own, mask[start:end])
+    largest = np.maximum.reduceat(tokens, ends[:-1]) if len(ids) else tokens
+    offsets = (pa.array(each, pa.int32()) for each in (ends, borders))
+    lists = [pa.ListArray.from_arrays(at, values) for at, values in zip(offsets, (tokens, spans), strict=True)]
+    columns = [table["id"].combine_chunks(), *lists, *(pa.array(c) for c in (largest, prompts, texts, checksums))]
+    return pa.RecordBatch.from_arrays(columns, schema=SAMPLES)
+
+
+def _spans(mask: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where runs of a mask begin and end, counted from the beginning of each sample; and each sample's share.
+
+    Args:
+        mask: bool, of all samples one behind the other.
+        ends: where samples begin, and the last one ends: none is empty.
+
+    Returns:
+        begin and end by turns, int32; and one number more than samples, of where each one's begin among them.
+    """
+    before, after = np.roll(mask, 1), np.roll(mask, -1)
+    before[ends[:-1]] = after[ends[1:] - 1] = False
+    begins, finishes = np.flatnonzero(mask & ~before), np.flatnonzero(mask & ~after) + 1
+    sample = np.searchsorted(ends, begins, side="right") - 1
+    spans = (np.stack([begins, finishes], axis=1) - ends[sample][:, None]).astype(np.int32).ravel()
+    return spans, np.append(0, 2 * np.bincount(sample, minlength=len(ends) - 1)).cumsum()
+
+
+def _hash(*arrays: np.ndarray) -> int:
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(array.tobytes() + b"/")
+    return int.from_bytes(digest.digest(), "big")
+
+
+def checksum(input_ids: Sequence[int] | np.ndarray, loss_mask: Sequence[int] | np.ndarray = ()) -> int:
+    """Return a number that tells a sample's tokens and mask from others."""
+    return zlib.crc32(np.asarray(loss_mask, np.int8).tobytes(), zlib.crc32(np.asarray(input_ids, np.int32).tobytes()))
+
+
+class Texts:
+    """The samples of directories of completions, numbered one behind the other; their tokens stay on disk.
+
+    A copy that is pickled for another process maps the files anew.
+    """
+
+    def __init__(self, files: Mapping[str, Sequence[Path]]):
+        """Map the files of each directory.
+
+        Raises:
+            InputError: a file is damaged.
+        """
+        self.files = files
+        batches, counts = list[pa.RecordBatch](), []
+        for path in files:
+            before = len(batches)
+            for file in files[path]:
+                try:
+                    reader = pa.ipc.open_file(pa.memory_map(str(file)))
+                    batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                except pa.ArrowInvalid as error:
+                    raise InputError(f"{file}: expected mapped samples, found a damaged file; remove it") from error
+            counts.append(sum(len(batch) for batch in batches[before:]))
+        self.table = pa.Table.from_batches(batches, SAMPLES)
+        self.sources = list(files)
+        self._source_ends = np.cumsum(counts)
+        self._batch_starts = np.cumsum([0, *(len(batch) for batch in batches)])
+        self._views = [
+            tuple(
+                view.to_numpy() for name in ("input_ids", "spans") for view in (batch[name].offsets, batch[name].values)
+            )
+            for batch in batches
+        ]
+        self.lengths: np.ndarray = np.concatenate([np.diff(view[0]) for view in self._views] or [np.empty(0, np.int32)])
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __reduce__(self) -> Any:
+        return Texts, (self.files,)
+
+    def column(self, name: str) -> np.ndarray:
+        """Return a column of numbers of all samples."""
+        return self.table[name].to_numpy()
+
+    def ids(self, samples: Sequence[int] | np.ndarray, with_source: bool | None = None) -> list[str]:
+        """Return the ids of some samples, each behind its directory; if None, where there are several directories."""
+        names = [self.table["id"][int(sample)].as_py() for sample in samples]
+        if not (len(self.sources) > 1 if with_source is None else with_source):
+            return names
+        return [f"{self.sources[at]}: {name}" for at, name in zip(self.source_of(samples), names, strict=True)]
+
+    def source_of(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return the numbers of the directories that some samples are from."""
+        return np.searchsorted(self._source_ends, samples, side="right")
+
+    def loss_tokens(self, max_length: int | None = None) -> np.ndarray:
+        """Return how many tokens to learn from each sample has, among its first `max_length`."""
+        counts = [np.empty(0, np.int64)]
+        for _, _, borders, spans in self._views:
+            reached = spans if max_length is None else np.minimum(spans, max_length)
+            sums = np.append(0, (reached[1::2] - reached[::2]).cumsum(dtype=np.int64))
+            counts.append(np.diff(sums[borders // 2]))
+        return np.concatenate(counts)
+
+    def read(self, sample: int, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return a sample's first tokens and their labels, −100 where there is nothing to learn; both (T,) int32."""
+        at = int(np.searchsorted(self._batch_starts, sample, side="right")) - 1
+        offsets, tokens, borders, spans = self._views[at]
+        row = sample - self._batch_starts[at]
+        ids = tokens[offsets[row] : offsets[row + 1]][:max_length]
+        labels = np.full_like(ids, IGNORED)
+        edges = spans[borders[row] : borders[row + 1]]
+        for start, end in zip(edges[::2], edges[1::2], strict=True):
+            labels[start:end] = ids[start:end]
+        return ids, labels
