@@ -219,12 +219,16 @@ def _watched(config: Any) -> tuple[DistillTrainer, dict[str, list[Any]]]:
     def reading(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         rows = zip(inputs["input_ids"], inputs["labels"], strict=True)
         texts.append([ids[labels != IGNORED].tolist() for ids, labels in rows])
-        loss = compute(self, model, inputs, *args, **kwargs)
+        return compute(self, model, inputs, *args, **kwargs)
+
+    def summing(self: Any, *args: Any) -> Any:
+        loss = summed(self, *args)
         losses.append(str(loss.dtype))
         return loss
 
-    DistillTrainer.training_step, DistillTrainer.compute_loss = counting, reading
+    summed = DistillTrainer.summed_loss
+    DistillTrainer.training_step, DistillTrainer.compute_loss, DistillTrainer.summed_loss = counting, reading, summing
     try:
         return command.distill(config), {"texts": texts, "losses": losses, "layers": layers}
     finally:
-        DistillTrainer.training_step, DistillTrainer.compute_loss = step, compute
+        DistillTrainer.training_step, DistillTrainer.compute_loss, DistillTrainer.summed_loss = step, compute, summed
