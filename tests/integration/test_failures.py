@@ -1,14 +1,17 @@
 """How a job of two processes ends when one comes to harm: both at once, with one message, that of the one it befell."""
 
+import multiprocessing
 import os
 import signal
+import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from pipelines import configured
 from process_jobs import failing
-from processes import ended, exit_code
+from processes import SECONDS, ended, exit_code
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
@@ -97,16 +100,22 @@ sys.exit(run_rank(main))
 """
 
 
-def launched(tmp_path: Path, *arguments: str) -> tuple[int, str]:
-    """Run the launcher behind `draftsmith distill`; return its exit code and what stood in the terminal."""
-    said = tmp_path / "said"
+def launcher(said: Path, *arguments: str) -> Callable[[], None]:
+    """Return what runs the launcher behind `draftsmith distill` in a process of its own, and keeps what it says."""
 
     def work() -> None:
         sys.stderr = said.open("w", buffering=1)
         os.dup2(sys.stderr.fileno(), 2)
-        os._exit(cli.run(lambda: cli._launched(arguments)))
+        options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+        os._exit(cli.run(lambda: cli._launched([*options, *arguments])))
 
-    return exit_code(work), said.read_text()
+    return work
+
+
+def launched(tmp_path: Path, *arguments: str) -> tuple[int, str]:
+    """Run the launcher; return its exit code and what stood in the terminal."""
+    code = exit_code(launcher(tmp_path / "said", *arguments))
+    return code, (tmp_path / "said").read_text()
 
 
 @pytest.mark.parametrize(
@@ -120,12 +129,53 @@ def launched(tmp_path: Path, *arguments: str) -> tuple[int, str]:
 )
 def test_the_command_ends_with_our_line_and_our_code(tmp_path, fault, code, said):
     (tmp_path / "rank.py").write_text(RANK)
-    options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
-    options += ["--dynamo_backend", "no", "--main_process_port", "0", str(tmp_path / "rank.py")]
+    options = ["--multi_gpu", "--num_processes", "2", "--main_process_port", "0", str(tmp_path / "rank.py")]
     found, text = launched(tmp_path, *options, fault, str(tmp_path / "begun"))
     assert found == code
     assert text.splitlines()[-1].startswith(said) and text.count("Traceback") == (fault == "broken")
     assert fault == "broken" or text.count("\n") == 1
+
+
+GROUP = """
+import os, signal, sys, time
+import torch.distributed as dist
+from draftsmith.train.job import ranks
+
+def main():
+    dist.init_process_group("gloo")
+    ranks.watch("cpu")
+    if dist.get_rank() == 1 and sys.argv[1] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if dist.get_rank() == 1:
+        raise MemoryError
+    time.sleep(600)  # as in a collective that nothing ends
+
+sys.exit(ranks.run_rank(main))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "code", "said"), [("killed", 1, "found it killed by SIGKILL"), ("memory", 2, "memory")]
+)
+def test_a_failure_on_one_machine_ends_the_job_on_the_others(tmp_path, fault, code, said):
+    (tmp_path / "group.py").write_text(GROUP)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        meeting = ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free.getsockname()[1])]
+    nodes = []
+    for machine in ("0", "1"):
+        options = ["--multi_gpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", machine, *meeting]
+        work = launcher(tmp_path / machine, *options, str(tmp_path / "group.py"), fault)
+        nodes.append(multiprocessing.get_context("fork").Process(target=work))
+        nodes[-1].start()
+    for node in nodes:
+        node.join(SECONDS)
+    assert [node.exitcode for node in nodes] == [code, code]
+    first, second = ((tmp_path / machine).read_text() for machine in ("0", "1"))
+    assert said in second and "rank 1" in second and second.count("\n") == 1
+    # The first process cannot know whether a launcher is left there to tell of the kill.
+    assert not first or (fault == "killed" and first.startswith("error: rank 1 on ") and first.count("\n") == 1)
 
 
 def test_a_file_that_accelerate_does_not_take_is_one_line(tmp_path):
