@@ -42,14 +42,15 @@ def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
                 "weights are others; --any_target learns from them all the same"
             )
 
-    def read(paths: list[str]) -> TrainingData:
-        return training_examples(paths, config.max_length, size, config.dedup, Path(str(config.training.output_dir)))
+    def read(field: str) -> TrainingData:
+        output = Path(str(config.training.output_dir))
+        return training_examples(getattr(config, field), config.max_length, size, config.dedup, output, field)
 
-    train, heldout = read(config.completions), None
+    train, heldout = read("completions"), None
     if not isinstance(config.heldout, list):
         train, heldout = split_off(train, config.heldout)
     elif config.heldout:
-        heldout = read(config.heldout)
+        heldout = read("heldout")
         require_apart(train, heldout)
     seen = set(gather_object([train.fingerprint()]))
     if len(seen) > 1:

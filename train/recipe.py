@@ -1,5 +1,6 @@
 """What every training run is told, whatever it trains against the target."""
 
+import os
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -142,8 +143,9 @@ class RecipeConfig:
         require(self, finite(more_than(0)), "source_weights")
         if not isinstance(self.heldout, list):
             require(self, between(0, 1), "heldout")
+        places = [os.path.realpath(path) for path in self.completions]
         for number, path in enumerate(self.completions):
-            if path in self.completions[:number]:
+            if places[number] in places[:number]:
                 raise InputError(f"completions: expected each directory once, found {path} again (see source_weights)")
         if self.source_weights and len(self.source_weights) != len(self.completions):
             raise InputError(

@@ -109,7 +109,7 @@ class RecipeTrainer(Trainer, ABC):
     @property
     def job(self) -> Job:
         """What another run must be to go on from a checkpoint of this one."""
-        return Job.of(self.args, self.accelerator, len(self.train_dataset))  # type: ignore[arg-type]
+        return Job.of(self.args, self.accelerator, len(self.data), self.data.fingerprint(self.recipe.source_weights))
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check precision and what shards the draft, with messages that name our fields."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.bench import common, decode, divergence, medusa, objectives, replay, variants
+from draftsmith.scripts.bench import common, data, decode, divergence, medusa, objectives, replay, variants
 from draftsmith.scripts.bench.rounds import ACCURACIES, count
 from draftsmith.train.cli import parse_config
 
@@ -151,3 +151,13 @@ def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
     tree = count("medusa", rows, temperature)
     assert tree.synchronisations <= (6 + len(ACCURACIES) if temperature else 3)
     assert tree.kernels <= 250
+
+
+@pytest.mark.slow
+def test_completions_are_written_mapped_and_read(tmp_path):
+    config = data.BenchDataConfig(output=str(tmp_path), tokens=60_000, batch_size=2, batches=3, max_length=512)
+    figures = data.bench(config)
+    first, mapped = figures["first"], figures["mapped"]
+    assert first["samples"] == mapped["samples"] > 100 and first["rows"] == mapped["rows"] < first["samples"]
+    assert mapped["filled"] > 0.9 and mapped["batch_tokens_per_second"] > 0
+    assert list((tmp_path / "completions" / ".mapped").glob("*.arrow"))

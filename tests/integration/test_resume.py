@@ -24,7 +24,7 @@ from draftsmith.train.runs import save_model
 STEPS = 8  # of 4 samples out of 20: the second epoch begins at step 6
 CHECKPOINT = 6
 
-JOB = Job(samples=20, seed=42, sampling="random", processes=8, batch=4, accumulation=2, strategy="DDP")
+JOB = Job(samples=20, data="abc", seed=42, sampling="random", processes=8, batch=4, accumulation=2, strategy="DDP")
 
 
 def training(steps: int, **options) -> dict:
@@ -60,6 +60,7 @@ def test_another_split_of_the_same_steps_goes_on_with_the_samples_that_are_left(
     ("changed", "message"),
     [
         ({"samples": 19}, "completions: expected 20 samples as in checkpoint-6, found 19 samples"),
+        ({"data": "def"}, "completions: expected data abc as in checkpoint-6, found data def"),
         ({"seed": 43}, "training.seed: expected 42 as in checkpoint-6, found 43"),
         ({"strategy": "FSDP"}, "strategy: expected DDP as in checkpoint-6, found FSDP"),
         ({"processes": 4}, "training.gradient_accumulation_steps: expected 4, found 2: steps of checkpoint-6 have 64"),

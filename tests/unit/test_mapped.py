@@ -4,6 +4,7 @@ import fcntl
 import os
 import pickle
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -117,7 +118,7 @@ def test_a_killed_run_goes_on_with_what_is_missing(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         map_completions(path)
     (whole,) = content(path)
-    (tmp_path / "c" / ".mapped" / f".{whole}.elsewhere-1.partial").write_bytes(b"half")
+    (tmp_path / "c" / ".mapped" / f".{whole}.{socket.gethostname()}-1.partial").write_bytes(b"half")
     assert [row["id"] for row in training_examples([path])] == [row["id"] for row in rows]
     assert read == [f"shard-0000{shard}.parquet" for shard in (0, 1, 1, 2)]
     assert sorted(p.suffix for p in (tmp_path / "c" / ".mapped").iterdir()) == ["", ".arrow", ".arrow", ".arrow"]
@@ -187,8 +188,8 @@ def test_what_is_cut_is_counted_and_named(tmp_path, said):
     training_examples([path])
     assert not said
     training_examples([path], 10)
-    lost = "2 of 3 samples lose their end, and with them 14 of 27 tokens to learn from (51.9%)"
-    assert said == [f"max_length 10: {lost}: long, longer"]
+    lost = "2 of 3 samples, and with their ends 14 of 27 tokens to learn from (51.9%)"
+    assert said == [f"completions: max_length 10 cuts {lost}: long, longer"]
 
 
 def test_only_the_first_process_speaks(tmp_path, said, monkeypatch):
@@ -211,8 +212,8 @@ REPEATING = [
     ("dedup", "kept", "line"),
     [
         (None, "abcdef", None),
-        ("texts", "acdef", "dedup: 1 of 6 samples repeat the text of an earlier one and are left out: b"),
-        ("prompts", "adef", "dedup: 2 of 6 samples repeat the prompt of an earlier one and are left out: b, c"),
+        ("texts", "acdef", "completions: 1 of 6 samples repeat the text of an earlier one and are left out: b"),
+        ("prompts", "adef", "completions: 2 of 6 samples repeat the prompt of an earlier one and are left out: b, c"),
     ],
 )
 def test_what_repeats_is_left_out_counted_and_named(tmp_path, said, dedup, kept, line):
@@ -331,6 +332,7 @@ def test_the_same_texts_have_the_same_fingerprint(tmp_path):
     fewer = training_examples([write_completions(tmp_path / "c", rows[:7])])
     assert one.fingerprint() == two.fingerprint() != fewer.fingerprint()
     assert one.fingerprint() != one.select(np.array([1, 0])).fingerprint()
+    assert one.fingerprint() != pack(one, 64).fingerprint() != one.fingerprint([0.5])
 
 
 def test_no_process_needs_all_files_open(tmp_path):

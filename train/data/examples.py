@@ -87,9 +87,11 @@ class TrainingData(Dataset[dict[str, Any]]):
         """Return the ids of the samples in some rows, with their directories where there are several."""
         return self.texts.ids(self.samples(rows))
 
-    def fingerprint(self) -> str:
-        """Return what tells these samples, in their order, from others."""
-        return hashlib.sha256(self.text_hashes[self.members].tobytes()).hexdigest()
+    def fingerprint(self, weights: Sequence[float] = ()) -> str:
+        """Return what tells these rows, in their order, from others, and from themselves under other weights."""
+        digest = hashlib.sha256(self.text_hashes[self.members].tobytes() + self.lengths.tobytes())
+        digest.update(repr([float(weight) for weight in weights]).encode())
+        return digest.hexdigest()[:16]
 
     def select(self, chosen: np.ndarray) -> "TrainingData":
         """Return some of the rows of single samples, by numbers or by a mask."""
@@ -102,6 +104,7 @@ def training_examples(
     vocab_size: int | None = None,
     dedup: str | None = None,
     output: Path | None = None,
+    field: str = "completions",
 ) -> TrainingData:
     """Return the samples of completions that `draftsmith prepare` wrote, as rows to learn from.
 
@@ -115,6 +118,7 @@ def training_examples(
         dedup: leave out samples with an earlier one's tokens ("texts"), or also with an earlier one's prompt, which is
             what precedes the first token to learn from ("prompts").
         output: where samples may be mapped if a directory cannot be written in.
+        field: the config field that named the directories, for messages.
 
     Raises:
         InputError: a directory is missing or malformed, has a sample twice, or none with a token to learn from.
@@ -129,18 +133,20 @@ def training_examples(
             f"{largest[first]} beside a vocabulary of {vocab_size}"
         )
     for number, path in enumerate(paths):
-        _check_source(texts, path, np.flatnonzero(sources == number), kept_tokens)
+        _check_source(texts, path, np.flatnonzero(sources == number), kept_tokens, field)
     if max_length is not None and (cut := kept_tokens < all_tokens).any():
         lost, total = int((all_tokens - kept_tokens).sum()), int(all_tokens.sum())
         _say(
-            f"max_length {max_length}: {cut.sum()} of {len(texts)} samples lose their end, and with them {lost} of "
+            f"{field}: max_length {max_length} cuts {cut.sum()} of {len(texts)} samples, and with their ends {lost} of "
             f"{total} tokens to learn from ({lost / total:.1%}): {_listed(texts, np.flatnonzero(cut))}"
         )
     members = np.flatnonzero(kept_tokens > 0)
-    return TrainingData(texts, members if dedup is None else _without_duplicates(texts, members, dedup), max_length)
+    if dedup is not None:
+        members = _without_duplicates(texts, members, dedup, field)
+    return TrainingData(texts, members, max_length)
 
 
-def _check_source(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.ndarray) -> None:
+def _check_source(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.ndarray, field: str) -> None:
     """Require that a directory has samples, none twice, and one with tokens to learn from; name those without."""
     if not len(samples):
         raise InputError(f"{path}: expected completions, found shards without samples")
@@ -152,7 +158,7 @@ def _check_source(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.
     empty = samples[loss_tokens[samples] == 0]
     if len(empty) == len(samples):
         raise InputError(
-            f"completions: expected tokens to train on, found an empty loss mask in all {len(empty)} samples of "
+            f"{field}: expected tokens to train on, found an empty loss mask in all {len(empty)} samples of "
             f"{path}: {_listed(texts, empty)}"
         )
     if len(empty):
@@ -162,7 +168,7 @@ def _check_source(texts: Texts, path: str, samples: np.ndarray, loss_tokens: np.
         )
 
 
-def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str) -> np.ndarray:
+def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str, field: str) -> np.ndarray:
     kept = members
     for column in DUPLICATES[: DUPLICATES.index(dedup) + 1]:
         _, first = np.unique(texts.column(column[:-1])[kept], return_index=True)
@@ -170,8 +176,8 @@ def _without_duplicates(texts: Texts, members: np.ndarray, dedup: str) -> np.nda
     if len(kept) < len(members):
         left_out = np.setdiff1d(members, kept)
         _say(
-            f"dedup: {len(left_out)} of {len(members)} samples repeat the {dedup[:-1]} of an earlier one and are left "
-            f"out: {_listed(texts, left_out)}"
+            f"{field}: {len(left_out)} of {len(members)} samples repeat the {dedup[:-1]} of an earlier one and are "
+            f"left out: {_listed(texts, left_out)}"
         )
     return kept
 

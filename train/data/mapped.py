@@ -89,8 +89,8 @@ def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> Non
     directory.mkdir(parents=True, exist_ok=True)
     with _lock(directory) as alone, ThreadPoolExecutor() as pool:
         missing = {file: shards for file, shards in files.items() if not file.is_file()}
-        for leftover in directory.glob(".*.partial") if alone else ():
-            leftover.unlink()
+        for leftover in directory.glob(f".*.{socket.gethostname()}-*.partial") if alone else ():
+            leftover.unlink()  # not those of other machines: not every lock reaches them
         with tqdm(total=sum(map(len, missing.values())), desc="map", unit="shard", disable=None) as bar:
             for file, shards in missing.items():
                 parts = [shards[at : at + SHARDS_A_BATCH] for at in range(0, len(shards), SHARDS_A_BATCH)]

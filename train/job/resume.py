@@ -25,6 +25,8 @@ class Job:
 
     samples: int
     """Rows of the data that are trained on."""
+    data: str
+    """A digest of these rows, in their order, and of how often an epoch takes each."""
     seed: int
     sampling: str
     processes: int
@@ -36,12 +38,13 @@ class Job:
     """What holds the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …"""
 
     @classmethod
-    def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int) -> "Job":
+    def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str) -> "Job":
         """Return what this job is."""
         zero = getattr(accelerator.state, "deepspeed_plugin", None)
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
         return cls(
             samples=samples,
+            data=data,
             seed=int(args.seed if args.data_seed is None else args.data_seed),
             sampling=str(args.train_sampling_strategy),
             processes=accelerator.num_processes,
@@ -70,6 +73,7 @@ class Job:
         name = checkpoint.name
         for field, found, expected in (
             ("completions", f"{self.samples} samples", f"{record.samples} samples"),
+            ("completions", f"data {self.data}", f"data {record.data}"),
             ("training.seed", self.seed, record.seed),
             ("training.train_sampling_strategy", self.sampling, record.sampling),
             ("strategy", self.strategy, record.strategy),
