@@ -230,6 +230,11 @@ class MedusaHeads(PreTrainedModel):
         """The language-model heads: K of them, or one."""
         return [self.lm_head] if self.config.original_lm_head else list(self.lm_heads)  # type: ignore[arg-type]
 
+    @property
+    def maps(self) -> list[nn.Module]:
+        """The linear maps that a forward of all heads takes: a shared language-model head K times."""
+        return [*self.blocks, *(self.lm_head_of(index) for index in range(self.config.num_heads))]
+
     def lm_head_of(self, index: int) -> LMHead:
         """Return the language-model head of head `index`."""
         return self.all_lm_heads[0 if self.config.original_lm_head else index]

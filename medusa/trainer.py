@@ -261,7 +261,7 @@ class MedusaTrainer(RecipeTrainer):
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of the heads, and of a backbone in training; what it was before is counted apart."""
-        of_heads = Work.of_maps(self.heads)
+        of_heads = Work.of_maps(*self.heads.maps)
         if not self.config.joint:
             return of_heads
         backbone = Work.of(self.target)

@@ -143,7 +143,8 @@ def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def _precision(precision: Precision) -> torch.autocast:
+def precision_of(precision: Precision) -> torch.autocast:
+    """Return the context that a forward in a precision runs in."""
     # float16 takes the same bytes. FSDP's half-precision copies run under autocast too, which changes little.
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
 
@@ -161,7 +162,7 @@ def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShap
     def trace(rows: int) -> list[int]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
-            with LiveBytes([*_tensors(model), *inputs.values()]) as live, _precision(precision):
+            with LiveBytes([*tensors_of(model), *inputs.values()]) as live, precision_of(precision):
                 batch.chosen(last_hidden(model.eval(), **inputs))
         return [live.peak]
 
@@ -200,10 +201,10 @@ def trace_draft(
             draft.train()
             if checkpointing:
                 draft.activation_checkpointing_enable({"use_reentrant": False})
-            _hold_gradients(draft)
+            hold_gradients(draft)
             inputs = batch.inputs(rows)
-            with LiveBytes([*_tensors(draft), *inputs.values()]) as live:
-                with _precision(precision):
+            with LiveBytes([*tensors_of(draft), *inputs.values()]) as live:
+                with precision_of(precision):
                     whole = last_hidden(draft, **inputs)  # the loss is taken while the forward still has it
                     hidden = batch.chosen(whole)
                     in_loss = live.now
@@ -225,7 +226,7 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
     def trace(rows: int) -> list[int]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
-            with LiveBytes([*_tensors(draft), *inputs.values()]) as live, _precision(precision):
+            with LiveBytes([*tensors_of(draft), *inputs.values()]) as live, precision_of(precision):
                 decoder: Any = draft.eval().get_decoder()
                 cache = decoder(**inputs, use_cache=True).past_key_values
                 held = live.now
@@ -276,10 +277,10 @@ def trace_loss(
         else:
             hidden = _hidden(target, positions)
             teacher = LiveDistributions(hidden, head_of(target).cut(vocabulary))
-            given = [*_tensors(target), hidden]
-        _hold_gradients(draft)
-        with LiveBytes([*_tensors(draft), *given, q_hidden, labels, weights]) as live:
-            with _precision(precision):
+            given = [*tensors_of(target), hidden]
+        hold_gradients(draft)
+        with LiveBytes([*tensors_of(draft), *given, q_hidden, labels, weights]) as live:
+            with precision_of(precision):
                 head = head_of(draft).cut(vocabulary)
                 total = chunked_sum(objective.features, weights, labels, q_hidden, head, teacher, sizes)[0]
             forward = live.peak
@@ -299,12 +300,13 @@ def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = 
     return torch.zeros(positions, head.shape[1], dtype=dtype or head.dtype)
 
 
-def _hold_gradients(model: nn.Module) -> None:
-    # Held throughout: a step's gradients add up in them.
+def hold_gradients(model: nn.Module) -> None:
+    """Give a model the gradients that it holds throughout: a step's add up in them."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return parameters, buffers and gradients."""
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [*model.parameters(), *model.buffers(), *gradients]

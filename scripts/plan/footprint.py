@@ -13,22 +13,10 @@ from transformers import PreTrainedModel
 
 from draftsmith.scripts.plan.activations import Activations, Affine, BatchShape, common_vocabulary, trace_loss
 from draftsmith.scripts.plan.model_states import Precision
+from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A time of a step at which memory may be at its most, and what is there besides what always is."""
-
-    name: str
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """Bytes."""
-        return sum(self.parts.values())
 
 
 @dataclass

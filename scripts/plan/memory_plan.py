@@ -34,6 +34,7 @@ from draftsmith.scripts.plan.model_states import (
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
+from draftsmith.train.recipe import RecipeConfig
 
 GIB = 2**30
 ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
@@ -42,7 +43,7 @@ DROPOUT = ("attention_dropout", "attn_pdrop")
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """What a plan may change of a run."""
+    """What a plan may change of a run, of a draft or of heads."""
 
     strategy: Strategy
     half: bool
@@ -52,6 +53,8 @@ class MemorySetting:
     target: Placement | None
     """How the target lies on the GPUs; None with a teacher cache."""
     rows: int
+    lm_heads: str = "own"
+    """Of Medusa heads."""
 
     @property
     def precision(self) -> Precision:
@@ -71,7 +74,7 @@ class MemoryPlan:
             bool(training.bf16 or training.fp16),
             bool(training.activation_checkpointing),
             config.target_dtype,
-            _placement(config),
+            placement(config),
             int(training.per_device_train_batch_size),
         )
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
@@ -210,8 +213,9 @@ class MemoryPlan:
                 return
 
 
-def _placement(config: PlanConfig) -> Placement | None:
-    if config.teacher_cache:
+def placement(config: RecipeConfig) -> Placement | None:
+    """Return how a config places the target; None for a teacher cache in its place."""
+    if getattr(config, "teacher_cache", None):
         return None
     if config.target_device not in (None, "cuda"):
         return "elsewhere"

@@ -3,7 +3,7 @@
 Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states, beside the activations of a step (`activations`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,7 +117,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for part in model.modules() if isinstance(part, nn.ModuleList) for module in part]
 
 
-def optimizer_bytes(model: PreTrainedModel, name: str) -> int:
+def optimizer_bytes(model: PreTrainedModel, name: str, ends: Sequence[nn.Module] | None = None) -> int:
     """Return the bytes of an optimiser's states for the parameters that train, not sharded.
 
     AdamW has two float32 moments and a step count for each tensor; "muon" (`MuonAdamW`) one momentum for matrices that
@@ -127,13 +127,15 @@ def optimizer_bytes(model: PreTrainedModel, name: str) -> int:
     Args:
         model: the draft.
         name: one of `OPTIMIZERS`, as `training.optim` has it, or muon.
+        ends: the modules whose matrices are no hidden ones, as in `MuonAdamW`; embeddings and head if None.
 
     Raises:
         InputError: another name.
     """
     if name not in (*OPTIMIZERS, "muon"):
         raise InputError(f"training.optim: expected one of {', '.join(OPTIMIZERS)}, found {name!r}")
-    ends = {id(p) for end in (model.get_input_embeddings(), model.get_output_embeddings()) for p in end.parameters()}
+    outer = [model.get_input_embeddings(), model.get_output_embeddings()] if ends is None else ends
+    closed = {id(p) for end in outer for p in end.parameters()}
     total = 0
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -143,9 +145,9 @@ def optimizer_bytes(model: PreTrainedModel, name: str) -> int:
             continue
         if name == "adafactor":
             total += 4 * (sum(parameter.shape) if is_matrix else n)
-        elif name in LION or (name == "muon" and is_matrix and id(parameter) not in ends):
+        elif name in LION or (name == "muon" and is_matrix and id(parameter) not in closed):
             total += 4 * n
-        elif name in ADAM_8BIT and n >= SMALL and id(parameter) not in ends:
+        elif name in ADAM_8BIT and n >= SMALL and id(parameter) not in closed:
             total += 2 * n + 2 * 4 * -(-n // BLOCK)
         else:
             total += 8 * n + 4

@@ -29,18 +29,18 @@ def by_name(path):
 
 
 @cache
-def config_class(name: str) -> type[Any]:
+def config_class(name: str, *argv: str) -> type[Any]:
     """Return the config of a command, or of a module that runs by itself."""
     if name == "draftsmith.scripts.check_lossless":
         return LosslessConfig
-    return cli.config_class(name.removeprefix("draftsmith."))
+    return cli.config_class(name.removeprefix("draftsmith."), argv)
 
 
 def check_fields(name: str, argv: list[str]) -> None:
     """Parse flags as the command does. A placeholder for a config file is left out."""
     if "--config" in argv and argv[argv.index("--config") + 1] == "FILE.yaml":
         return
-    cls = config_class(name)
+    cls = config_class(name, *argv)
     if any(field.name == "training" for field in fields(cls)):
         argv = [*argv, "--training.use_cpu", "true"]  # bf16 asks for it where there is no GPU
     parse_config(cls, argv)

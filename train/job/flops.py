@@ -70,9 +70,9 @@ class Work:
         return cls(decoder, _multiply_adds(head), attention, trained / max(decoder, 1))
 
     @classmethod
-    def of_maps(cls, *models: nn.Module) -> "Work":
-        """Count linear maps that are taken where logits are made, such as drafting heads."""
-        return cls(0, sum(_multiply_adds(module) for model in models for module in model.modules()), 0)
+    def of_maps(cls, *parts: nn.Module) -> "Work":
+        """Count linear maps that are taken where logits are made, such as drafting heads', as often as given."""
+        return cls(0, sum(_multiply_adds(module) for part in parts for module in part.modules()), 0)
 
     def forward(self, positions: float, seen: float, logits: float) -> float:
         """Return the operations of a forward.

@@ -1,0 +1,86 @@
+"""How long a run takes, and what it holds in the host's memory: estimates, whose assumptions are said beside them."""
+
+from draftsmith.scripts.plan.config import Machines
+from draftsmith.scripts.plan.heads import HeadsPlan
+from draftsmith.scripts.plan.inference import InferencePlan
+from draftsmith.scripts.plan.memory_plan import GIB, MemoryPlan
+from draftsmith.scripts.plan.model_states import Weights
+from draftsmith.train.job.flops import DEVICES, Work
+
+READING = 0.5
+"""The share of a memory's speed that writing texts reads weights with: an assumption."""
+PROCESS = 3 * GIB
+"""Python, torch and CUDA's libraries in one process."""
+
+Plan = MemoryPlan | HeadsPlan | InferencePlan
+
+
+def hours(plan: Plan) -> float | None:
+    """Return the hours of `tokens` tokens; None where a model's arithmetic is not known.
+
+    Training and looking at texts are arithmetic, at `mfu` of what the devices can do. Writing them is mostly reading
+    the weights once a token of the batch.
+    """
+    config: Machines = plan.config
+    device = DEVICES[config.device]
+    speed = device.tflops * 1e12 * config.mfu
+    if isinstance(plan, InferencePlan):
+        work = Work.of(plan.target)
+        if work is None:
+            return None
+        if plan.writes:
+            rows = plan.config.batch_size
+            reading = plan.bytes_of_a_step() / (device.terabytes * 1e12 * READING)
+            step = max(reading, rows * _forward(work, plan.length) / speed)
+            return config.tokens / rows * step / config.gpus / 3600
+        return config.tokens * _forward(work, plan.length) / speed / config.gpus / 3600
+    each = _trained(plan)
+    return None if each is None else config.tokens * each / speed / config.gpus / 3600
+
+
+def _forward(work: Work, length: int) -> float:
+    return work.forward(1, length / 2, 1)
+
+
+def _trained(plan: MemoryPlan | HeadsPlan) -> float | None:
+    """Return the operations of a token that is trained on, checkpointing's second forward included."""
+    length, again = plan.batch.length, plan.setting.checkpointing
+    target = None if plan.setting.target is None else Work.of(plan.target(plan.setting.target_dtype))
+    if plan.setting.target is not None and target is None:
+        return None
+    total = 0.0 if target is None or plan.setting.target == "elsewhere" else _forward(target, length)
+    if isinstance(plan, HeadsPlan):
+        total += Work.of_maps(*plan.heads(plan.setting.lm_heads, False).maps).step(1, length / 2, 1)
+        student = target if plan.config.joint else Work(0, 0, 0)
+    else:
+        student = Work.of(plan.draft(False))
+    if student is None:
+        return None
+    return total + student.step(1, length / 2, 1) + (_forward(student, length) if again else 0)
+
+
+def host_bytes(plan: Plan) -> dict[str, float]:
+    """Return what the processes of one machine hold in its memory while they load models, by what it is for.
+
+    Completions are not counted.
+    """
+    config: Machines = plan.config
+    processes = min(config.gpus, config.node_gpus)
+    parts = {"processes": float(PROCESS * processes)}
+    if isinstance(plan, InferencePlan):
+        return parts
+    setting = plan.setting
+    if isinstance(plan, HeadsPlan):
+        own = sum(p.numel() for p in plan.heads(setting.lm_heads, False).parameters())
+    else:
+        own = Weights.of(plan.draft(False)).all
+    parts["what is trained, in float32, a copy a process"] = 4.0 * own * processes
+    if setting.target is None:
+        return parts
+    target = plan.target(setting.target_dtype)
+    whole = float(sum(p.numel() * p.element_size() for p in target.parameters()))
+    if setting.target == "sharded":
+        parts["the target, in the first process of all"] = whole
+    elif isinstance(plan, HeadsPlan) and plan.config.joint and setting.target == "whole":
+        parts["the target, a copy a process until it is wrapped"] = whole * processes
+    return parts

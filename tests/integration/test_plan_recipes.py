@@ -1,0 +1,149 @@
+"""Plans of heads, teacher caches and completions: what is held, against real tensors; hours, against the arithmetic."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from draftsmith.medusa import MedusaHeads
+from draftsmith.scripts import cli
+from draftsmith.scripts.plan.config import CachePlanConfig, MedusaPlanConfig, PreparePlanConfig
+from draftsmith.scripts.plan.duration import PROCESS, READING, host_bytes, hours
+from draftsmith.scripts.plan.heads import HeadsPlan, trace_losses
+from draftsmith.scripts.plan.inference import InferencePlan
+from draftsmith.train.cli import parse_config
+from draftsmith.train.job.flops import DEVICES, Work
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.runs import save_model
+
+LENGTH, ROWS, VOCAB = 64, 4, 300
+SHAPES = Path(__file__).parents[1] / "golden" / "configs"
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "target"
+    save_model(tiny_llama(0, len(tokenizer), layers=2, hidden=64), tokenizer, path)
+    return path
+
+
+def argv(target: Path, **options: object) -> list[str]:
+    values = {"target": target, "completions": "[c]"} | options
+    return [part for name, value in values.items() for part in (f"--{name}", str(value))]
+
+
+def heads_plan(target: Path, **options: object) -> HeadsPlan:
+    values = {"sequence_length": LENGTH, "training.per_device_train_batch_size": ROWS, "num_heads": 3} | options
+    return HeadsPlan(parse_config(MedusaPlanConfig, [*argv(target, **values), "--training.use_cpu", "true"]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lm_heads": "shared"}, {"hydra": True}, {"draft_vocabulary": 100}, {"divergence": "cross_entropy"}],
+    ids=str,
+)
+def test_what_the_losses_of_heads_take_is_what_they_allocate(target, options):
+    """Four and eight chunks are traced without data; here all eleven are computed with them."""
+    sizes = ChunkSizes(24 * VOCAB, 6 * VOCAB)
+    plan = heads_plan(target, **options)
+    plan.sizes = sizes
+    moments = {moment.name: moment for moment in plan.moments(plan.setting)}
+    config = plan.config
+    real = tiny_llama(0, VOCAB, layers=2, hidden=64)
+    count = config.draft_vocabulary
+    heads = MedusaHeads.of_target(
+        real, 3, None if count is None else torch.arange(count), hydra=config.hydra,
+        original_lm_head=config.lm_heads == "shared",
+    ).requires_grad_(True)  # fmt: skip
+    forward, backward = trace_losses(nullcontext(), heads, real, config, ROWS * (LENGTH - 1), "float32", sizes)
+    planned = moments["the losses"].parts["losses: states, logits of a chunk, gradients"]
+    assert planned == pytest.approx(forward, rel=0.03)
+    assert moments["the heads' backward"].parts["losses: gradients"] == pytest.approx(backward, rel=0.03)
+    assert moments["the losses"].parts["target: hidden states"] == ROWS * (LENGTH - 1) * 64 * 4
+
+    held = plan.held(plan.setting)
+    size = sum(p.nbytes for p in heads.parameters())
+    optimizer = torch.optim.AdamW(heads.parameters())
+    for parameter in heads.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    assert held["heads: weights"] == held["heads: gradients"] == size
+    assert held["heads: optimiser states"] == states
+    assert held["target: weights in float32, whole"] == sum(p.nbytes for p in real.parameters())
+
+
+def test_adapters_train_little_and_all_of_a_backbone_much(target):
+    totals = {}
+    for backbone in ("frozen", "lora", "full"):
+        plan = heads_plan(target, backbone=backbone)
+        totals[backbone] = plan.total(plan.setting)
+        held = plan.held(plan.setting)
+        if backbone == "lora":
+            adapters = sum(p.numel() for n, p in plan.target("float32").named_parameters() if "lora_" in n)
+            heads = sum(p.numel() for p in plan.heads("own", False).parameters())
+            assert held["trained: gradients"] == 4 * (adapters + heads) and adapters > 0
+        if backbone == "full":
+            assert held["the target as it was: weights in float32, whole"] > 0
+    assert totals["frozen"] < totals["lora"] < totals["full"]
+
+
+def test_what_does_not_fit_is_told_how_to(target, capsys):
+    plan = heads_plan(target, gpus=2)
+    most = plan.total(plan.setting) / 2**30 + 3
+    flags = argv(target, sequence_length=LENGTH, num_heads=3, gpus=2, gpu_memory=most - 1e-4, recipe="medusa")
+    flags += ["--training.per_device_train_batch_size", str(ROWS)]
+    assert cli.main(["plan", *flags]) == 3
+    out = capsys.readouterr().out
+    assert "→ lm_heads shared" in out and "→ strategy zero2" in out and "does not fit" in out
+    tight = heads_plan(target, gpus=2, gpu_memory=most - 1e-4)
+    changes = dict(tight.changes())
+    assert changes and all(tight.fits(change) for change in changes.values())
+    largest = plan.largest(tight.setting)
+    assert largest >= ROWS  # of a GPU with room
+    assert tight.largest(tight.setting) < ROWS
+
+
+def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(target):
+    machines = {"sequence_length": LENGTH, "tokens": 1e9, "gpus": 4, "mfu": 0.5, "device": "A100", "dtype": "bfloat16"}
+    speed = 0.5 * 312e12 * 4 * 3600
+    work = Work.of(tiny_llama(0, VOCAB, layers=2, hidden=64))
+    each = work.forward(1, LENGTH / 2, 1)
+    cache = InferencePlan(parse_config(CachePlanConfig, argv(target, output="o", **machines)))
+    assert hours(cache) == pytest.approx(1e9 * each / speed)
+    del machines["dtype"]
+    plan = heads_plan(target, **machines, lm_heads="shared")
+    of_heads = 3 * 2 * (64 * 64 + 64 * VOCAB) * 3  # forward and backward of three heads
+    assert hours(plan) == pytest.approx(1e9 * (each + of_heads) / speed)
+    numbers = sum(p.numel() for p in plan.heads("shared", False).parameters())
+    assert sum(host_bytes(plan).values()) == 4 * PROCESS + 4 * 4 * numbers
+
+
+def test_texts_are_written_at_the_speed_of_the_memory(target):
+    flags = argv(target, output="o", prompts="p", sequence_length=LENGTH, dtype="bfloat16", batch_size=2, tokens=1e6)
+    at = flags.index("--completions")
+    plan = InferencePlan(parse_config(PreparePlanConfig, flags[:at] + flags[at + 2 :]))
+    model = tiny_llama(0, VOCAB, layers=2, hidden=64)
+    cache = 2 * 2 * 2 * 2 * 16 * LENGTH * 2  # k and v, rows, layers, key-value heads, width, positions, bytes
+    read = 2 * sum(p.numel() for p in model.parameters()) + cache / 2
+    assert plan.bytes_of_a_step() == pytest.approx(read, rel=0.02)
+    seconds = plan.bytes_of_a_step() / (DEVICES["H100"].terabytes * 1e12 * READING)
+    assert hours(plan) == pytest.approx(1e6 / 2 * seconds / 3600)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe": "export"}, "recipe: expected one of distill, medusa, cache, prepare, found 'export'"),
+        ({"recipe": "cache", "output": "o"}, "sequence_length: expected the tokens of a sample"),
+        ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
+        ({"recipe": "medusa", "sequence_length": 9, "device": "TPU"}, "device: expected one of B200"),
+        ({"recipe": "medusa", "sequence_length": 9, "mfu": 1.5}, "mfu: expected a share"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(target, capsys, options, said):
+    assert cli.main(["plan", *argv(target, **options)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert said in line
