@@ -91,14 +91,15 @@ def test_adapters_train_little_and_all_of_a_backbone_much(target):
 
 
 def test_what_does_not_fit_is_told_how_to(target, capsys):
-    plan = heads_plan(target, gpus=2)
+    chunks = {"loss_chunk": 2**14}  # smaller GPUs have smaller ones
+    plan = heads_plan(target, gpus=2, **chunks)
     most = plan.total(plan.setting) / 2**30 + 3
-    flags = argv(target, sequence_length=LENGTH, num_heads=3, gpus=2, gpu_memory=most - 1e-4, recipe="medusa")
+    flags = argv(target, sequence_length=LENGTH, num_heads=3, gpus=2, gpu_memory=most - 1e-4, recipe="medusa", **chunks)
     flags += ["--training.per_device_train_batch_size", str(ROWS)]
     assert cli.main(["plan", *flags]) == 3
     out = capsys.readouterr().out
     assert "→ lm_heads shared" in out and "→ strategy zero2" in out and "does not fit" in out
-    tight = heads_plan(target, gpus=2, gpu_memory=most - 1e-4)
+    tight = heads_plan(target, gpus=2, gpu_memory=most - 1e-4, **chunks)
     changes = dict(tight.changes())
     assert changes and all(tight.fits(change) for change in changes.values())
     largest = plan.largest(tight.setting)

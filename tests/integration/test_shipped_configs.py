@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
+from draftsmith.scripts import cli
 from draftsmith.scripts.plan import command as plan
 from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.train.cli import parse_config, run
@@ -28,6 +30,7 @@ CONFIGS = ROOT / "configs"
 SHAPES = ROOT / "tests" / "golden" / "configs"
 PAIRS = {
     "qwen3-8b-to-0.6b": ("qwen3-8b", "qwen3-0.6b"),
+    "llama-3.1-8b-to-1b": ("llama-3.1-8b", "llama-3.2-1b"),
     "llama-3.1-8b-carved": ("llama-3.1-8b", None),
     "pythia-6.9b-to-160m": ("pythia-6.9b", "pythia-160m"),
     "gpt2-to-distilgpt2": ("gpt2", "distilgpt2"),
@@ -58,8 +61,8 @@ def test_it_parses_as_what_it_says(name):
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("qwen3-8b", 8.19e9), ("qwen3-0.6b", 0.596e9), ("llama-3.1-8b", 8.03e9), ("pythia-6.9b", 6.86e9),
-     ("pythia-160m", 162e6), ("gpt2", 124e6), ("distilgpt2", 82e6)],
+    [("qwen3-8b", 8.19e9), ("qwen3-0.6b", 0.596e9), ("llama-3.1-8b", 8.03e9), ("llama-3.2-1b", 1.236e9),
+     ("pythia-6.9b", 6.86e9), ("pythia-160m", 162e6), ("gpt2", 124e6), ("distilgpt2", 82e6)],
 )  # fmt: skip
 def test_a_shape_has_as_many_parameters_as_its_model_card_says(name, parameters):
     with torch.device("meta"):
@@ -179,8 +182,60 @@ def test_accelerate_knows_all_keys(name, monkeypatch):
     config = load_config_from_file(str(path))  # refuses unknown keys, but not those of inner sections
     _, known = launched(name, monkeypatch)
     assert set(config.fsdp_config or {}) | set(config.deepspeed_config or {}) <= known
-    assert config.num_processes == (2 if name == "cpu-2" else 8) and config.num_machines == 1
+    assert (config.num_machines, config.num_processes) == {"cpu-2": (1, 2), "nodes": (8, 64)}.get(name, (1, 8))
     assert f"--config_file configs/accelerate/{name}.yaml" in path.read_text()
+
+
+OTHERS = [
+    (recipe, path)
+    for recipe in ("prepare", "cache", "medusa")
+    for path in sorted((CONFIGS / recipe).glob("*.yaml"))
+    if path.stem != "tiny"
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "path"), OTHERS, ids=lambda value: getattr(value, "stem", value))
+def test_other_recipes_fit_as_well(recipe, path, capsys):
+    """By the lines that the files give; heads on eight GPUs, the others on one."""
+    argv = ["plan", "--recipe", recipe, "--config", str(path), "--target_config", str(SHAPES / f"{path.stem}.json")]
+    argv += ["--gpus", "8"] if recipe == "medusa" else ["--sequence_length", "2048" if recipe == "cache" else "4096"]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"about [\d.]+ hours", out)
+    total = float(re.search(r"total +│ +([\d.]+) of 80.00", out)[1])
+    assert recipe != "medusa" or f"The plan: {total:.0f} GiB of each" in path.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((CONFIGS / "measure").glob("*.yaml")), ids=lambda path: path.stem)
+def test_measurements_parse(path):
+    config = parse_config(cli.config_class("measure"), ["--config", str(path)])
+    assert path.stem == "tiny" or (config.baseline_draft and config.min_speedup)
+
+
+def test_slurm_starts_a_launcher_on_each_machine(tmp_path):
+    """With stand-ins for SLURM and accelerate, which say what they were called with."""
+    for name, text in {
+        "scontrol": "echo first; echo second",
+        "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
+        "accelerate": 'printf "%s\\n" "$@" end',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "some[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    script, config = CONFIGS / "cluster" / "train.slurm", "configs/distill/qwen3-8b-to-0.6b.yaml"
+    call = ["bash", str(script), "distill", "--config", config, "--training.learning_rate", "1e-5"]
+    done = subprocess.run(call, env={**os.environ, **job, "PATH": path}, capture_output=True, text=True, check=True)
+    machines = [part.split("\n") for part in done.stdout.removesuffix("end\n").split("end\n")]
+    assert len(machines) == 2
+    for rank, words in enumerate(machines):
+        assert words[0] == "launch"
+        args = launch_command_parser().parse_args(words[1:-1])
+        assert (args.num_machines, args.num_processes, args.machine_rank) == (2, 8, rank)
+        assert (args.main_process_ip, args.config_file) == ("first", "configs/accelerate/nodes.yaml")
+        assert (args.module, args.training_script) == (True, "draftsmith.distill")
+        assert args.training_script_args == ["--config", config, "--training.learning_rate", "1e-5"]
 
 
 def test_fsdp2_is_what_is_launched(monkeypatch):
