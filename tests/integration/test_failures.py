@@ -29,7 +29,8 @@ MEMORY = "error: memory: expected enough for this run, found too little for 2.00
 
 def arguments(pipeline, output, **options) -> list[str]:
     training = {"output_dir": output, "max_steps": 4, "per_device_train_batch_size": 1, "learning_rate": 3e-3}
-    training |= {"use_cpu": "true", "report_to": "none", "disable_tqdm": "true"}
+    training |= {"report_to": "none", "disable_tqdm": "true", "ddp_backend": "gloo"}
+    training |= {"accelerator_config": '{"use_configured_state": true}'}
     training |= {"save_strategy": "steps", "save_steps": 1}
     options = {
         "target": pipeline / "target",
@@ -65,6 +66,16 @@ def test_what_befalls_a_rank_ends_the_job_with_its_message_alone(pipeline, tmp_p
         assert spoken.count("Traceback") == 1 and lines[-1] == "RuntimeError: no such luck"
     else:
         assert len(lines) == 1
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
+def test_a_loss_that_is_none_ends_sharded_training_too(pipeline, tmp_path, strategy):
+    found = ended(failing, arguments(pipeline, tmp_path / "out"), {1: "nan"}, strategy=strategy)
+    assert [code for code, _ in found] == [2, 2]
+    (line,) = [line for _, text in found for line in text.splitlines() if "rror" in line]
+    assert line.startswith(
+        "rank 1: error: loss: expected a finite number, found nan on rank 1 in step 2 on the samples"
+    )
 
 
 def test_what_all_ranks_meet_is_said_once(pipeline, tmp_path):

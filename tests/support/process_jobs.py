@@ -112,7 +112,7 @@ def _logits(heads: MedusaHeads) -> torch.Tensor:
 
 def failing(strategy: str, argv: list[str], faults: dict[int, str]) -> int:
     """Run `python -m draftsmith.distill` as a rank, in the second step of which some ranks come to harm."""
-    enter(strategy)
+    enter(strategy, launched=True)
     fault, compute = faults.get(int(os.environ["RANK"])), DistillTrainer.summed_loss
 
     def harmed(self: Any, *args: Any) -> torch.Tensor:

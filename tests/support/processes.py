@@ -76,15 +76,15 @@ def forked(job: Callable[..., Any], *args: Any, strategy: str, launch: dict[str,
         return [torch.load(meeting / f"{rank}.pt", weights_only=False) for rank in range(count)]
 
 
-def ended(job: Callable[..., int], *args: Any) -> list[tuple[int, str]]:
-    """Run `job(*args)`, a command that returns its exit code, in two processes under DDP.
+def ended(job: Callable[..., int], *args: Any, strategy: str = "ddp") -> list[tuple[int, str]]:
+    """Run `job(*args)`, a command that returns its exit code, in two processes that were launched with a strategy.
 
     Returns:
         How each ended: its exit code (negative: the signal that ended it), and what it said.
     """
     _serve_forks()
     with tempfile.TemporaryDirectory() as name:
-        args = (2, "ddp", {"ACCELERATE_USE_CPU": "true"}, Path(name), job, args)
+        args = (2, strategy, launch_environment(*shipped(strategy)), Path(name), job, args)
         context = start_processes(_left, args, 2, join=False, start_method="forkserver")
         end = time.monotonic() + SECONDS
         for process in context.processes:
