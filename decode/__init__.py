@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.counts import Counts as Counts
     from draftsmith.decode.errors import InputError as InputError
     from draftsmith.decode.generation import DecodeOutput as DecodeOutput
-    from draftsmith.decode.generation import Departure as Departure
     from draftsmith.decode.measurement.replay import Replay as Replay
     from draftsmith.decode.measurement.replay import replay_acceptance as replay_acceptance
     from draftsmith.decode.planner import Plan as Plan
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.retokenized import RetokenizedProposer as RetokenizedProposer
     from draftsmith.decode.proposers.run_ahead import RunAheadProposer as RunAheadProposer
     from draftsmith.decode.proposers.unigram import BlindProposer as BlindProposer
+    from draftsmith.decode.rows import Departure as Departure
     from draftsmith.decode.rules import Cascade as Cascade
     from draftsmith.decode.rules import Exact as Exact
     from draftsmith.decode.rules import Threshold as Threshold
@@ -39,7 +39,7 @@ _MODULES = {
     "Counts": "draftsmith.decode.counts",
     "InputError": "draftsmith.decode.errors",
     "DecodeOutput": "draftsmith.decode.generation",
-    "Departure": "draftsmith.decode.generation",
+    "Departure": "draftsmith.decode.rows",
     "Replay": "draftsmith.decode.measurement.replay",
     "replay_acceptance": "draftsmith.decode.measurement.replay",
     "Plan": "draftsmith.decode.planner",

@@ -1,5 +1,11 @@
-"""Plain decoding of the target: what speculative decoding must equal, and the baseline of every speed-up."""
+"""Plain decoding of the target: what speculative decoding must equal, and the baseline of every speed-up.
 
+Of more prompts than `rows`, so many are decoded at a time: where a text ends, the next prompt takes its row, so that
+no row stands idle until the longest text has ended (Yu et al. 2022, "Orca", section 3.1, iteration-level scheduling).
+"""
+
+from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,18 +14,12 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
-from draftsmith.decode.generation import (
-    DecodeOutput,
-    Row,
-    TextBatch,
-    collect_output,
-    decoded,
-    generate_arguments,
-    prepare_rows,
-)
+from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
+from draftsmith.decode.rows import Row, TextBatch
 from draftsmith.decode.sampling import argmax, draw_rows, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
+Observer = Callable[[Row], None]
 
 
 def autoregressive_generate(
@@ -29,7 +29,11 @@ def autoregressive_generate(
     seed: int = 0,
     **generate_kwargs: Any,
 ) -> DecodeOutput:
-    """Decode one token per forward; arguments and result are those of `speculative_generate`."""
+    """Decode one token per forward; arguments and result are those of `speculative_generate`.
+
+    But for these: `rows`, how many of the B prompts are decoded at a time, all if None; and `observer`, which is called
+    with each `Row` when its text has ended.
+    """
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
     return decoded(target, autoregressive_decode, arguments | {"seed": seed})
 
@@ -42,45 +46,57 @@ def autoregressive_decode(
     generation_config: GenerationConfig,
     compiled: bool = False,
     seed: int | None = None,
+    rows: int | None = None,
+    observer: Observer | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_model(model, "target")
-    rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
-    _write(model, list(rows), compiled)
-    return collect_output(rows, input_ids, generation_config)
+    queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
+    _write(model, queue, rows or len(queue), compiled, observer)
+    return collect_output(queue, input_ids, generation_config)
 
 
-def _write(model: PreTrainedModel, rows: list[Row], compiled: bool) -> None:
-    """Write texts to their ends, a token of each at a time."""
-    target = CachedModel(model, len(rows), max(len(row.text) for row in rows), compiled=compiled)
-    sampler, texts = rows[0].sampler, TextBatch(rows, 1)
+def _write(model: PreTrainedModel, queue: list[Row], rows: int, compiled: bool, observer: Observer | None) -> None:
+    """Write texts to their ends, a token of each row at a time; where a text ends, the next one takes its row."""
+    waiting, longest = deque(queue[rows:]), max(len(row.text) for row in queue)
+    texts = TextBatch(queue[:rows], 1, longest)
+    target = CachedModel(model, len(texts.rows), longest, compiled=compiled, rollback=longest if waiting else None)
+    sampler = queue[0].sampler
     logits: Tensor | None = None  # after the last tokens, (B, 1, V)
-    if len(rows) == 1:
-        logits = target.prefill(rows[0].context[None, :])
+    if len(texts.rows) == 1:
+        logits = target.prefill(texts.rows[0].context[None, :])
     else:
-        target.prefill_texts([row.context for row in rows])
+        target.prefill_texts([row.context for row in texts.rows])
     while True:
-        rows = texts.rows
+        batch = texts.rows
         if logits is None:
             logits = target.feed(texts.last(), texts.lengths + -1)
-        contexts = [] if sampler.context_free else [row.context for row in rows]
-        scores = scores_of_rows([row.sampler for row in rows], logits[:, 0], contexts)
+        contexts = [] if sampler.context_free else [row.context for row in batch]
+        scores = scores_of_rows([row.sampler for row in batch], logits[:, 0], contexts)
         tokens = argmax(scores)
         broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # the argmax is the first that is not a number
         if sampler.do_sample:
-            u = uniforms([row.generator for row in rows], [1] * len(rows), scores.new_empty(0, dtype=torch.float64))
+            u = uniforms([row.generator for row in batch], [1] * len(batch), scores.new_empty(0, dtype=torch.float64))
             tokens = draw_rows(scores.softmax(-1), u[:, 0])
         texts.append(tokens)
-        for row, token, wrong in zip(rows, *torch.stack([tokens, broken.to(tokens.dtype)]).tolist(), strict=True):
+        for row, token, wrong in zip(batch, *torch.stack([tokens, broken.to(tokens.dtype)]).tolist(), strict=True):
             if wrong:
                 raise row.not_finite()
             row.advance([token])
             row.rounds.append(TOKEN)
-        left = [i for i, row in enumerate(rows) if not row.done]
+            if row.done and observer is not None:
+                observer(row)
+        ended = [place for place, row in enumerate(batch) if row.done]
+        if ended and waiting:
+            places = ended[: len(waiting)]
+            newcomers = [waiting.popleft() for _ in places]
+            target.refill(places, [row.context for row in newcomers])
+            texts.refill(places, newcomers)
+        left = [place for place, row in enumerate(texts.rows) if not row.done]
         if not left:
             return
-        if len(left) < len(rows):
+        if len(left) < len(texts.rows):
             target.select(left)
             texts.select(left)
         logits = None

@@ -1,8 +1,8 @@
-"""What both decoders share: the arguments for `generate`, the rows of a batch, where a text ends, and the output."""
+"""What both decoders share: what they do not serve, the rows that `generate` asks for, and what they return to it."""
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,9 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-from draftsmith.decode.cache import Places
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.rows import Departure, Row
 from draftsmith.decode.sampling import Sampler
 
 
@@ -42,162 +42,13 @@ class DecodeOutput:
     """Summed over the rows."""
     row_counts: tuple[Counts, ...]
     """Of each row."""
-    row_departures: "tuple[Departure, ...]" = ()
+    row_departures: tuple[Departure, ...] = ()
     """How far a lossy rule departed from the target's distribution in each row; none under the exact rule."""
 
     @property
-    def departure(self) -> "Departure | None":
+    def departure(self) -> Departure | None:
         """The departure, summed over the rows; None under the exact rule, which does not depart."""
         return sum(self.row_departures, Departure()) if self.row_departures else None
-
-
-@dataclass(frozen=True)
-class Departure:
-    """How far the distributions of emitted tokens lie from the target's, summed over them; it adds up as counts do."""
-
-    total_variation: float = 0.0
-    """Σ over tokens of TV(the distribution that the token was emitted with, p); at T=0 equal to `disagreements`."""
-    disagreements: int = 0
-    """Tokens that are not the target's argmax although one of the exact rule at T=0 would be; 0 under sampling."""
-    num_tokens: int = 0
-    """Emitted tokens."""
-
-    def __add__(self, other: "Departure") -> "Departure":
-        return Departure(
-            self.total_variation + other.total_variation,
-            self.disagreements + other.disagreements,
-            self.num_tokens + other.num_tokens,
-        )
-
-    def mean_total_variation(self) -> float | None:
-        """Return the mean TV a token; None if none was emitted."""
-        return self.total_variation / self.num_tokens if self.num_tokens else None
-
-    def argmax_disagreement(self) -> float | None:
-        """Return the share of tokens that differ from the exact rule's at T=0; None if none was emitted."""
-        return self.disagreements / self.num_tokens if self.num_tokens else None
-
-
-@dataclass
-class Row:
-    """One text being written."""
-
-    index: int
-    """Its place in the batch."""
-    padding: int
-    """Padding tokens that were taken away from its prompt."""
-    text: Tensor
-    """Room for the whole text, (max_length,), of which the first `length` tokens are written."""
-    length: int
-    sampler: Sampler
-    """How its logits become the distribution that tokens are drawn from."""
-    eos: frozenset[int]
-    """Tokens that end the text."""
-    criteria: StoppingCriteriaList
-    """Further criteria that end it."""
-    generator: torch.Generator | None
-    rounds: list[Counts] = field(default_factory=list)
-    departure: Departure = field(default_factory=Departure)
-    done: bool = False
-
-    @property
-    def context(self) -> Tensor:
-        """What was written so far, (length,)."""
-        return self.text[: self.length]
-
-    @property
-    def room(self) -> int:
-        """Tokens that may still be written."""
-        return len(self.text) - self.length
-
-    def not_finite(self, accepted: int = 0) -> InputError:
-        """Return the error that the target's logits after so many drafted tokens more are not numbers."""
-        return InputError(
-            f"target: expected finite logits, found NaN after {self.length + accepted} tokens of row {self.index}"
-        )
-
-    def advance(self, tokens: Sequence[int]) -> list[int]:
-        """Count tokens that were written behind the text, up to its end, and return those that belong to it.
-
-        The text ends with the first new token that meets any criterion.
-        """
-        start = self.length
-        for i, token in enumerate(tokens, start=1):
-            self.length = start + i
-            self.done = self.room == 0 or token in self.eos
-            if not self.done and self.criteria:
-                self.done = bool(self.criteria(self.context[None], None).all())  # type: ignore[arg-type]
-            if self.done:
-                return list(tokens[:i])
-        return list(tokens)
-
-
-class TextBatch:
-    """The texts of some rows in one tensor, so that what a round writes goes to the device at once.
-
-    Args:
-        rows: texts to be written; each row's `text` becomes a view.
-        block: tokens that one round writes to a row at most.
-    """
-
-    def __init__(self, rows: Sequence[Row], block: int):
-        self.rows = list(rows)
-        longest = max(len(row.text) for row in rows)
-        self._tokens = rows[0].text.new_zeros(len(rows), longest + block)
-        for row, tokens in zip(rows, self._tokens, strict=True):
-            tokens[: row.length] = row.context
-            row.text = tokens[: len(row.text)]
-        self.lengths = Places([row.length for row in rows], self._tokens.device)
-        """How much of each row is written."""
-
-    def last(self) -> Tensor:
-        """Return each row's last token, (B, 1)."""
-        if self.lengths.alike:
-            return self._tokens[:, self.lengths.host[0] - 1, None]
-        return self._tokens.gather(1, self.lengths.tensor[:, None] - 1)
-
-    def append(self, tokens_B: Tensor) -> None:
-        """Write one token behind each row, (B,)."""
-        if self.lengths.alike:
-            self._tokens[:, self.lengths.host[0]] = tokens_B
-        else:
-            self._tokens.scatter_(1, self.lengths.tensor[:, None], tokens_B[:, None])
-        self.lengths = self.lengths + 1
-
-    def write(self, tokens: Sequence[Sequence[int]], paths: Sequence[Sequence[int]]) -> Tensor:
-        """Write tokens behind each row, in one transfer, which the places of the accepted nodes go with.
-
-        Args:
-            tokens: at most as many for each row as it has room for.
-            paths: the places in its block of each row's accepted nodes; none where they are all in order.
-
-        Returns:
-            The same places, (B, D): where a path ends, those that a chain would have.
-        """
-        width, depth = max(map(len, tokens)), max(map(len, paths), default=0)
-        lengths = [row.length + len(new) for row, new in zip(self.rows, tokens, strict=True)]
-        packet = torch.tensor(
-            [
-                [length, *new, *[0] * (width - len(new)), *path, *range(len(path) + 1, depth + 1)]
-                for length, new, path in zip(lengths, tokens, paths or [[]] * len(tokens), strict=True)
-            ],
-            device=self._tokens.device,
-        )
-        if self.lengths.alike:
-            self._tokens.narrow(1, self.lengths.host[0], width).copy_(packet[:, 1 : 1 + width])
-        else:
-            columns = self.lengths.tensor[:, None] + torch.arange(width, device=self._tokens.device)
-            self._tokens.scatter_(1, columns, packet[:, 1 : 1 + width])
-        self.lengths = Places(lengths, packet.device, packet[:, 0])
-        return packet[:, 1 + width :]
-
-    def select(self, places: Sequence[int]) -> None:
-        """Go on with some of the rows."""
-        self.rows = [self.rows[place] for place in places]
-        self._tokens = self._tokens[places]
-        for row, tokens in zip(self.rows, self._tokens, strict=True):
-            row.text = tokens[: len(row.text)]
-        self.lengths = Places([row.length for row in self.rows], self._tokens.device)
 
 
 # Where a processor keeps a length that `generate` counted with the padding.
@@ -397,7 +248,12 @@ def generate_arguments(
         criteria.append(StopStringCriteria(tokenizer, stop_strings))
         kwargs["stopping_criteria"] = criteria
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-    return kwargs | {"inputs": input_ids, "attention_mask": mask, "return_dict_in_generate": True}
+    kwargs |= {"inputs": input_ids, "attention_mask": mask}
+    if kwargs.get("generation_config") is None:
+        return kwargs | {"return_dict_in_generate": True}
+    config = copy.deepcopy(config)  # the library warns of arguments beside a config
+    config.return_dict_in_generate = True
+    return kwargs | {"generation_config": config}
 
 
 def decoded(target: PreTrainedModel, decoder: Any, arguments: Mapping[str, Any]) -> DecodeOutput:

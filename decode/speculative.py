@@ -17,9 +17,6 @@ from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import (
     DecodeOutput,
-    Departure,
-    Row,
-    TextBatch,
     collect_output,
     decoded,
     generate_arguments,
@@ -27,6 +24,7 @@ from draftsmith.decode.generation import (
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, tokens_of
+from draftsmith.decode.rows import Departure, Row, TextBatch
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.verification import NO_TOKEN, Verdict
 

@@ -108,6 +108,14 @@ class Layer(CacheLayerMixin):
         padding = (0, 0, 0, min(self.slots - self.first, slots) - used)
         self.keys, self.values = (torch.nn.functional.pad(s[:, :, drop:], padding) for s in (keys, values))
 
+    def refill(self, rows: Tensor, other: "Layer", width: int) -> None:
+        """Let some rows, (R,) int64, begin with the first `width` slots of another cache's R rows."""
+        if width > cast(Tensor, self.keys).shape[2]:
+            self.block.width = width
+            self._grow()
+        for mine, new in ((self.keys, other.keys), (self.values, other.values)):
+            cast(Tensor, mine)[rows.to(cast(Tensor, mine).device), :, :width] = cast(Tensor, new)[:, :, :width]
+
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the block's keys and values, (B, H, K, D); return those that it attends to, (B, H, S, D)."""
         block = self.block

@@ -93,6 +93,20 @@ class CachedModel:
         if longest > 1:
             self.prefill(padded(texts, longest)[:, :-1])
 
+    def refill(self, rows: Sequence[int], texts: Sequence[Tensor]) -> None:
+        """Feed other texts, of (T_b,) int64, but for their last tokens, to some rows; the others stay as they are.
+
+        Layers with a window must not have forgotten anything: `rollback` is the greatest length.
+        """
+        fresh = CachedModel(self.model, len(rows), self._last + 1)
+        fresh.prefill_texts(texts)
+        width, places = max(map(len, texts)) - 1, torch.tensor(rows, device=self._device)
+        for layer, new in zip(self._layers, fresh._layers, strict=True):
+            if new.is_initialized:
+                layer.refill(places, new, width)
+        if self._positions is not None:
+            self._positions[places, :width] = self._range[:width]
+
     def prefill(self, tokens: Tensor, keep: int = 1) -> Tensor:
         """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.
 

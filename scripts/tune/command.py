@@ -14,8 +14,8 @@ from tqdm.auto import tqdm
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.generation import Departure
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
+from draftsmith.decode.rows import Departure
 from draftsmith.scripts.pair import DrafterSpec, Pair, left_padded, load_pair
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.scripts.tune.tradeoff import (
@@ -130,7 +130,7 @@ def _load(config: TuneConfig) -> Task:
     kind, path = ("draft", config.draft) if config.draft else ("medusa", config.medusa)
     spec = DrafterSpec(kind, path, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
-    ids = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
+    ids = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
     pair.check_positions(max(map(len, ids)), config.max_new_tokens)
     return Task(config, pair, ids)
 
