@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.data.generate import complete
+from draftsmith.train.data.decoding import complete
 
 
 def prompts_of(batch: dict[str, Tensor]) -> list[Tensor]:

@@ -14,8 +14,8 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
-from draftsmith.train.data.generate import end_of_sequence_ids
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective

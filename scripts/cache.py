@@ -4,12 +4,14 @@ import sys
 from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
+from draftsmith.train.job.processes import is_first
+from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write a teacher cache and print what was written.
+    """Write a teacher cache and print what was written, once for all processes.
 
     Args:
         argv: the flags; those of the process by default.
@@ -21,6 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         InputError: bad flags, completions, target or output directory; too little space, or a full disk.
     """
     summary = make_cache(parse_config(CacheConfig, argv, prog="draftsmith cache"))
+    if not is_first():
+        return 0
     size, positions = summary.bytes_per_token, summary.positions_written
     rows = {
         "samples": f"{summary.samples} ({summary.written} written now, {summary.kept} kept)",
@@ -35,4 +39,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_rank(main))

@@ -57,7 +57,8 @@ COMMANDS = {
 PACKAGES = ("doctor", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
 TRAINING = ("distill", "medusa")
-"""Commands that `accelerate launch` starts."""
+LAUNCHED = {name: name for name in TRAINING} | {name: f"scripts.{name}" for name in ("prepare", "cache")}
+"""Commands that `accelerate launch` starts where there are several processes, and their modules."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 NO_FILE = "<N/A>"
 """How torch's launcher calls the file of a process that left no message."""
@@ -91,11 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
         return 2
     if {"-h", "--help"} & set(rest):
-        if name in TRAINING:
+        if name in LAUNCHED:
             print(LAUNCH_USAGE.format(name=name))
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
-    if name in TRAINING:
-        return run(lambda: _train(name, rest))
+    if name in LAUNCHED:
+        return run(lambda: _launch(name, rest))
     module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
 
     def command() -> int:
@@ -115,14 +116,15 @@ def config_class(name: str, arguments: Sequence[str] = ()) -> type[Any]:
     return config if isinstance(config, type) else config(arguments)  # type: ignore[no-any-return]
 
 
-def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Return the command line that starts a training run, and what it adds to the environment.
+def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> tuple[list[str], dict[str, str]]:
+    """Return the command line that starts a run, and what it adds to the environment.
 
-    Without a configuration of accelerate's and with at most one GPU, the recipe runs as it is, in one process.
+    Without a configuration of accelerate's and with at most one GPU, it runs as it is, in one process.
 
     Args:
-        name: one of `TRAINING`.
-        arguments: `--processes`, `--accelerate-config`, and the recipe's own.
+        name: one of `LAUNCHED`.
+        arguments: `--processes`, `--accelerate-config`, and the command's own.
+        alone: let it run in one process unless `arguments` ask for more.
 
     Raises:
         InputError: no whole number of processes, or a file that is not there.
@@ -131,7 +133,9 @@ def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict
     from accelerate.commands.config.config_args import default_config_file
 
     file, processes, rest = _launcher_flags(arguments)
-    recipe = ["-m", f"draftsmith.{name}", *rest]
+    recipe = ["-m", f"draftsmith.{LAUNCHED[name]}", *rest]
+    if alone and file is None and processes is None:
+        return [sys.executable, *recipe], {}
     gpus = torch.cuda.device_count()
     if file is None and not os.path.isfile(default_config_file):
         count = processes or max(gpus, 1)
@@ -148,14 +152,21 @@ def launch_command(name: str, arguments: Sequence[str]) -> tuple[list[str], dict
     return [sys.executable, *LAUNCHER, *options, *recipe], environment
 
 
-def _train(name: str, arguments: Sequence[str]) -> int:
-    """Start a training run, and end as it does."""
-    _, _, recipe = _launcher_flags(arguments)
-    check_fields(config_class(name), recipe)  # what is wrong with them is said before seconds of imports, and once
-    command, environment = launch_command(name, arguments)
+def _launch(name: str, arguments: Sequence[str]) -> int:
+    """Start a run of one or several processes, and end as it does."""
+    (_, _, own), alone = _launcher_flags(arguments), False
+    # What is wrong with the fields is said before seconds of imports, and once.
+    if name in TRAINING:
+        check_fields(config_class(name), own)
+    else:
+        alone = parse_config(config_class(name), own).alone
+    command, environment = launch_command(name, arguments, alone)
     if command[1:3] == LAUNCHER:
         os.environ |= environment
         return _launched(command[3:])
+    if name not in TRAINING:
+        code: int = import_module(f"draftsmith.{LAUNCHED[name]}").main(own)
+        return code
     # In place of this process: signals and exit codes are those of the run.
     os.execve(command[0], command, os.environ | environment)
 

@@ -7,7 +7,15 @@ from draftsmith.decode.errors import InputError, Range, at_least, at_most, more_
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.measure.config import TEST_TOKENS
 from draftsmith.train.cli import Ints, numbers
-from draftsmith.train.options import DRAFT_LENGTH, DTYPES, THREADS, TREE_NODES, ModelOptions, PromptOptions
+from draftsmith.train.options import (
+    DRAFT_LENGTH,
+    DTYPES,
+    THREADS,
+    TREE_NODES,
+    ModelOptions,
+    PromptOptions,
+    TemplateOptions,
+)
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
@@ -22,7 +30,7 @@ CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
 
 
 @dataclass
-class GenerateConfig(Sampling, ModelOptions):
+class GenerateConfig(Sampling, TemplateOptions):
     """Try a target with a drafter on one prompt, and watch in colour which tokens the drafter got right."""
 
     target: str

@@ -108,11 +108,10 @@ def _prompt(config: GenerateConfig) -> str:
 
 
 def _encode(config: GenerateConfig, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if not config.chat:
-        return encode_prompt(Prompt("prompt", prompt, None, None), tokenizer)
-    if tokenizer.chat_template is None:
+    if config.chat and tokenizer.chat_template is None:
         raise InputError(f"chat: expected a tokenizer with a chat template, found none in {config.target}")
-    return encode_prompt(Prompt("prompt", None, [{"role": "user", "content": prompt}], None), tokenizer)
+    asked = Prompt("prompt", None, [{"role": "user", "content": prompt}], None)
+    return encode_prompt(asked if config.chat else Prompt("prompt", prompt, None, None), tokenizer, **config.encoding)
 
 
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, prepare
+from draftsmith.train.job.processes import is_first
+from draftsmith.train.job.ranks import run_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prepare completions and print what was written.
+    """Prepare completions and print what was written, once for all processes.
 
     Args:
         argv: the flags; those of the process by default.
@@ -24,6 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         InputError: bad flags, prompts, target, server or output directory; or a full disk.
     """
     summary = prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare"))
+    if not is_first():
+        return 0
     share, speed = summary.repeated_ngram_share, summary.tokens_per_second
     rows = {
         "completions": f"{summary.written + summary.kept} ({summary.written} written now, {summary.kept} kept)",
@@ -48,4 +52,4 @@ def _names(ids: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_rank(main))

@@ -31,7 +31,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
+    encoded = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     spec = DrafterSpec(config.kind, config.draft or config.medusa, draft_lengths=[config.draft_length])

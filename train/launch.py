@@ -9,14 +9,14 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.examples import TrainingData, require_apart, split_off, training_examples
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.job import ranks
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
-from draftsmith.train.models import check_head, load_config, load_model, resolve_dtype, set_attention
+from draftsmith.train.models import check_head, load_config, load_model, named_device, resolve_dtype, set_attention
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import interruption_told
@@ -64,13 +64,7 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     Raises:
         InputError: a target that cannot be used, or a device that this machine does not have.
     """
-    if config.target_device not in (None, "auto"):
-        try:
-            torch.empty(0, device=config.target_device)
-        except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
-            raise InputError(
-                f"target_device: expected a device of this machine, found {config.target_device}: {first_line(error)}"
-            ) from error
+    named_device(config.target_device)
     device, code = config.training.device, config.trust_remote_code
     dtype = resolve_dtype(config.target_dtype, config.target, device=device, trust_remote_code=code)
     if config.target_sharded:

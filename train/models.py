@@ -23,7 +23,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from draftsmith.decode.errors import InputError, one_of
+from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
     check_loaded,
@@ -42,8 +42,22 @@ QUANTIZATIONS: dict[str, dict[str, Any]] = {
 
 
 def default_device() -> torch.device:
-    """Return the first CUDA device where there is one, the CPU otherwise."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return this process's CUDA device where there is one, the CPU otherwise."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def named_device(name: torch.device | str | None, field: str = "target_device") -> torch.device | None:
+    """Return the device of a name; None for None and for "auto".
+
+    Raises:
+        InputError: torch has no such device here.
+    """
+    if name in (None, "auto"):
+        return None
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter where torch was built without CUDA
+        raise InputError(f"{field}: expected a device of this machine, found {name}: {first_line(error)}") from error
 
 
 def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bool = False) -> PretrainedConfig:
@@ -163,7 +177,7 @@ def load_model(
     one_of(options.DTYPES).check("dtype", dtype)
     config = load_config(path, field=field, trust_remote_code=trust_remote_code)
     stored = stored_tensors(path, field)
-    where = None if device in (None, "auto") else torch.device(device)  # type: ignore[arg-type]
+    where = named_device(device)
     dtype = resolve_dtype(dtype, path, field=field, device=where, trust_remote_code=trust_remote_code)
     placed: dict[str, Any] = {}
     home = device or default_device()

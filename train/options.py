@@ -1,8 +1,20 @@
 """What several commands are told in the same words. Light: nothing here imports torch."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from typing import Any
 
-from draftsmith.decode.errors import at_least, at_most, less_than, more_than, one_of, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    Range,
+    at_least,
+    at_most,
+    less_than,
+    more_than,
+    one_of,
+    require,
+    require_some,
+)
 from draftsmith.decode.options import Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
@@ -10,6 +22,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 SAVE_DTYPES = ("float32", "bfloat16", "float16", "auto")
 """What a field `save_dtype` may say."""
 QUANTIZATIONS = ("8bit", "4bit")
+DEVICE = Range(
+    "auto, cpu, or a device such as cuda:1",
+    lambda name: re.fullmatch(r"auto|cpu|mps|(cuda|xpu|npu|hpu)(:\d+)?", name) is not None,
+)
+"""Where a model may lie."""
 DRAFT_LENGTH = at_least(1) & at_most(256)
 """γ: a round of more is no use to anyone."""
 TREE_NODES = at_least(1) & at_most(1024)
@@ -35,13 +52,73 @@ class ModelOptions(Options):
 
 
 @dataclass(kw_only=True)
-class PromptOptions(ModelOptions):
+class TargetOptions(Options):
+    """Where the target lies, and in how many bits."""
+
+    target_device: str | None = None
+    """Where the target lies: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of
+    a single process); or a device, such as cuda:1."""
+    target_quantization: str | None = None
+    """8bit or 4bit weights for the target, by bitsandbytes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, DEVICE, "target_device")
+        require(self, one_of(QUANTIZATIONS), "target_quantization")
+
+    def require_own_device(self, processes: int) -> None:
+        """Require that each process can use its own GPU alone.
+
+        Raises:
+            InputError: several processes, and one GPU for all of them, or all for each.
+        """
+        device = self.target_device or ""
+        if processes > 1 and (device == "auto" or ":" in device):
+            raise InputError(
+                f"target_device: expected none, cpu or cuda with {processes} processes, each of which has its own GPU, "
+                f"found {device}"
+            )
+
+    @property
+    def alone(self) -> bool:
+        """Whether one process does all the work, however many GPUs there are."""
+        device = self.target_device or ""
+        return device == "auto" or ":" in device
+
+
+@dataclass(kw_only=True)
+class TemplateOptions(ModelOptions):
+    """How conversations go into the target's chat template."""
+
+    system_prompt: str | None = None
+    """Begins every conversation that has no system turn of its own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as '{"enable_thinking": false}'."""
+    max_prompt_tokens: int | None = None
+    """Tokens of a prompt at most: of a longer conversation the oldest user's text is cut from the left, so that what
+    the chat template writes stays whole; of plain text the last tokens are kept."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1), "max_prompt_tokens")
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """What `mask_conversation` is told."""
+        return {"system_prompt": self.system_prompt, "variables": self.chat_template_kwargs}
+
+    @property
+    def encoding(self) -> dict[str, Any]:
+        """What `encode_prompt` is told."""
+        return self.template | {"max_tokens": self.max_prompt_tokens}
+
+
+@dataclass(kw_only=True)
+class PromptOptions(TemplateOptions):
     """Which prompts are completed, and how far."""
 
     limit: int | None = None
     """Read the first so many prompts only."""
-    max_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt."""
     max_new_tokens: int = 128
     """Tokens of a completion at most."""
     seed: int = 0
@@ -51,7 +128,7 @@ class PromptOptions(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens")
+        require(self, at_least(1), "limit", "max_new_tokens")
         require(self, THREADS, "threads")
         require(self, at_least(0), "seed")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
-from draftsmith.train.options import QUANTIZATIONS, SAVE_DTYPES
+from draftsmith.train.options import SAVE_DTYPES, TargetOptions
 
 DUPLICATES = ("texts", "prompts")
 """What may be left out where it repeats; each leaves out what those before it do."""
@@ -24,7 +24,7 @@ def _training_arguments() -> TrainingArguments:
 
 
 @dataclass
-class RecipeConfig:
+class RecipeConfig(TargetOptions):
     """Learn from a target, on completions that it wrote (`draftsmith prepare`)."""
 
     acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha")
@@ -71,11 +71,6 @@ class RecipeConfig:
     """How both models compute attention: sdpa, eager, flex_attention, flash_attention_2 or another that transformers
     has here; its default, sdpa mostly, if not given. For packed rows sdpa takes a mask of T² entries a row; flex
     attention skips its empty blocks, and flash attention needs none."""
-    target_device: str | None = None
-    """Where the target lies: by default a whole copy on each process's device; "auto" spreads one over all GPUs (of
-    a single process); or a device, such as cuda:1."""
-    target_quantization: str | None = None
-    """8bit or 4bit weights for the target, by bitsandbytes."""
     target_sharded: bool = False
     """Leave each process its share of the target's layers, in place of a whole copy, and gather each layer while it
     computes: for targets that one device cannot hold, at the price of reading all of it over the network each step."""
@@ -91,9 +86,9 @@ class RecipeConfig:
     """Run model code that a repository ships."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_some(self, "completions", "directory")
         require(self, one_of(("trainer", "muon")), "optimizer")
-        require(self, one_of(QUANTIZATIONS), "target_quantization")
         require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
         require(self, at_least(1), "loss_chunk")
@@ -105,7 +100,7 @@ class RecipeConfig:
                 raise InputError(f"target_sharded: expected false with {name}, found true")
         if self.packing and self.max_length is None:
             raise InputError("max_length: expected the tokens of a packed row, found none")
-        self._require_own_device()
+        self._use_own_device()
         self._select_on_acceptance()
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
         self.training.logging_nan_inf_filter = False  # waits for the device in each part; a loss that is none ends all
@@ -153,14 +148,10 @@ class RecipeConfig:
                 f"{len(self.source_weights)}"
             )
 
-    def _require_own_device(self) -> None:
+    def _use_own_device(self) -> None:
         """Have each process use its own GPU alone, but for a target that is spread over the GPUs of a single one."""
         device = self.target_device or ""
-        if self.training.world_size > 1 and (device == "auto" or ":" in device):
-            raise InputError(
-                f"target_device: expected none, cpu or cuda with {self.training.world_size} processes, each of which "
-                f"has its own GPU, found {device}"
-            )
+        self.require_own_device(self.training.world_size)
         if self.training.n_gpu > 1:  # the library would spread batches over them by nn.DataParallel
             if device in ("", "cuda"):
                 print(f"GPUs: one of {self.training.n_gpu} is used; --processes makes more of them", file=sys.stderr)

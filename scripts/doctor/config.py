@@ -4,11 +4,11 @@ from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, require, require_some
 from draftsmith.train.cli import Ints, numbers
-from draftsmith.train.options import ModelOptions
+from draftsmith.train.options import TemplateOptions
 
 
 @dataclass
-class DoctorConfig(ModelOptions):
+class DoctorConfig(TemplateOptions):
     """Check a target, a draft, heads and samples before they cost any time: what fits, what does not, a way out."""
 
     target: str

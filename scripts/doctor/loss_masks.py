@@ -11,6 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
@@ -42,40 +43,27 @@ class Samples:
     """The error of each sample that is refused."""
 
 
-def read(
-    prompts: str | None,
-    completions: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    split: str = "train",
-    limit: int | None = None,
-) -> Samples:
-    """Read samples with their loss masks.
-
-    Args:
-        prompts: conversations with the assistant's answers, or prompts, as `prepare` reads them.
-        completions: a directory that `prepare` wrote, read in their place where given.
-        tokenizer: the target's.
-        split: of a directory or hub id of prompts.
-        limit: read the first so many samples only.
+def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase) -> Samples:
+    """Read the samples that a config names, with their loss masks.
 
     Raises:
         InputError: a source that cannot be read.
     """
     samples = Samples()
-    if completions is not None:
-        rows = load_completions(completions, tokenizer_size(tokenizer))
-        for row in rows.select(range(min(len(rows), limit or len(rows)))):
+    if config.completions is not None:
+        rows = load_completions(config.completions, tokenizer_size(tokenizer))
+        for row in rows.select(range(min(len(rows), config.limit or len(rows)))):
             samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
-    elif prompts is not None:
-        for prompt in read_prompts(prompts, split=split, limit=limit, answers="kept"):
+    elif config.prompts is not None:
+        for prompt in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
-                    masked = mask_conversation(prompt.messages, tokenizer, prompt.id)
+                    masked = mask_conversation(prompt.messages, tokenizer, prompt.id, **config.template)
                     samples.all.append(
                         Sample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
                     )
                 else:
-                    ids = encode_prompt(prompt, tokenizer)
+                    ids = encode_prompt(prompt, tokenizer, **config.encoding)
                     samples.all.append(Sample(prompt.id, ids, [0] * len(ids), answered=False))
             except InputError as error:
                 samples.refused.append(str(error))

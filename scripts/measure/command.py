@@ -32,7 +32,7 @@ from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, TreePicture, Verifier
 from draftsmith.scripts.settings import Settings, load_fastest
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.generate import complete
+from draftsmith.train.data.decoding import complete
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import Sample, make_batches, mixed_seed
 from draftsmith.train.data.shards import output_directory
@@ -58,7 +58,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
     output = require_writable(config.output, *FILES)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
-    encoded = [encode_prompt(prompt, tokenizer, max_tokens=config.max_prompt_tokens) for prompt in prompts]
+    encoded = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
     count = len(encoded[: config.limit])
     if max(config.batch_size) > count:
         raise InputError(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.bench import common, data, decode, divergence, medusa, objectives, replay, variants
+from draftsmith.scripts.bench import common, data, decode, divergence, medusa, objectives, prepare, replay, variants
 from draftsmith.scripts.bench.rounds import ACCURACIES, count
 from draftsmith.train.cli import parse_config
 
@@ -45,6 +45,7 @@ def test_every_command_line_of_the_documentation_parses():
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
         ("replay", ["--draws", "1"], "draws: expected at least 2, found 1"),
         ("objectives", ["--variants", '["tvd@x"]'], "variants: expected NAME or NAME@STEPS"),
+        ("prepare", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("medusa", ["--baseline", "none"], "variants: expected NAME or NAME@STEPS"),
     ],
 )
@@ -102,6 +103,16 @@ def test_replay_counts_what_the_decoder_counts(pair, tmp_path, capsys):
     assert figures["sampled"]["greedy draft"]["draft_lengths"]["2"]["own_texts_rounds_equal"] == 4
     printed = capsys.readouterr().out
     assert "T=0" in printed and "T=1, probabilistic" in printed
+
+
+def test_prepare(pair, tmp_path, capsys):
+    arguments = [*pair[:2], *pair[4:], "--max_new_tokens", "6", "--batch_size", "1", "--rounds", "2"]
+    figures = figures_of(prepare.bench, prepare.BenchPrepareConfig, arguments, tmp_path)
+    assert 1 <= figures["completion_tokens"] <= 6 and 0 <= figures["ended"] <= 1
+    assert figures["refilled_over_library"]["value"] == pytest.approx(
+        figures["refilled_tokens_per_second"]["value"] / figures["library_tokens_per_second"]["value"]
+    )
+    assert "refilled over library" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("benchmark", "own"), [(objectives, "jsd"), (medusa, "medusa2")])

@@ -33,7 +33,7 @@ def config_class(name: str, *argv: str) -> type[Any]:
     """Return the config of a command, or of a module that runs by itself."""
     if name == "draftsmith.scripts.check_lossless":
         return LosslessConfig
-    return cli.config_class(name.removeprefix("draftsmith."), argv)
+    return cli.config_class(name.removeprefix("draftsmith.").removeprefix("scripts."), argv)
 
 
 def check_fields(name: str, argv: list[str]) -> None:
@@ -57,9 +57,9 @@ def check_line(words: list[str]) -> None:
     program, *argv = words
     if program == "draftsmith":
         name, *argv = argv
-        if name in cli.TRAINING:
+        if name in cli.LAUNCHED:
             command, _ = cli.launch_command(name, argv)
-            check_fields(name, command[command.index(f"draftsmith.{name}") + 1 :])
+            check_fields(name, command[command.index(f"draftsmith.{cli.LAUNCHED[name]}") + 1 :])
         elif name != "--help":
             assert name in cli.COMMANDS, f"there is no command {name!r}"
             check_fields(name, argv)

@@ -12,8 +12,8 @@ from fake_server import COUNT, OTHER_END, backed, native, older_sglang, plain, r
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train.data import generate as completions
-from draftsmith.train.data.endpoint import Answer, Completion, Vocabulary, settle
 from draftsmith.train.data.generate import prepare
+from draftsmith.train.endpoint.completions import Answer, Completion, Vocabulary, settle
 
 pytest_plugins = ["server_fixtures"]
 

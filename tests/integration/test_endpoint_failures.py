@@ -9,6 +9,8 @@ from fake_server import COUNT, refusal, rows, vllm
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.generate import prepare
+from draftsmith.train.endpoint import server as server_module
+from draftsmith.train.endpoint.server import Window
 
 pytest_plugins = ["server_fixtures"]
 
@@ -39,7 +41,7 @@ def test_a_failing_server_is_given_up_and_what_was_finished_is_kept(remote, serv
     server.answer = answer
     cfg = remote(endpoint_concurrency=1, endpoint_retries=3)
     assert refusal(cfg).endswith(
-        f" from {server.root}/v1/completions, found 500 CUDA error in the last of 4 tries; finished batches are kept, "
+        f" from {server.root}/v1/completions, found 500 CUDA error in the last of 4 tries; finished shards are kept, "
         "run the same command again"
     )
     assert len(server.asked) == 5 + 4
@@ -122,6 +124,116 @@ def test_answers_of_another_shape_are_refused(answer, found, remote, server):
     assert refusal(remote(endpoint_concurrency=1)) == (
         f"endpoint: expected a completion of prompt 'p7' from {server.root}/v1, found {found}"
     )
+
+
+@pytest.mark.parametrize("ids", [[65.0], ["65"], [True], 65, [None]])
+def test_ids_that_are_no_whole_numbers_are_refused(ids, remote, server):
+    server.answer = lambda path, body, number: vllm(body, [65], "length", token_ids=ids)
+    assert refusal(remote(endpoint_concurrency=1)).endswith("found an answer of another shape")
+
+
+def test_half_a_surrogate_pair_is_no_text(remote, server):
+    server.answer = lambda path, body, number: vllm(body, [65], "length", text="\ud800", token_ids=None)
+    assert refusal(remote(endpoint_concurrency=1)).endswith("found an answer of another shape")
+    server.answer = lambda path, body, number: (400, {}, b'{"error": {"message": "no \\ud800"}}')
+    refusal(remote(endpoint_concurrency=1)).encode("utf-8")
+    server.models = ["\ud800"]
+    assert refusal(remote()).startswith("endpoint_model: expected one model at ")
+
+
+@pytest.mark.parametrize("data", [5, "tiny", {"id": "tiny"}, None, [["tiny"]], [{"id": 5}]])
+def test_a_list_of_models_that_is_none_names_none(data, remote, server, monkeypatch):
+    said = json.dumps({"object": "list", "data": data}).encode()
+    monkeypatch.setattr(server, "respond", lambda path, headers, body: (200, {}, said))
+    assert refusal(remote()) == (
+        f"endpoint_model: expected one model at {server.root}/v1, found none; name the target with --endpoint_model"
+    )
+
+
+def test_an_answer_of_more_tokens_than_were_asked_for_is_refused(remote, server):
+    server.answer = lambda path, body, number: vllm(body, [65] * 13, "length")
+    assert refusal(remote(endpoint_concurrency=1)) == (
+        f"endpoint: expected at most 12 tokens for prompt 'p7', found 13 from {server.root}/v1"
+    )
+
+
+def test_an_answer_without_end_is_not_kept_in_memory(remote, server, monkeypatch):
+    monkeypatch.setattr(server_module, "MOST_BYTES", 2**20)
+    server.answer = lambda path, body, number: (200, {}, b" " * 2**21)
+    assert refusal(remote(endpoint_concurrency=1)) == (
+        f"endpoint: expected an answer of at most 1048576 bytes from {server.root}/v1/completions, found more"
+    )
+
+
+def test_a_server_that_drips_bytes_is_waited_for_no_longer_than_one_that_is_silent(remote, server, waits):
+    """Each byte comes in time, the answer never does."""
+    server.drips = 0.05
+    server.answer = lambda path, body, number: vllm(body, [65], "length")
+    message = refusal(remote(endpoint_timeout=0.3, endpoint_retries=1, endpoint_concurrency=1, endpoint_model="tiny"))
+    assert "found no whole answer within 0 s in the last of 2 tries; finished shards are kept" in message
+    assert len(waits) == 1
+
+
+def test_a_server_that_is_always_busy_is_given_up_at_the_deadline(remote, server, waits):
+    server.answer = lambda path, body, number: (429, {"Retry-After": "500"}, b'{"error": {"message": "slow down"}}')
+    message = refusal(remote(endpoint_concurrency=1, endpoint_deadline=300.0))
+    assert message.endswith(
+        "found 429 slow down in the last of 1 tries within endpoint_deadline (300 s); finished shards are kept, "
+        "run the same command again"
+    )
+    assert waits == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9", "socks"),
+        ("HTTP_PROXY", "nonsense://127.0.0.1:9", "nonsense"),
+        ("SSL_CERT_FILE", "/nowhere/ca.pem", "No such file"),
+    ],
+)
+def test_an_environment_that_cannot_be_used_is_told_in_one_line(variable, value, found, remote, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    message = refusal(remote(endpoint="https://127.0.0.1:9/v1", endpoint_retries=0))
+    assert message.startswith("endpoint: expected ")
+    assert found.lower() in message.lower()
+
+
+def test_requests_under_way_follow_the_server(remote, server):
+    window = Window(None)
+    assert window.size == 64
+    window.grow()
+    assert window.size == 65
+    window.shrink()
+    window.shrink()  # with the others that were under way
+    assert window.size == 32
+    for _ in range(9):
+        window.grow()
+        window.shrink()
+    assert window.size == 1
+    for _ in range(2000):
+        window.grow()
+    assert window.size == 1024
+    fixed = Window(3)
+    fixed.grow()
+    fixed.shrink()
+    assert fixed.size == 3
+
+
+def test_a_busy_server_gets_fewer_requests_at_once(remote, server, waits):
+    """It takes four at a time, and says so to the others."""
+    slow = threading.Event()
+
+    def answer(path, body, number):
+        if server.busy > 4:
+            return 429, {}, b"busy"
+        slow.wait(0.02)
+        return vllm(body, [65], "length")
+
+    server.answer = answer
+    summary = prepare(remote(endpoint_concurrency=None, endpoint_retries=50, samples=3, temperature=1.0))
+    assert summary.written == 3 * COUNT
+    assert server.busiest <= 3 * COUNT
 
 
 def test_a_server_that_changes_the_prompt_is_refused(remote, server):

@@ -60,7 +60,7 @@ def config(described, tmp_path):
     path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
 
     def make(output: str = "out", **settings) -> PrepareConfig:
-        given = {"prompts": str(path), "answers": "given", "batch_size": 2} | settings
+        given = {"prompts": str(path), "answers": "given", "shard_size": 2} | settings
         given.setdefault("target", str(tmp_path / "described"))
         if not Path(given["target"]).exists():
             described(given.pop("template", ENDED))
@@ -111,7 +111,7 @@ def test_conversations_longer_than_the_positions_are_left_out_and_named(config, 
     cfg = config()
     flags = [
         part
-        for name in ("target", "prompts", "output", "batch_size")
+        for name in ("target", "prompts", "output", "shard_size")
         for part in (f"--{name}", str(getattr(cfg, name)))
     ]
     assert main([*flags, "--answers", "given"]) == 0
@@ -135,7 +135,7 @@ def test_samples_without_a_token_to_learn_from_are_named(config, capsys):
     assert "silent" not in [row["id"] for row in training_examples([cfg.output])]
     flags = [
         part
-        for name in ("target", "prompts", "output", "batch_size")
+        for name in ("target", "prompts", "output", "shard_size")
         for part in (f"--{name}", str(getattr(cfg, name)))
     ]
     main([*flags, "--answers", "given"])
@@ -158,14 +158,15 @@ def test_a_resume_compares_what_was_said_and_not_how_it_would_have_been_sampled(
     before = {path.name: path.read_bytes() for path in output.iterdir()}
     manifest = json.loads(before["manifest.json"])
     assert manifest["source"] == {"answers": "given"}
-    assert manifest["settings"] == {"split": "train", "limit": None, "batch_size": 2}
+    template = {"system_prompt": None, "chat_template_kwargs": {}}
+    assert manifest["settings"] == {"split": "train", "limit": None, "shard_size": 2} | template
     (output / "shard-00001.parquet").unlink()
     assert (summary := prepare(config(temperature=0.5, seed=3))).kept == 2, summary
     assert {path.name: path.read_bytes() for path in output.iterdir()} == before
     begun = f"; {output} was begun otherwise: give another --output, or remove it"
     for settings, message in (
         ({"answers": "target"}, "answers: expected 'given', found 'target'"),
-        ({"batch_size": 3}, "batch_size: expected 2, found 3"),
+        ({"shard_size": 3}, "shard_size: expected 2, found 3"),
     ):
         short = {"max_new_tokens": 4, "limit": 3} if "answers" in settings else {}
         with pytest.raises(InputError) as error:

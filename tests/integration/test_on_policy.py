@@ -10,12 +10,15 @@ from transformers import GenerationConfig
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
+from draftsmith.distill.config import DraftInit
 from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.data import decoding
 from draftsmith.train.data.collator import IGNORED, CompletionCollator
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.packing import pack
 from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.options import LoraOptions
 
 
 def sampling(**options) -> GenerationConfig:
@@ -144,6 +147,20 @@ def test_the_loss_is_that_of_the_drafts_text_over_its_own_tokens(pipeline, tmp_p
     assert a + b == pytest.approx(total / sum(tokens), rel=1e-5)
     assert history(trainer, "on_policy_tokens") == [sum(tokens)]
     assert history(trainer, "on_policy_seconds")[0] > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"training": {"bf16": True}}, {"init": DraftInit(lora=LoraOptions(2))}, {"packing": True, "max_length": 64}],
+)
+def test_a_draft_writes_under_autocast_and_with_adapters_too(options, pipeline, tmp_path, monkeypatch):
+    """By our own decoder, which keeps its cache in what the layers give it."""
+    monkeypatch.setattr(decoding, "by_library", None)
+    training = {"max_steps": 2, "logging_steps": 2} | options.pop("training", {})
+    config = configured(pipeline, tmp_path / "out", on_policy=1.0, on_policy_tokens=5, training=training, **options)
+    trainer = command.distill(config)
+    assert history(trainer, "on_policy_tokens")[0] > 5
+    assert history(trainer, "loss")[0] > 0
 
 
 def test_a_share_of_the_batches_is_the_drafts_own_and_it_learns(pipeline, tmp_path, monkeypatch):

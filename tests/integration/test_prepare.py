@@ -21,8 +21,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train import files
 from draftsmith.train.cli import parse_config
+from draftsmith.train.data import decoding, shards
 from draftsmith.train.data import generate as completions
-from draftsmith.train.data import shards
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 
 COUNT = 11  # in batches of 2: five full ones and a last one of a single row
@@ -42,7 +42,13 @@ def prompts(tmp_path_factory):
 @pytest.fixture
 def config(target, prompts, tmp_path):
     def make(output: str = "out", **settings) -> PrepareConfig:
-        settings = {"max_new_tokens": 12, "batch_size": 2, "target": str(target), "prompts": str(prompts)} | settings
+        settings = {
+            "max_new_tokens": 12,
+            "batch_size": 2,
+            "shard_size": 2,
+            "target": str(target),
+            "prompts": str(prompts),
+        } | settings
         return PrepareConfig(output=str(tmp_path / output), **settings)
 
     return make
@@ -52,7 +58,7 @@ def config(target, prompts, tmp_path):
 def whole(target, prompts, tmp_path_factory):
     """The directory of an uninterrupted run: a name and its bytes a file."""
     output = tmp_path_factory.mktemp("whole")
-    prepare(PrepareConfig(str(target), str(prompts), str(output), max_new_tokens=12, batch_size=2))
+    prepare(PrepareConfig(str(target), str(prompts), str(output), max_new_tokens=12, batch_size=2, shard_size=2))
     return contents(output)
 
 
@@ -61,7 +67,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def flags(config: PrepareConfig) -> list[str]:
-    names = ("target", "prompts", "output", "max_new_tokens", "batch_size")
+    names = ("target", "prompts", "output", "max_new_tokens", "batch_size", "shard_size")
     return [part for name in names for part in (f"--{name}", str(getattr(config, name)))]
 
 
@@ -78,7 +84,7 @@ def fail_at_call(monkeypatch, module, name: str, calls: int, error: BaseExceptio
 
 
 def test_samples_are_prompt_and_completion_with_an_exact_mask(config):
-    cfg = config(max_new_tokens=40)
+    cfg = config(max_new_tokens=40, seed=2)
     summary = prepare(cfg)
     tokenizer = completions.load_tokenizer(cfg.target)
     ends, reasons = {tokenizer.eos_token_id, OTHER_END}, set()
@@ -122,7 +128,7 @@ def test_greedy_is_the_argmax_and_sampling_inherits_nothing(config):
         start = row["prompt_length"]
         assert logits[start - 1 : -1].argmax(-1).tolist() == row["input_ids"][start:]
 
-    generation = completions.set_generation_config(config("sampled"), model, tokenizer)
+    generation = completions.set_generation_config(config("sampled"), 12, model, tokenizer)
     processors = model._get_logits_processor(model._prepare_generation_config(generation)[0], 1)
     assert [type(p).__name__ for p in processors] == ["SuppressTokensLogitsProcessor"]
     assert generation.eos_token_id == [tokenizer.eos_token_id, OTHER_END]
@@ -145,7 +151,7 @@ def test_a_token_behind_a_gap_in_the_ids_is_not_barred(config):
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)), pad_token=tokenizer.pad_token
     )
     assert len(gapped) == len(tokenizer) < 300
-    assert completions.set_generation_config(cfg, model, gapped).suppress_tokens == list(range(301, 320))
+    assert completions.set_generation_config(cfg, 12, model, gapped).suppress_tokens == list(range(301, 320))
 
 
 def test_completions_do_not_depend_on_what_was_sampled_before(config, whole):
@@ -225,11 +231,53 @@ def test_a_manifest_without_newer_settings_is_resumed(config, whole):
         prepare(replace(cfg, min_p=0.1))
 
 
-def test_progress_is_told_inside_a_batch(config, monkeypatch):
+def test_progress_is_told_with_each_completion(config, monkeypatch):
     told = []
-    monkeypatch.setattr(completions.tqdm, "set_postfix_str", lambda bar, text, refresh: told.append(text))
-    prepare(config(limit=2, max_new_tokens=5))
-    assert told == [f"2 texts, token {n} of 5" for n in range(1, len(told) + 1)] and len(told) > 1
+    monkeypatch.setattr(completions.tqdm, "set_postfix_str", lambda bar, text, refresh: told.append((bar.n, text)))
+    prepare(config(limit=5, max_new_tokens=5, shard_size=5))
+    assert [done for done, _ in told] == [0, 1, 2, 3, 4]
+    assert all(re.fullmatch(r"\d+ tokens/s", text) for _, text in told)
+
+
+def test_rows_that_are_refilled_write_what_each_row_writes_alone(config):
+    """A shard's prompts are one queue: the more rows, the less is decoded one after the other, and nothing else."""
+    for settings in ({"temperature": 0.0}, {"temperature": 1.0, "repetition_penalty": 1.2}):
+        texts = []
+        for count in (1, 3, COUNT):
+            cfg = config(f"{settings['temperature']}-{count}", batch_size=count, shard_size=COUNT, **settings)
+            prepare(cfg)
+            texts.append(rows(cfg))
+        assert texts[0] == texts[1] == texts[2]
+
+
+def test_a_model_that_our_decoder_does_not_know_is_left_to_the_library(config, monkeypatch):
+    asked = []
+    real = decoding.by_library
+    monkeypatch.setattr(decoding, "refills_rows", lambda *args: False)
+    monkeypatch.setattr(decoding, "by_library", lambda *args: asked.append(len(args[2])) or real(*args))
+    ours, theirs = (config(name, temperature=0.0, batch_size=4, shard_size=COUNT) for name in ("ours", "theirs"))
+    prepare(theirs)
+    assert asked == [4, 4, 3]
+    monkeypatch.undo()
+    prepare(ours)
+    assert rows(ours) == rows(theirs)
+
+
+def test_most_completions_cut_by_their_length_are_warned_of(config, caplog):
+    summary = prepare(config(max_new_tokens=2))
+    assert summary.cut > COUNT / 2
+    assert f"{summary.cut} of {COUNT} completions were cut at max_new_tokens: give more" in caplog.text
+    caplog.clear()
+    assert prepare(config("long", max_new_tokens=60)).cut < COUNT / 2
+    assert "were cut" not in caplog.text
+
+
+def test_what_is_not_said_is_settled_in_the_manifest(config):
+    cfg = config(limit=1, max_new_tokens=None, shard_size=None)
+    prepare(cfg)
+    settings = json.loads((Path(cfg.output) / "manifest.json").read_text())["settings"]
+    assert (settings["max_new_tokens"], settings["shard_size"]) == (64, 16)  # half of its 128 positions; 8 × 2 rows
+    assert "target_device" not in settings
 
 
 def test_a_flipped_bit_never_changes_what_is_read(tmp_path, whole):
@@ -278,6 +326,7 @@ def test_another_failure_to_write_is_not_called_a_full_disk(config, monkeypatch)
         ("top_k", 5, "0"),
         ("top_p", 0.5, "1.0"),
         ("batch_size", 3, "2"),
+        ("shard_size", 3, "2"),
         ("seed", 1, "0"),
         ("dtype", "bfloat16", "'float32'"),
         ("split", "test", "'train'"),
@@ -373,11 +422,16 @@ def test_loading_names_what_is_wrong(config, whole, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        *((name, 0, "at least 1") for name in ("limit", "max_prompt_tokens", "max_new_tokens", "batch_size")),
+        *(
+            (name, 0, "at least 1")
+            for name in ("limit", "max_prompt_tokens", "max_new_tokens", "batch_size", "shard_size")
+        ),
         *((name, -1, "at least 0") for name in ("top_k", "seed")),
         ("temperature", -0.1, "a finite number, at least 0"),
         ("temperature", float("nan"), "a finite number, at least 0"),
         ("top_p", 0.0, "more than 0 and at most 1"),
+        ("target_device", "gpu", "auto, cpu, or a device such as cuda:1"),
+        ("target_quantization", "2bit", "one of 8bit, 4bit"),
         ("dtype", "int8", "one of float32, bfloat16, float16, float64, auto"),
     ],
 )

@@ -115,6 +115,8 @@ class Served:
         self.models = ["tiny"]
         self.answer = lambda path, body, number: vllm(body, [65, body["stop_token_ids"][0]], "stop")
         self.busy, self.busiest = 0, 0
+        self.drips: float | None = None
+        """Seconds between the bytes of an answer, which otherwise come together."""
         self.lock = threading.Lock()
 
     @property

@@ -22,16 +22,44 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
+from draftsmith.scripts import prepare as prepare_command
+from draftsmith.train.data import generate
 from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.generate import prepare
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import load_target
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.models import load_tokenizer
+from draftsmith.train.teacher.cache_writer import make_cache
 
 # What each rank would do anew: half a second of regular expressions, and looking through what was imported.
 conversion_mapping.get_checkpoint_conversion_mapping("llama")
 gc.collect()
 gc.freeze()
+
+
+def completed(strategy: str, config: Any) -> Any:
+    """Complete prompts as one of the ranks; return what all of them wrote."""
+    return prepare(config)
+
+
+def cached(strategy: str, config: Any) -> Any:
+    """Write a teacher cache as one of the ranks; return what all of them wrote."""
+    return make_cache(config)
+
+
+def commanded(strategy: str, arguments: list[str], fault: str | None = None) -> int:
+    """Run `prepare` as a command, on one rank with a fault."""
+    if fault == "apart":  # as on machines with disks of their own
+        os.makedirs(os.environ["RANK"], exist_ok=True)
+        os.chdir(os.environ["RANK"])
+    elif fault is not None and os.environ["RANK"] == "1":
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            raise {"memory": MemoryError(), "input": InputError("target: expected finite logits, found NaN")}[fault]
+
+        generate.write_shard = fail
+    return run_rank(lambda: prepare_command.main(arguments))
 
 
 def distilled(

@@ -1,8 +1,10 @@
 """A tiny target, a server for it, and the settings that ask this server."""
 
+import asyncio
 import json
 import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -11,7 +13,6 @@ from fake_server import COUNT, Served
 from prepare_inputs import save_target, write_prompts
 from transformers import GenerationConfig
 
-from draftsmith.train.data import endpoint
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 
@@ -39,7 +40,7 @@ def in_process(remote_target, remote_prompts, tmp_path_factory):
     output = tmp_path_factory.mktemp("in_process")
     prepare(
         PrepareConfig(
-            str(remote_target), str(remote_prompts), str(output), max_new_tokens=12, batch_size=2, temperature=0.0
+            str(remote_target), str(remote_prompts), str(output), max_new_tokens=12, shard_size=2, temperature=0.0
         )
     )
     return load_completions(str(output)).to_list()
@@ -87,7 +88,10 @@ def server(monkeypatch):
                 for name, value in ({"Content-Length": str(len(data))} | headers).items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(data)
+                pieces = [data] if served.drips is None else [data[i : i + 1] for i in range(len(data))]
+                for piece in pieces:
+                    self.wfile.write(piece)
+                    time.sleep(served.drips or 0)
             except OSError:  # the client gave up waiting
                 self.close_connection = True
             if "Connection" in headers:
@@ -112,7 +116,7 @@ def server(monkeypatch):
 @pytest.fixture
 def remote(described, remote_prompts, server, tmp_path):
     def make(output: str = "out", **settings) -> PrepareConfig:
-        given = {"max_new_tokens": 12, "batch_size": 2, "endpoint": f"{server.root}/v1", "temperature": 0.0}
+        given = {"max_new_tokens": 12, "shard_size": 2, "endpoint": f"{server.root}/v1", "temperature": 0.0}
         given |= {"target": str(described), "prompts": str(remote_prompts), "endpoint_concurrency": 4} | settings
         return PrepareConfig(output=str(tmp_path / output), **given)
 
@@ -123,11 +127,11 @@ def remote(described, remote_prompts, server, tmp_path):
 def waits(monkeypatch):
     """The waits between tries, which nobody waits for."""
     asked = []
-    real = endpoint.asyncio.sleep
+    real = asyncio.sleep
 
     async def sleep(seconds):
         asked.append(seconds)
         await real(0)
 
-    monkeypatch.setattr(endpoint.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     return asked

@@ -11,7 +11,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import chat_masks as masks
 from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
-from draftsmith.train.data.prompts import Prompt, read_prompts
+from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.tokenizer import END_OF_TEXT, train_bpe
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|/header|>", "<|eot|>", "[INST]", "[/INST]"]
@@ -360,3 +360,27 @@ def test_samples_are_conversations_or_prompts(tmp_path):
     ]
     with pytest.raises(InputError, match=r":1: messages: expected a user turn, found none$"):
         read_prompts(jsonl(tmp_path, {"messages": [assistant("a")]}), answers="kept")
+
+
+def test_masks_are_rendered_with_the_same_system_prompt_and_variables():
+    empty = "{% if not thinking | default(true) %}<think>\n\n</think>\n\n{% endif %}"
+    opened = PROMPT.replace("{% endif %}", empty + "{% endif %}")
+    last = "{% if loop.last and m.role == 'assistant' %}" + empty + "{% endif %}{{ m.content }}"
+    silent = CHATML.replace(PROMPT, opened).replace("{{ m.content }}", last)
+    tokenizer = using(silent)
+    talk = [user("say"), assistant("hello")]
+    masked = mask_conversation(talk, tokenizer, "x", system_prompt="Be good.", variables={"thinking": False})
+    text = "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\nsay<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(masked.ids) == f"{text}<think>\n\n</think>\n\nhello<|im_end|>\n"
+    learned = [token for token, bit in zip(masked.ids, masked.mask, strict=True) if bit]
+    assert tokenizer.decode(learned) == "hello<|im_end|>"
+    asked = Prompt("x", None, talk[:1], None)
+    prompt = encode_prompt(asked, tokenizer, system_prompt="Be good.", variables={"thinking": False})
+    assert tokenizer.decode(masked.ids).startswith(tokenizer.decode(prompt))
+
+
+def test_turns_are_counted_without_the_system_prompt():
+    tokenizer = using(QWEN3)
+    left_out = mask_conversation(THOUGHT, tokenizer, "x").left_out
+    assert list(left_out) == [1]
+    assert mask_conversation(THOUGHT, tokenizer, "x", system_prompt="Be good.").left_out == left_out

@@ -1,5 +1,7 @@
 """Sampling as commands say it, and the dtype that `auto` stands for."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -7,6 +9,8 @@ from transformers import LlamaConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.distribution_test import prepared_sampler
 from draftsmith.decode.options import Filters, Sampling
+from draftsmith.scripts.cli import config_class
+from draftsmith.train.cli import parse_config
 from draftsmith.train.models import resolve_dtype
 
 SETTINGS = [
@@ -53,6 +57,22 @@ def test_bad_sampling_is_named(settings, named):
     with pytest.raises(InputError) as error:
         Sampling(**settings)
     assert str(error.value) == named
+
+
+@pytest.mark.parametrize("command", ["prepare", "doctor", "measure", "generate", "tune", "profile"])
+def test_every_command_with_prompts_is_told_what_their_template_gets(command, tmp_path):
+    needed = {"target": "T", "prompts": "P", "output": "O", "draft": "D", "prompt": "hello", "chat": "true"}
+    needed |= {"threshold_levels": "[0.3]"}
+    cls = config_class(command)
+    flags = [part for name in (f.name for f in fields(cls)) if name in needed for part in (f"--{name}", needed[name])]
+    asked = ["--chat_template_kwargs", '{"enable_thinking": false}', "--system_prompt", "Be brief."]
+    config = parse_config(cls, [*flags, *asked, "--max_prompt_tokens", "9"])
+    assert config.template == {"system_prompt": "Be brief.", "variables": {"enable_thinking": False}}
+    assert config.encoding == config.template | {"max_tokens": 9}
+    file = tmp_path / "config.yaml"
+    file.write_text("chat_template_kwargs: {enable_thinking: false, style: plain}")
+    variables = {"enable_thinking": False, "style": "plain"}
+    assert parse_config(cls, [*flags, "--config", str(file)]).chat_template_kwargs == variables
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 # ruff: noqa: E501 - the table of errors reads best with a case a line
 import json
+import re
 from pathlib import Path
 
 import datasets
@@ -207,6 +208,71 @@ def test_chat_template_writes_the_generation_prompt_and_its_own_special_tokens(t
 def test_without_a_chat_template_the_user_turns_are_plain_text(tokenizer):
     ids = encode_prompt(Prompt("0", None, [SYSTEM, user("a"), assistant("b"), user("c")], None), tokenizer)
     assert tokenizer.decode(ids) == f"{END_OF_TEXT}a\n\nc"
+
+
+THINKING = TEMPLATE + "{% if add_generation_prompt and not thinking | default(true) %}[no thought]{% endif %}"
+LONG = [SYSTEM, user("one two three four five six seven eight nine ten"), assistant("b"), user("the end of it")]
+
+
+def test_a_system_prompt_begins_conversations_without_a_system_turn(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    for messages, said in (([user("a")], "Think."), ([SYSTEM, user("a")], "Be brief.")):
+        ids = encode_prompt(Prompt("0", None, messages, None), tokenizer, system_prompt="Think.")
+        assert tokenizer.decode(ids) == f"{END_OF_TEXT}[system]{said}\n[user]a\n[assistant]"
+
+
+def test_variables_reach_the_template_and_must_occur_there(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    prompt = Prompt("0", None, [user("a")], None)
+    assert not tokenizer.decode(encode_prompt(prompt, tokenizer)).endswith("[no thought]")
+    ids = encode_prompt(prompt, tokenizer, variables={"thinking": False})
+    assert tokenizer.decode(ids).endswith("[assistant][no thought]")
+    expected = "chat_template_kwargs: expected variables of the target's chat template, found 'enable_thinking'"
+    with pytest.raises(InputError, match=f"^{expected}$"):
+        encode_prompt(prompt, tokenizer, variables={"enable_thinking": False})
+
+
+@pytest.mark.parametrize("given", [{"system_prompt": "Think."}, {"variables": {"thinking": False}}])
+def test_what_is_meant_for_a_template_is_refused_where_none_reads_it(given, tokenizer, monkeypatch):
+    field = "system_prompt" if "system_prompt" in given else "chat_template_kwargs"
+    expected = f"^{field}: expected conversations and a chat template that they go into, found "
+    with pytest.raises(InputError, match=expected + "none in the target's tokenizer$"):
+        encode_prompt(Prompt("x", None, [user("a")], None), tokenizer, **given)
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    with pytest.raises(InputError, match=expected + "prompt 'x' in plain text$"):
+        encode_prompt(Prompt("x", "a", None, None), tokenizer, **given)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_of_a_long_conversation_the_oldest_content_is_cut(fast, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    monkeypatch.setattr(type(tokenizer), "is_fast", fast)
+    prompt = Prompt("x", None, LONG, None)
+    whole = encode_prompt(prompt, tokenizer)
+    assert encode_prompt(prompt, tokenizer, max_tokens=len(whole)) == whole
+    begin, end = f"{END_OF_TEXT}[system]Be brief.\n[user]", "[assistant]b\n[user]the end of it\n[assistant]"
+    for most in range(len(whole) - 20, len(whole)):
+        ids = encode_prompt(prompt, tokenizer, max_tokens=most)
+        text = tokenizer.decode(ids)
+        assert most - 3 <= len(ids) <= most
+        assert text.startswith(begin) and text.endswith(end)
+        assert LONG[1]["content"].endswith(text.removeprefix(begin).removesuffix(f"\n{end}"))
+
+
+def test_where_the_oldest_content_is_too_little_its_turn_goes_with_its_answer(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    prompt = Prompt("x", None, LONG, None)
+    alone = encode_prompt(Prompt("x", None, [SYSTEM, LONG[-1]], None), tokenizer)
+    assert encode_prompt(prompt, tokenizer, max_tokens=len(alone) + 1) == alone
+    shorter = tokenizer.decode(encode_prompt(prompt, tokenizer, max_tokens=len(alone) - 3))
+    assert shorter.startswith(f"{END_OF_TEXT}[system]Be brief.\n[user]") and shorter.endswith("of it\n[assistant]")
+    with pytest.raises(InputError) as error:
+        encode_prompt(prompt, tokenizer, max_tokens=5)
+    needed = re.fullmatch(
+        r"max_prompt_tokens: expected at least (\d+) for the template of prompt 'x', found 5", str(error.value)
+    )
+    assert needed and len(encode_prompt(prompt, tokenizer, max_tokens=int(needed[1]))) <= int(needed[1])
+    assert prompt.messages == LONG  # as it was
 
 
 def test_a_prompt_without_tokens_is_refused_by_name(tokenizer, monkeypatch):

@@ -209,7 +209,7 @@ def pipeline(tmp_path_factory, tokenizer):
     save_model(target, tokenizer, root / "target")
     for name, count, tokens in (("short", 5, 3), ("long", 7, 12)):
         (root / f"{name}.txt").write_text("\n".join(f"x{i} = {'y + ' * (i % 4)}1" for i in range(count)))
-        flags = {"max_new_tokens": tokens, "batch_size": 3, "seed": count}
+        flags = {"max_new_tokens": tokens, "batch_size": 3, "shard_size": 3, "seed": count}
         prepare(PrepareConfig(str(root / "target"), str(root / f"{name}.txt"), str(root / name), **flags))
     return root
 

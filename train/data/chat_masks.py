@@ -26,6 +26,7 @@ follows. Around markers inside a macro its spans lie elsewhere. Both were seen i
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading
+from draftsmith.train.data.templates import for_template, require_no_template
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"
@@ -42,6 +44,7 @@ UNASKED = "nothing stands before them that they could answer"
 UNTEMPLATED = "without a chat template the user's turns and the last answer are plain text"
 
 Message = Mapping[str, str]
+_Renderer = Callable[..., tuple[str, list[tuple[int, int]]]]
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,14 @@ class MaskedConversation:
     """The assistant's messages that are not learned from, by their index, and why."""
 
 
-def mask_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, name: str) -> MaskedConversation:
+def mask_conversation(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    *,
+    system_prompt: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> MaskedConversation:
     """Encode a whole conversation, and mask what the assistant wrote.
 
     Without a chat template a conversation is plain text, as in `encode_prompt`: the user's turns, the last answer right
@@ -66,6 +76,8 @@ def mask_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenize
         messages: the conversation, `{"role": …, "content": …}` each, the last of them the assistant's.
         tokenizer: the target's tokenizer.
         name: the sample's name in error messages.
+        system_prompt: begins a conversation without a system turn.
+        variables: of the chat template.
 
     Returns:
         Its ids and their mask, which may be 0 everywhere: of an empty answer by a template that ends turns without a
@@ -79,9 +91,14 @@ def mask_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenize
     if not turns or turns[-1] != len(messages) - 1:
         found = f"a {messages[-1]['role']} turn" if messages else "no messages"
         raise InputError(f"sample {name!r}: expected an assistant turn at the end, found {found}")
+    variables = variables or {}
     if tokenizer.chat_template is None:
+        require_no_template("none in the target's tokenizer", system_prompt, variables)
         return _plain(messages, turns, tokenizer)
-    text, located, left_out = _locate(messages, turns, tokenizer, name)
+    given, messages = len(messages), for_template(messages, tokenizer, f"sample {name!r}", system_prompt, variables)
+    added_turns = len(messages) - given
+    turns = [turn + added_turns for turn in turns]
+    text, located, left_out = _locate(messages, turns, tokenizer, partial(_render, tokenizer, name, variables), name)
     encoded = _Encoded(text, lambda part: _encode(tokenizer, part))
     added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.content.strip()}
     special = {token for token in added if tokenizer.added_tokens_decoder[token].special}
@@ -100,7 +117,7 @@ def mask_conversation(messages: Sequence[Message], tokenizer: PreTrainedTokenize
         else:
             stop = encoded.count_until(max(behind, begin + len(text[begin:end].rstrip())))
         mask[first:stop] = [1] * max(stop - first, 0)
-    return MaskedConversation(encoded.ids, mask, left_out)
+    return MaskedConversation(encoded.ids, mask, {turn - added_turns: why for turn, why in left_out.items()})
 
 
 def has_generation_markers(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -139,11 +156,11 @@ class _Encoded:
 
 
 def _locate(
-    messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, name: str
+    messages: Sequence[Message], turns: list[int], tokenizer: PreTrainedTokenizerBase, render: _Renderer, name: str
 ) -> tuple[str, dict[int, _Turn], dict[int, str]]:
     """Return the text, where the assistant's turns lie in it, and why some are left out."""
     marked = has_generation_markers(tokenizer)
-    text, spans = _render(messages, tokenizer, name, marked=marked)
+    text, spans = render(messages, marked=marked)
     if marked and len(spans) == len(turns):
         enclosed = ((i, _turn(text, *span, messages[i])) for i, span in zip(turns, spans, strict=True))
         located = {i: turn for i, turn in enclosed if turn is not None}
@@ -154,14 +171,14 @@ def _locate(
         if not i:
             left_out[i] = UNASKED
             continue
-        before = _render(messages[:i], tokenizer, name, answer=True)[0]
-        after = _render(messages[: i + 1], tokenizer, name)[0]
+        before = render(messages[:i], answer=True)[0]
+        after = render(messages[: i + 1])[0]
         if not after.startswith(before):
             left_out[i] = _departure(before, after, tokenizer) if i == turns[-1] else ELSEWHERE
             continue
         # Not all of `after`: some templates end a conversation with a token that is not there when it goes on.
         common = len(after) if text.startswith(after) else _common(text, after)
-        asked = _common(before, _render(messages[:i], tokenizer, name)[0])
+        asked = _common(before, render(messages[:i])[0])
         if _turn(after, len(before), len(after), messages[i], asked) is None:
             left_out[i] = REWRITTEN
         elif (turn := _turn(text, len(before), common, messages[i], asked)) is None:
@@ -177,15 +194,15 @@ def _locate(
 
 
 def _render(
-    messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     name: str,
+    variables: Mapping[str, Any],
+    messages: Sequence[Message],
     *,
     answer: bool = False,
     marked: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
     """Return the text of the chat template, up to the answer to come where that is asked for, and the marked spans."""
-    variables: dict[str, Any] = tokenizer.special_tokens_map
     rendered: Any
     with reading(f"sample {name!r}", "messages that the chat template renders"):
         rendered = render_jinja_template(
@@ -193,7 +210,7 @@ def _render(
             chat_template=tokenizer.get_chat_template(),
             add_generation_prompt=answer,
             return_assistant_tokens_mask=marked,
-            **variables,
+            **{**tokenizer.special_tokens_map, **variables},
         )
     (text,), spans = rendered
     return text, list(spans[0]) if marked else []

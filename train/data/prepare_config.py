@@ -5,13 +5,17 @@ from urllib.parse import urlsplit
 
 from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require
 from draftsmith.decode.options import Sampling
-from draftsmith.train.options import ModelOptions
+from draftsmith.train.options import TargetOptions, TemplateOptions
 
 ANSWERS = ("target", "given")
+MAX_NEW_TOKENS = 1024
+"""Of a completion, where nothing else is said: most answers end before."""
+SHARD_BATCHES = 8
+"""Batches of rows that a shard's prompts would fill, where nothing else is said."""
 
 
 @dataclass
-class PrepareConfig(Sampling, ModelOptions):
+class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     """Let the target complete prompts, and keep what it wrote for a draft to learn from; resumable."""
 
     target: str
@@ -24,16 +28,18 @@ class PrepareConfig(Sampling, ModelOptions):
     """The split of a directory or hub id."""
     limit: int | None = None
     """Read the first so many prompts only."""
-    max_prompt_tokens: int | None = None
-    """Keep the last so many tokens of a longer prompt."""
-    max_new_tokens: int = 128
-    """Tokens of a completion at most."""
+    max_new_tokens: int | None = None
+    """Tokens of a completion at most; 1,024 if not given, or half of the target's positions if it has fewer than twice
+    as many."""
     samples: int = 1
     """Completions of each prompt; the second and later ones have ids that end in #2, #3, …"""
     temperature: float = field(default=1.0, kw_only=True)
     """Sample at this temperature; 0 takes the most likely token each time."""
     batch_size: int = 16
-    """Prompts completed together, of similar length; also the samples in a shard, and the unit of a resume."""
+    """Prompts completed together; where a completion ends, the next prompt takes its row."""
+    shard_size: int | None = None
+    """Prompts in a shard, of similar length, which one process completes: the unit of a resume. 8 × batch_size if not
+    given: the more, the less the last ones stand alone."""
     seed: int = 0
     """Seeds the sampling."""
     answers: str = "target"
@@ -47,19 +53,22 @@ class PrepareConfig(Sampling, ModelOptions):
     """The target's name on that server; the one model that the server lists by default."""
     endpoint_key_env: str | None = None
     """The environment variable that holds the server's API key."""
-    endpoint_concurrency: int = 32
-    """Requests under way at once."""
+    endpoint_concurrency: int | None = None
+    """Requests under way at once. If not given, 64 to begin with, one more for each answer up to 1,024, and half as
+    many whenever the server is busy or out of time."""
     endpoint_timeout: float = 600.0
-    """Seconds to wait for one completion."""
+    """Seconds to wait for one answer, from the request to its last byte."""
+    endpoint_deadline: float = 3600.0
+    """Seconds for one completion, with all its tries and the waits between them."""
     endpoint_retries: int = 8
     """Tries after the first, at growing intervals, where the server is busy, failing or out of reach."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "limit", "max_prompt_tokens", "max_new_tokens", "samples", "batch_size")
+        require(self, at_least(1), "limit", "max_new_tokens", "samples", "batch_size", "shard_size")
         require(self, at_least(1), "endpoint_concurrency")
         require(self, at_least(0), "seed", "endpoint_retries")
-        require(self, finite(more_than(0)), "endpoint_timeout")
+        require(self, finite(more_than(0)), "endpoint_timeout", "endpoint_deadline")
         require(self, one_of(ANSWERS), "answers")
         if self.samples > 1 and (self.temperature == 0 or self.answers == "given"):
             raise InputError(
@@ -76,6 +85,11 @@ class PrepareConfig(Sampling, ModelOptions):
                 raise InputError("no_repeat_ngram_size: expected 0 with --endpoint, for servers know no such setting")
             _check_url(self.endpoint)
 
+    @property
+    def alone(self) -> bool:
+        """Whether one process does all the work: a server has its own, and given answers need none."""
+        return super().alone or self.endpoint is not None or self.answers == "given"
+
 
 def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     """Return the fields that decide the tokens, to be named one by one when a run is resumed with others.
@@ -83,10 +97,11 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
     Prompts, target and server are compared by what they are instead, because files and servers may move.
     """
     if config.answers == "given":
-        return ("split", "limit", "batch_size")
+        return ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs")
     elsewhere = {"target", "prompts", "output", "trust_remote_code", "answers", "samples"}  # samples have ids
+    elsewhere.add("target_device")
     if config.endpoint is not None:
-        elsewhere.add("dtype")  # the server's weights are the server's business
+        elsewhere |= {"dtype", "target_quantization", "batch_size"}  # these are the server's business
     names = (f.name for f in fields(PrepareConfig))
     return tuple(name for name in names if name not in elsewhere and not name.startswith("endpoint"))
 

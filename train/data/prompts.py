@@ -13,7 +13,7 @@ its answers are to be learned from. `id` (or `question_id`) and `category` are o
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.train.checkpoint import reading
+from draftsmith.train.data.templates import for_template, require_no_template, trimmed
 from draftsmith.train.files import parse_json
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
@@ -92,7 +93,14 @@ def read_prompts(
     return prompts
 
 
-def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tokens: int | None = None) -> list[int]:
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_tokens: int | None = None,
+    system_prompt: str | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Encode a prompt as the target will see it, ready for its answer.
 
     A conversation goes through the tokenizer's chat template with the generation prompt; where there is no template,
@@ -102,27 +110,40 @@ def encode_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, *, max_tok
     Args:
         prompt: the prompt.
         tokenizer: the target's tokenizer.
-        max_tokens: keep the last so many tokens: the end of a prompt is what the answer follows.
+        max_tokens: of the prompt at most. Of a templated conversation the oldest user's text is cut from the left, and
+            left out with its answer where that is not enough; what the template writes stays whole, and so do the
+            system's turns. Of plain text the last tokens are kept.
+        system_prompt: begins a conversation without a system turn.
+        variables: of the chat template.
 
     Returns:
         At least one token id.
 
     Raises:
-        InputError: names the prompt that has no tokens, or that the chat template refuses.
+        InputError: names the prompt that has no tokens, that the chat template refuses, or whose template alone is
+            longer than `max_tokens`; a system prompt or variables without a template to go into.
     """
     ids: Any
+    name, variables = f"prompt {prompt.id!r}", variables or {}
     if prompt.messages is not None and tokenizer.chat_template is not None:
-        with reading(f"prompt {prompt.id!r}", "messages that the chat template renders"):
-            ids = tokenizer.apply_chat_template(
-                prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+
+        def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
+            with reading(name, "messages that the chat template renders"):
+                asked = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+                return list(tokenizer.apply_chat_template(messages, **variables, **asked))  # type: ignore[arg-type]
+
+        messages = for_template(prompt.messages, tokenizer, name, system_prompt, variables)
+        ids = render(messages) if max_tokens is None else trimmed(messages, tokenizer, name, max_tokens, render)
     else:
+        found = f"{name} in plain text" if prompt.messages is None else "none in the target's tokenizer"
+        require_no_template(found, system_prompt, variables)
         turns = [m["content"] for m in prompt.messages or [] if m["role"] == "user"]
         text = prompt.text if prompt.text is not None else "\n\n".join(turns)
         ids = tokenizer(text, verbose=False)["input_ids"]
+        ids = list(ids if max_tokens is None else ids[-max_tokens:])
     if not ids:
-        raise InputError(f"prompt {prompt.id!r}: expected at least one token, found none")
-    return list(ids) if max_tokens is None else list(ids[-max_tokens:])
+        raise InputError(f"{name}: expected at least one token, found none")
+    return ids
 
 
 def _records(source: str, split: str) -> Iterator[Located]:

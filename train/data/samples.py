@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -56,6 +56,16 @@ class CompletionsSummary:
     def tokens_per_second(self) -> float | None:
         """Tokens that this run wrote over its seconds; None where it wrote none."""
         return self.tokens_written / self.seconds if self.tokens_written else None
+
+    @classmethod
+    def over(cls, parts: Sequence["CompletionsSummary"]) -> "CompletionsSummary":
+        """Add up what several processes wrote of the same prompts."""
+        whole = CompletionsSummary(parts[0].output, parts[0].prompts, left_out=parts[0].left_out)
+        whole.seconds = max(part.seconds for part in parts)
+        for name in {each.name for each in fields(cls)} - {"output", "prompts", "left_out", "seconds"}:
+            values = [getattr(part, name) for part in parts]
+            setattr(whole, name, sum(values[1:], values[0]))
+        return whole
 
     def add(self, shard: pa.Table) -> None:
         """Count a shard's tokens, n-grams and ways to end."""

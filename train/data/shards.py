@@ -4,7 +4,7 @@ import errno
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,14 @@ COLUMNS = pa.schema(
 FIELDS = {"settings": dict, "target": dict, "versions": dict}
 """What every manifest has; that of completions has its number of `shards` too."""
 MOST_IDS = 2**31
-UNNAMED = {"min_p": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+UNNAMED: dict[str, Any] = {
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "system_prompt": None,
+    "chat_template_kwargs": {},
+    "target_quantization": None,
+}
 """Settings that older manifests do not name, and what they were."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
 """What says where completions come from, and the flags that set it."""
@@ -43,21 +50,23 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def output_directory(output: Path, kept: Callable[[], str]) -> Iterator[None]:
+def output_directory(output: Path, kept: Callable[[], str], first: bool = True) -> Iterator[None]:
     """Make a directory to write shards in, without what a kill left half written, and tell of a failure in one line.
 
     Args:
         output: the directory; its parents are made too.
         kept: says what is there when the disk is full, such as "6 of 11 completions".
+        first: of several processes that write there, one alone makes it and tidies it up, before the others write.
 
     Raises:
         InputError: the directory cannot be made or written in, another run writes there, or the disk is full; what
             was written is kept.
     """
-    require_writable(output)
+    if first:
+        require_writable(output)
     try:
-        with locked(output):
-            for leftover in output.glob(".*.partial"):
+        with locked(output) if first else nullcontext():
+            for leftover in output.glob(".*.partial") if first else ():
                 remove(leftover)
             yield
     except KeyboardInterrupt as error:

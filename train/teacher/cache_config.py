@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from draftsmith.decode.errors import at_least, at_most, finite, more_than, require, require_some
-from draftsmith.train.options import ModelOptions
+from draftsmith.train.options import ModelOptions, TargetOptions
 
 
 @dataclass
-class CacheConfig(ModelOptions):
+class CacheConfig(ModelOptions, TargetOptions):
     """Write down the target's distributions on its completions, for drafts to train on without it; resumable."""
 
     target: str

@@ -37,9 +37,17 @@ from draftsmith.train.data.shards import (
     settle_manifest,
     write_shard,
 )
+from draftsmith.train.job.processes import Processes, launched
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
-from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, tokenizer_size
+from draftsmith.train.models import (
+    check_head,
+    load_model,
+    load_tokenizer,
+    named_device,
+    resolve_dtype,
+    tokenizer_size,
+)
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 
@@ -83,6 +91,14 @@ class CacheSummary:
     seconds: float = 0.0
     """Time this run spent computing and writing."""
 
+    @classmethod
+    def over(cls, parts: Sequence["CacheSummary"]) -> "CacheSummary":
+        """Add up what several processes wrote for the same samples."""
+        whole = CacheSummary(parts[0].output, seconds=max(part.seconds for part in parts))
+        for name in ("samples", "kept", "written", "positions", "size", "positions_written"):
+            setattr(whole, name, sum(getattr(part, name) for part in parts))
+        return whole
+
     @property
     def bytes_per_token(self) -> float | None:
         """Bytes on disk for a loss position; None where there is none."""
@@ -103,23 +119,37 @@ class _Source:
 def make_cache(config: CacheConfig) -> CacheSummary:
     """Write the target's distributions on all samples of the completions, and skip the shards that are there.
 
+    Of several processes that were launched together, each writes its share of the shards.
+
     Returns:
-        What was written and kept.
+        What was written and kept, by all processes.
 
     Raises:
         InputError: a target or completions that cannot be used, a directory of other settings or inputs, less free
             space than the estimate, or a disk that is full after all (what was written is kept).
     """
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    dtype = resolve_dtype(config.dtype, config.target, trust_remote_code=config.trust_remote_code)
+    with launched() as processes:
+        config.require_own_device(processes.count)
+        return _make_cache(config, processes)
+
+
+def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
+    """Write this process's share; return what all have written, once they have."""
+    code, device = config.trust_remote_code, named_device(config.target_device)
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
+    dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
     config, vocab_size = replace(config, dtype=dtype), tokenizer_size(tokenizer)
     if config.k > vocab_size:
         raise InputError(f"k: expected at most the target's {vocab_size} tokens, found {config.k}")
     output = Path(config.output)
-    sources = [source for number, path in enumerate(config.completions) for source in _sources(number, path)]
+    files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
+    sources = [_source(number, file) for number, file in processes.share(files)]
     summary = CacheSummary(output, sum(len(source.samples) for source in sources))
-    with output_directory(output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples"):
-        settle_manifest(output, _manifest(config, vocab_size))
+    with output_directory(
+        output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples", processes.first
+    ):
+        processes.after_the_first(lambda: settle_manifest(output, _manifest(config, vocab_size)))
+        processes.require_shared(output / MANIFEST)
         missing = []
         for source in sources:
             shard = read_shard(output / source.name, COLUMNS)
@@ -129,24 +159,26 @@ def make_cache(config: CacheConfig) -> CacheSummary:
             else:
                 missing.append(source)
         if missing:
-            _check_space(config, missing)
+            _check_space(config, missing, processes)
             model = load_model(
-                config.target, field="target", dtype=config.dtype, trust_remote_code=config.trust_remote_code
+                config.target,
+                field="target",
+                dtype=config.dtype,
+                trust_remote_code=code,
+                device=config.target_device,
+                quantization=config.target_quantization,
             )
             check_head(model, tokenizer, "target")
             require_split(model, "target")
-            _write(config, model, vocab_size, missing, summary)
-    return summary
+            _write(config, model, vocab_size, missing, summary, processes)
+        return CacheSummary.over(processes.gathered(summary))
 
 
-def _sources(number: int, path: str) -> list[_Source]:
-    sources = []
-    for file in completion_files(path):
-        texts = texts_of(file)
-        positions = sum(sum(mask[1:]) for _, _, mask in texts)
-        samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
-        sources.append(_Source(file, f"{number:03d}-{file.name}", samples, positions))
-    return sources
+def _source(number: int, file: Path) -> _Source:
+    texts = texts_of(file)
+    positions = sum(sum(mask[1:]) for _, _, mask in texts)
+    samples = tuple((name, checksum(ids, mask)) for name, ids, mask in texts)
+    return _Source(file, f"{number:03d}-{file.name}", samples, positions)
 
 
 def texts_of(file: Path) -> list[tuple[str, list[int], list[int]]]:
@@ -166,16 +198,19 @@ def _count(summary: CacheSummary, source: _Source) -> None:
     summary.size += (summary.output / source.name).stat().st_size
 
 
-def _check_space(config: CacheConfig, missing: list[_Source]) -> None:
-    positions, samples = (sum(values) for values in zip(*((s.positions, len(s.samples)) for s in missing), strict=True))
+def _check_space(config: CacheConfig, missing: list[_Source], processes: Processes) -> None:
+    # Of all processes: the others' shares are much like this one's.
+    positions = processes.count * sum(source.positions for source in missing)
+    samples = processes.count * sum(len(source.samples) for source in missing)
     raw = 6 * config.k + 8
     # Without what compression saves, which is not known yet, and with what Parquet says of each sample.
     most = positions * raw + samples * 512
     free = shutil.disk_usage(config.output).free
-    tqdm.write(
-        f"teacher cache: {positions} positions × {raw} bytes at k={config.k}: at most {_megabytes(most)}, of "
-        f"{_megabytes(free)} free"
-    )
+    if processes.first:
+        tqdm.write(
+            f"teacher cache: {positions} positions × {raw} bytes at k={config.k}: at most {_megabytes(most)}, of "
+            f"{_megabytes(free)} free"
+        )
     if free < most:
         raise InputError(
             f"output: expected {_megabytes(most)} of free space for {config.output}, found {_megabytes(free)}; free "
@@ -188,12 +223,19 @@ def _megabytes(size: int) -> str:
 
 
 def _write(
-    config: CacheConfig, model: PreTrainedModel, vocab_size: int, missing: list[_Source], summary: CacheSummary
+    config: CacheConfig,
+    model: PreTrainedModel,
+    vocab_size: int,
+    missing: list[_Source],
+    summary: CacheSummary,
+    processes: Processes,
 ) -> None:
     """Compute the shards that are missing, samples of similar length together, and count them in the summary."""
     sampler, head = Sampler.of(config.temperature, config.top_k, config.top_p), head_of(model).cut(vocab_size)
     start = time.perf_counter()
-    with tqdm(total=summary.samples, initial=summary.kept, unit="sample", desc="cache") as bar:
+    total = summary.kept + sum(len(source.samples) for source in missing)
+    title = processes.title("cache")
+    with tqdm(total=total, initial=summary.kept, unit="sample", desc=title, disable=not processes.first) as bar:
         for source in missing:
             texts = texts_of(source.completions)
             lengths = [len(ids) for _, ids, _ in texts]
@@ -267,7 +309,7 @@ def _write_shard(path: Path, source: _Source, distributions: list[CachedDistribu
 def _manifest(config: CacheConfig, vocab_size: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "settings": {name: getattr(config, name) for name in ("k", *SAMPLER, "dtype")},
+        "settings": {name: getattr(config, name) for name in ("k", *SAMPLER, "dtype", "target_quantization")},
         "vocab_size": vocab_size,
         "target": {"path": config.target} | identity(config.target, config.trust_remote_code),
         "completions": [{"path": path, "sha256": digest(path)} for path in config.completions],

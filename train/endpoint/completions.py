@@ -14,20 +14,16 @@ Both servers list the end-of-sequence token among the ids; where one does not, i
 
 import asyncio
 import logging
-import os
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx2
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.data.samples import Batch, Completion, Sample, mixed_seed
-
-FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
+from draftsmith.train.endpoint.server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -58,66 +54,6 @@ class Vocabulary:
     """These end a text."""
 
 
-class Server:
-    """Requests to one server, sent again where that may help.
-
-    Raises:
-        InputError: the environment variable of the key is not set, or holds no key.
-    """
-
-    def __init__(self, config: PrepareConfig):
-        self.config = config
-        self.url = (config.endpoint or "").rstrip("/")
-        self.key = _key(config.endpoint_key_env)
-        self.client = httpx2.AsyncClient(
-            headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
-            timeout=config.endpoint_timeout,
-            limits=httpx2.Limits(max_connections=config.endpoint_concurrency),
-        )
-        # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
-        self.native = self.url.endswith("/generate")
-        self.base = self.url.removesuffix("/generate") + "/v1" if self.native else self.url.removesuffix("/completions")
-
-    async def call(self, path: str, what: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON that a path answers with: to a POST of `body`, or to a GET where there is none.
-
-        Raises:
-            InputError: it was refused, or every try failed; says for `what`, where, and in the server's words why.
-        """
-        url = self.url if self.native and path == "/completions" else self.base + path
-        tries = self.config.endpoint_retries + 1
-        for attempt in range(tries):
-            wait = min(FIRST_WAIT * 2**attempt, LONGEST_BACKOFF) * random.uniform(0.5, 1)
-            try:
-                response = await self.client.request("GET" if body is None else "POST", url, json=body)
-            except httpx2.RequestError as error:
-                found = f"{type(error).__name__} {error}"
-            else:
-                if response.status_code == 200:
-                    try:
-                        return response.json()
-                    except ValueError as error:
-                        found = f"broken JSON ({error})"
-                else:
-                    found = f"{response.status_code} {_message(response)}"
-                    if response.status_code != 429 and response.status_code < 500:
-                        raise InputError(self._error(what, url, found))
-                    asked = response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
-                    wait = min(max(wait, float(asked) if asked.isdecimal() else 0), LONGEST_WAIT)
-            if attempt + 1 < tries:
-                logger.warning("%s; next try in %.0f s", self._error(what, url, found), wait)
-                await asyncio.sleep(wait)
-        raise InputError(
-            self._error(what, url, found) + f" in the last of {tries} tries; finished batches are kept, run the same "
-            "command again"
-        )
-
-    def _error(self, what: str, url: str, found: str) -> str:
-        if self.key:  # some servers repeat it when they refuse it
-            found = found.replace(self.key, "***")
-        return f"endpoint: expected {what} from {url}, found {' '.join(found.split())[:300]}"
-
-
 def served_model(config: PrepareConfig) -> str:
     """Return the name of the target on the server: the one that is configured, or the only one that is listed.
 
@@ -134,7 +70,8 @@ def served_model(config: PrepareConfig) -> str:
 
     listed = asyncio.run(ask())
     entries = listed.get("data") if isinstance(listed, dict) else None
-    names = [str(entry["id"]) for entry in entries or [] if isinstance(entry, dict) and "id" in entry]
+    named = [entry.get("id") for entry in (entries if isinstance(entries, list) else []) if isinstance(entry, dict)]
+    names = [name for name in named if isinstance(name, str) and _is_unicode(name)]
     if len(names) != 1:
         raise InputError(
             f"endpoint_model: expected one model at {config.endpoint}, found {', '.join(names) or 'none'}; "
@@ -149,8 +86,9 @@ def complete_remotely(
     vocabulary: Vocabulary,
     batches: Sequence[Batch],
     finished: Callable[[Batch, list[Completion]], None],
+    ended: Callable[[int], None],
 ) -> None:
-    """Complete batches of prompts on the server, `config.endpoint_concurrency` at once.
+    """Complete batches of prompts on the server, as many at once as its `Window` allows, whatever batch they are of.
 
     Each prompt is sampled with another seed, mixed from the run's seed and its id, so that neither the order nor
     the batches matter; whether the server honours it is the server's business.
@@ -161,26 +99,31 @@ def complete_remotely(
         vocabulary: of the target.
         batches: the prompts.
         finished: is given a batch and its completions, in the prompts' order, as soon as all are there.
+        ended: is told the tokens of each completion as it comes.
 
     Raises:
         InputError: the server refuses or fails; the first such error stops all requests.
     """
 
     async def run() -> None:
-        jobs = ((batch, row) for batch in batches for row in range(len(batch.samples)))
         begun: dict[int, dict[int, Completion]] = {}
 
-        async def work() -> None:
-            for batch, row in jobs:  # shared: each worker takes the next one, so that few batches are begun at once
-                done = begun.setdefault(batch.index, {})
-                done[row] = await source.complete(batch.samples[row])
-                if len(done) == len(batch.samples):
-                    finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
+        async def work(batch: Batch, row: int) -> None:
+            done = begun.setdefault(batch.index, {})
+            completion = await source.complete(batch.samples[row])
+            window.leave()
+            ended(len(completion.ids))
+            done[row] = completion
+            if len(done) == len(batch.samples):
+                finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
 
         source = Source(Server(config), model, vocabulary)
+        window = source.server.window
         async with source.server.client, asyncio.TaskGroup() as group:
-            for _ in range(config.endpoint_concurrency):
-                group.create_task(work())
+            for batch in batches:
+                for row in range(len(batch.samples)):
+                    await window.enter()
+                    group.create_task(work(batch, row))
 
     try:
         asyncio.run(run())
@@ -211,6 +154,10 @@ class Source:
                 f"endpoint: expected a completion of {name} after its {len(sample.ids)} tokens as sent, found that "
                 f"{url} put it after {len(answer.prompt_ids)} others"
             )
+        most = int(self.server.config.max_new_tokens or 0)
+        if answer.token_ids is not None and len(answer.token_ids) > most:
+            found = f"{len(answer.token_ids)} from {url}"
+            raise InputError(f"endpoint: expected at most {most} tokens for {name}, found {found}")
         if answer.token_ids is None and not self.warned:
             self.warned = True
             logger.warning("%s: gives no token ids, so its text is tokenized again", url)
@@ -249,12 +196,11 @@ def read_openai(body: Any) -> Answer | None:
     """Read an answer of `/v1/completions`; None where it has another shape."""
     try:
         choice = body["choices"][0]
-        ids = choice.get("token_ids")
         return Answer(
-            text=str(choice["text"]),
+            text=_text(choice["text"]),
             finish_reason=choice["finish_reason"],
             stop_id=_id(choice.get("stop_reason", choice.get("matched_stop"))),  # vLLM's word, and SGLang's
-            token_ids=None if ids is None else [int(token) for token in ids],
+            token_ids=_ids(choice.get("token_ids")),
             prompt_ids=choice.get("prompt_token_ids"),
             count=(body.get("usage") or {}).get("completion_tokens"),
         )
@@ -266,12 +212,11 @@ def read_native(body: Any) -> Answer | None:
     """Read an answer of SGLang's `/generate`; None where it has another shape."""
     try:
         about = body["meta_info"]
-        ids = body.get("output_ids")
         return Answer(
-            text=str(body["text"]),
+            text=_text(body["text"]),
             finish_reason=about["finish_reason"]["type"],
             stop_id=_id(about["finish_reason"].get("matched")),
-            token_ids=None if ids is None else [int(token) for token in ids],
+            token_ids=_ids(body.get("output_ids")),
             prompt_ids=None,
             count=about.get("completion_tokens"),
         )
@@ -314,27 +259,23 @@ def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: 
     return Completion(ids, reason, uncertain)
 
 
+def _text(value: Any) -> str:
+    """Return a text, without which an answer has another shape; half a surrogate pair is none."""
+    if not isinstance(value, str) or not _is_unicode(value):
+        raise ValueError("no text")
+    return value
+
+
+def _is_unicode(value: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _ids(value: Any) -> list[int] | None:
+    """Return ids as they are, None where there are none; a number that is no whole one is no id."""
+    if value is not None and not (isinstance(value, list) and all(type(token) is int for token in value)):
+        raise ValueError("no ids")
+    return value
+
+
 def _id(value: Any) -> int | None:
     return value if isinstance(value, int) else None
-
-
-def _key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    # A key with other characters would be printed by the client library's error.
-    if not key or not key.isascii() or not key.isprintable():
-        raise InputError(f"endpoint_key_env: expected an API key in the environment variable {variable}, found none")
-    return key
-
-
-def _message(response: httpx2.Response) -> str:
-    """Return the server's words: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
-    try:
-        body = response.json()
-    except ValueError:
-        return response.text or response.reason_phrase
-    if isinstance(body, dict):
-        error = body.get("error", body)
-        body = (error.get("message") or error.get("detail") or body) if isinstance(error, dict) else error
-    return str(body)
