@@ -26,7 +26,7 @@ class InferencePlan:
         if isinstance(config, PreparePlanConfig):
             if config.endpoint is not None or config.answers == "given":
                 raise InputError("recipe: expected a target that completes the prompts here to plan, found none")
-            length = config.max_prompt_tokens and config.max_prompt_tokens + config.max_new_tokens
+            length = config.max_prompt_tokens and config.max_prompt_tokens + config.new_tokens()
         self.length = config.require_length(length)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
         self.mode = FakeTensorMode()

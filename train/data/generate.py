@@ -26,7 +26,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
-from draftsmith.train.data.prepare_config import MAX_NEW_TOKENS, SHARD_BATCHES, decisive_settings
+from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.samples import Batch, Completion, Sample, make_batches, mixed_seed
@@ -99,7 +99,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
     limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     shard_size = config.shard_size or SHARD_BATCHES * config.batch_size
-    new_tokens = config.max_new_tokens or min(MAX_NEW_TOKENS, max(1, (limit or 2 * MAX_NEW_TOKENS) // 2))
+    new_tokens = config.new_tokens(limit)
     config = replace(config, shard_size=shard_size, max_new_tokens=new_tokens)
     summary = CompletionsSummary(output, 0)
     source: dict[str, Any] = {"answers": config.answers}
@@ -268,7 +268,7 @@ def _complete(
                 device=config.target_device,
                 quantization=config.target_quantization,
             )
-            generation = set_generation_config(config, int(config.max_new_tokens or 0), model, tokenizer)
+            generation = set_generation_config(config, config.new_tokens(), model, tokenizer)
             for batch in missing:
                 prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
                 rows = config.batch_size

@@ -85,6 +85,11 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
                 raise InputError("no_repeat_ngram_size: expected 0 with --endpoint, for servers know no such setting")
             _check_url(self.endpoint)
 
+    def new_tokens(self, positions: int | None = None) -> int:
+        """Return the tokens of a completion at most, by a target of so many positions."""
+        most = MAX_NEW_TOKENS if positions is None else min(MAX_NEW_TOKENS, max(1, positions // 2))
+        return self.max_new_tokens or most
+
     @property
     def alone(self) -> bool:
         """Whether one process does all the work: a server has its own, and given answers need none."""

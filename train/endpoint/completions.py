@@ -154,7 +154,7 @@ class Source:
                 f"endpoint: expected a completion of {name} after its {len(sample.ids)} tokens as sent, found that "
                 f"{url} put it after {len(answer.prompt_ids)} others"
             )
-        most = int(self.server.config.max_new_tokens or 0)
+        most = self.server.config.new_tokens()
         if answer.token_ids is not None and len(answer.token_ids) > most:
             found = f"{len(answer.token_ids)} from {url}"
             raise InputError(f"endpoint: expected at most {most} tokens for {name}, found {found}")
