@@ -68,6 +68,13 @@ def test_what_befalls_a_rank_ends_the_job_with_its_message_alone(pipeline, tmp_p
         assert len(lines) == 1
 
 
+def test_a_rank_that_the_first_cannot_hear_speaks_for_itself(pipeline, tmp_path):
+    found = ended(failing, arguments(pipeline, tmp_path / "out"), {1: "deaf"})
+    assert [code for code, _ in found] == [1, 1]
+    assert "warning: rank 1 cannot hear whether others fail, and may wait for them: " in found[1][1]
+    assert found[1][1].rstrip().endswith("RuntimeError: no such luck")
+
+
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero2", "zero3"])
 def test_a_loss_that_is_none_ends_sharded_training_too(pipeline, tmp_path, strategy):
     found = ended(failing, arguments(pipeline, tmp_path / "out"), {1: "nan"}, strategy=strategy)

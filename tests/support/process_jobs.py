@@ -26,6 +26,7 @@ from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.generate import prepare
+from draftsmith.train.job import ranks
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import load_target
 from draftsmith.train.losses.inside_forward import open_forward
@@ -142,6 +143,10 @@ def failing(strategy: str, argv: list[str], faults: dict[int, str]) -> int:
     """Run `python -m draftsmith.distill` as a rank, in the second step of which some ranks come to harm."""
     enter(strategy, launched=True)
     fault, compute = faults.get(int(os.environ["RANK"])), DistillTrainer.summed_loss
+    if "deaf" in faults.values():
+        ranks.LONGEST = 1.0
+    if fault == "deaf":
+        os.environ["MASTER_ADDR"] = "nowhere.invalid"
 
     def harmed(self: Any, *args: Any) -> torch.Tensor:
         loss = compute(self, *args)

@@ -58,17 +58,20 @@ class Watch:
             else:
                 self._call(port, token)
         except OSError as error:
-            _print(f"warning: rank {rank} cannot hear whether others fail, and may wait for them long: {error}")
+            print(
+                f"warning: rank {rank} cannot hear whether others fail, and may wait for them: {error}", file=sys.stderr
+            )
 
     def claims(self, code: int) -> bool:
-        """Say whether this process is the first that failed, and may speak; it does not return where it has to go."""
+        """Say whether this process may speak of its failure, as the first; where another was, it does not return."""
         if self.rank == 0:
             if self._is_first():
                 return True
             time.sleep(LONGEST)
             return False
         self._send(str(code))
-        return self._turn.wait(LONGEST)
+        self._turn.wait(LONGEST if self._peers else 0)
+        return True  # rather twice than never
 
     def end(self, code: int) -> NoReturn:
         """Leave without waiting for anything, and have the others do so too."""
@@ -85,18 +88,18 @@ class Watch:
         server.settimeout(LONGEST)
         with server:
             while len(self._peers) < count:
-                peer = server.accept()[0]
-                peer.settimeout(LONGEST)
-                lines = peer.makefile()
-                sent, _, who = lines.readline().strip().partition(" ")
-                if sent != token:  # a stranger
-                    continue
-                peer.settimeout(None)
-                self._peers.append(peer)
-                _in_background(self._serve, peer, lines, who)
+                peer = _kept_alive(server.accept()[0])
+                with contextlib.suppress(OSError, ValueError):  # of a stranger, who may also know no token
+                    lines = peer.makefile()
+                    sent, _, who = lines.readline().strip().partition(" ")
+                    if sent == token:
+                        peer.settimeout(None)
+                        self._peers.append(peer)
+                        _in_background(self._serve, peer, lines, who)
 
     def _call(self, port: int, token: str) -> None:
-        first = socket.create_connection((os.environ.get("MASTER_ADDR", "127.0.0.1"), port), timeout=LONGEST)
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1"), port
+        first = _kept_alive(socket.create_connection(address, timeout=LONGEST))
         first.settimeout(None)
         self._peers.append(first)
         self._send(f"{token} rank {self.rank} on {socket.gethostname()}")
@@ -236,6 +239,16 @@ def _error_file() -> Path | None:
     """Return where torch's launcher looks for what a process died of: ATTEMPT/RANK/error.json; None without one."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name else None
+
+
+def _kept_alive(peer: socket.socket) -> socket.socket:
+    """Have a connection close, too, where the other machine has vanished: after two minutes, as networks may falter."""
+    peer.settimeout(LONGEST)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 6)):
+            peer.setsockopt(socket.IPPROTO_TCP, option, value)
+    return peer
 
 
 def _in_background(work: Callable[..., None], *arguments: Any) -> None:
