@@ -153,8 +153,12 @@ def test_a_damaged_file_is_named(tmp_path):
     path = write_completions(tmp_path / "c", drawn(4))
     (file,) = map_completions(path)
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(InputError, match=rf"^{file}: expected mapped samples, found a damaged file; remove it$"):
+    with pytest.raises(InputError, match=rf"^{file}: expected mapped samples, found no whole file; remove it$"):
         training_examples([path])
+    file.unlink()
+    with pytest.raises(InputError, match=rf"^{file}: expected mapped samples, found no whole file; remove it$"):
+        Texts({path: [file]})
+    assert len(training_examples([path])) == 4
 
 
 def test_tokens_stay_on_disk_and_other_processes_map_them_anew(tmp_path):

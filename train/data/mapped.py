@@ -6,6 +6,7 @@ then renamed: a run that was killed goes on with the files that are not there. W
 weights, what is held out) decides which samples are read, and nothing of what is written.
 """
 
+import fcntl
 import hashlib
 import os
 import socket
@@ -103,8 +104,6 @@ def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> Non
 @contextmanager
 def _lock(directory: Path) -> Iterator[bool]:
     """Wait until no other process holds a directory; give whether it is held now: not every file system has locks."""
-    import fcntl
-
     with (directory / ".lock").open("a") as file:
         try:
             try:
@@ -195,7 +194,7 @@ class Texts:
         """Map the files of each directory.
 
         Raises:
-            InputError: a file is damaged.
+            InputError: a file is damaged, or gone.
         """
         self.files = files
         batches, counts = list[pa.RecordBatch](), []
@@ -205,8 +204,8 @@ class Texts:
                 try:
                     reader = pa.ipc.open_file(pa.memory_map(str(file)))
                     batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
-                except pa.ArrowInvalid as error:
-                    raise InputError(f"{file}: expected mapped samples, found a damaged file; remove it") from error
+                except (OSError, pa.ArrowInvalid) as error:
+                    raise InputError(f"{file}: expected mapped samples, found no whole file; remove it") from error
             counts.append(sum(len(batch) for batch in batches[before:]))
         self.table = pa.Table.from_batches(batches, SAMPLES)
         self.sources = list(files)
