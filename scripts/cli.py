@@ -1,5 +1,6 @@
 """The `draftsmith` command: a table of commands, imported by need, so that `--help` does not wait for torch."""
 
+import argparse
 import logging
 import os
 import signal
@@ -60,6 +61,8 @@ TRAINING = ("distill", "medusa")
 LAUNCHED = {name: name for name in TRAINING} | {name: f"scripts.{name}" for name in ("prepare", "cache")}
 """Commands that `accelerate launch` starts where there are several processes, and their modules."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
+MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
+"""What `accelerate launch` is told on each of several machines."""
 NO_FILE = "<N/A>"
 """How torch's launcher calls the file of a process that left no message."""
 USAGE = "\n".join(
@@ -74,6 +77,8 @@ USAGE = "\n".join(
 LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with
   --processes N              so many processes, one a GPU; as accelerate is configured if not given
   --accelerate-config FILE   a file of accelerate's, such as configs/accelerate/fsdp2.yaml
+  --num-machines N, --machine-rank I, --main-process-ip HOST, --main-process-port PORT
+                             of several machines, on each of which the same line is started
 and passes everything else on:
 """
 
@@ -132,7 +137,8 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
     import torch
     from accelerate.commands.config.config_args import default_config_file
 
-    file, processes, rest = _launcher_flags(arguments)
+    launcher, rest = _launcher_flags(arguments)
+    file, processes = launcher.accelerate_config, launcher.processes
     recipe = ["-m", f"draftsmith.{LAUNCHED[name]}", *rest]
     if alone and file is None and processes is None:
         return [sys.executable, *recipe], {}
@@ -149,12 +155,13 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
         count, environment = processes or 0, {}
         options = [] if file is None else ["--config_file", file]
     options += ["--num_processes", str(count)] if count else []
+    options += [f"--{name}={value}" for name in MACHINES if (value := getattr(launcher, name)) is not None]
     return [sys.executable, *LAUNCHER, *options, *recipe], environment
 
 
 def _launch(name: str, arguments: Sequence[str]) -> int:
     """Start a run of one or several processes, and end as it does."""
-    (_, _, own), alone = _launcher_flags(arguments), False
+    (_, own), alone = _launcher_flags(arguments), False
     # What is wrong with the fields is said before seconds of imports, and once.
     if name in TRAINING:
         check_fields(config_class(name), own)
@@ -164,11 +171,8 @@ def _launch(name: str, arguments: Sequence[str]) -> int:
     if command[1:3] == LAUNCHER:
         os.environ |= environment
         return _launched(command[3:])
-    if name not in TRAINING:
-        code: int = import_module(f"draftsmith.{LAUNCHED[name]}").main(own)
-        return code
-    # In place of this process: signals and exit codes are those of the run.
-    os.execve(command[0], command, os.environ | environment)
+    code: int | None = import_module(command[2] + (".__main__" if name in TRAINING else "")).main(own)
+    return code or 0
 
 
 def _launched(arguments: Sequence[str]) -> int:
@@ -210,13 +214,12 @@ def _launched(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _launcher_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, list[str]]:
-    """Take accelerate's file and the number of processes out of the arguments; return them and the others."""
-    import argparse
-
+def _launcher_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Take what is the launcher's out of the arguments; return it and the others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--processes", type=int)
-    parser.add_argument("--accelerate_config")
+    for name in ("accelerate_config", *MACHINES):
+        parser.add_argument(f"--{name}")
     try:
         launcher, rest = parser.parse_known_args(flags(arguments))
     except argparse.ArgumentError as error:
@@ -225,7 +228,7 @@ def _launcher_flags(arguments: Sequence[str]) -> tuple[str | None, int | None, l
         raise InputError(f"processes: expected at least 1, found {launcher.processes}")
     if launcher.accelerate_config is not None and not os.path.isfile(launcher.accelerate_config):
         raise InputError(f"accelerate_config: expected a file, found none at {launcher.accelerate_config}")
-    return launcher.accelerate_config, launcher.processes, rest
+    return launcher, rest
 
 
 if __name__ == "__main__":

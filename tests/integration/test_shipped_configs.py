@@ -214,11 +214,11 @@ def test_measurements_parse(path):
 
 
 def test_slurm_starts_a_launcher_on_each_machine(tmp_path):
-    """With stand-ins for SLURM and accelerate, which say what they were called with."""
+    """With stand-ins for SLURM and for the command, which say what they were called with."""
     for name, text in {
         "scontrol": "echo first; echo second",
         "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
-        "accelerate": 'printf "%s\\n" "$@" end',
+        "draftsmith": 'printf "%s\\n" "$@" end',
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -230,8 +230,9 @@ def test_slurm_starts_a_launcher_on_each_machine(tmp_path):
     machines = [part.split("\n") for part in done.stdout.removesuffix("end\n").split("end\n")]
     assert len(machines) == 2
     for rank, words in enumerate(machines):
-        assert words[0] == "launch"
-        args = launch_command_parser().parse_args(words[1:-1])
+        assert words[0] == "distill"
+        command, _ = cli.launch_command("distill", words[1:-1])
+        args = launch_command_parser().parse_args(command[3:])
         assert (args.num_machines, args.num_processes, args.machine_rank) == (2, 8, rank)
         assert (args.main_process_ip, args.config_file) == ("first", "configs/accelerate/nodes.yaml")
         assert (args.module, args.training_script) == (True, "draftsmith.distill")
