@@ -7,6 +7,7 @@ and predicts token t + k + 1. Here heads count from 0, so head i predicts token 
 Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' vocabulary, K heads.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,24 @@ class MedusaHeads(PreTrainedModel):
     def lm_head_of(self, index: int) -> LMHead:
         """Return the language-model head of head `index`."""
         return self.all_lm_heads[0 if self.config.original_lm_head else index]
+
+    def inside_lm_heads(self, states: Sequence[Tensor], function: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Return `function(states)`, called inside of the forwards of all language-model heads, one in another.
+
+        Args:
+            states: what each head's language-model head sees.
+            function: that needs the weights of all of them.
+        """
+        if self.config.original_lm_head:
+            return self.lm_head(*states, inside=lambda *states: function(states))  # type: ignore[operator]
+
+        def nested(inner: Sequence[Tensor]) -> Tensor:
+            if len(inner) == len(states):
+                return function(inner)
+            index = len(inner)
+            return self.lm_head_of(index)(states[index], inside=lambda state: nested([*inner, state]))
+
+        return nested([])
 
     def head(self, index: int) -> OutputHead:
         """Return the map of head `index` from its block's output to logits over its vocabulary, (D, H)."""

@@ -6,6 +6,7 @@ vocabulary.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +25,7 @@ from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
-from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.chunked import chunked_features, chunked_objective, chunked_sums
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
@@ -174,29 +175,25 @@ class MedusaTrainer(RecipeTrainer):
             teacher: what the teacher's head sees, (B, T, H), and that head, over the tokens that the heads know; None
                 where labels are hard.
         """
-        heads, total = self.heads, hidden.new_zeros((), dtype=torch.float32)
-        for index in range(self.count):
-            at = Positions(inputs, index)
-            labels = at.labels
-            if self._places is not None:  # a token that cannot be drafted cannot be learned
-                labels = self._places.to(labels.device)[labels]
-            states = heads.states(index, at.before(hidden, heads), at.embeddings(embed, heads))
-            p = None
-            if self.objective.needs_target and teacher is not None:
-                p = LiveDistributions(at.teacher(teacher[0]), teacher[1])
-            total = total + heads.lm_head_of(index)(
-                states,
-                inside=lambda states, index=index, labels=labels, p=p: chunked_objective(
-                    self.objective,
-                    states,
-                    self._trained_head(index),
-                    p,
-                    labels,
-                    weight=self.config.decay**index,
-                    sizes=self.sizes,
-                ),
-            )
-        return total
+        heads, at = self.heads, Positions(inputs, self.count)
+        labels = at.labels
+        if self._places is not None:  # a token that cannot be drafted cannot be learned
+            labels = self._places.to(labels.device)[labels]
+        p = None
+        if self.objective.needs_target and teacher is not None:
+            p = LiveDistributions(at.teacher(teacher[0]), teacher[1])
+        states = [
+            heads.states(i, at.before(i, hidden, heads), at.embeddings(i, embed, heads)) for i in range(self.count)
+        ]
+        weights = [self.config.decay**i * at.learned[i][:, None] for i in range(self.count)]
+
+        def loss(states: Sequence[Tensor]) -> Tensor:
+            trained = [self._trained_head(i) for i in range(self.count)]
+            with self.clock.phase("loss"):
+                learners = list(zip(states, trained, weights, strict=True))
+                return chunked_sums(self.objective.features, labels, learners, p, self.sizes)
+
+        return heads.inside_lm_heads(states, loss)
 
     def _replayed(
         self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
@@ -215,26 +212,21 @@ class MedusaTrainer(RecipeTrainer):
 
         a = hidden.new_zeros(*chosen.shape, self.count, dtype=torch.float32)
         loss, sums = hidden.new_zeros(len(labels), dtype=torch.float32), []
+        at, embed = Positions(inputs, self.count), backbone.get_input_embeddings()
+        p = LiveDistributions(at.teacher(hidden), head)
         for index in range(self.count):
-            at = Positions(inputs, index)
-            states = heads.states(
-                index, at.before(hidden, heads), at.embeddings(backbone.get_input_embeddings(), heads)
-            )
+            states = heads.states(index, at.before(index, hidden, heads), at.embeddings(index, embed, heads))
             features_NK = heads.lm_head_of(index)(
                 states,
-                inside=lambda h, i=index, at=at: chunked_features(
-                    features,
-                    at.labels,
-                    h,
-                    self._trained_head(i),
-                    LiveDistributions(at.teacher(hidden), head),
-                    self.sizes,
+                inside=lambda h, i=index: chunked_features(
+                    features, at.labels, h, self._trained_head(i), p, self.sizes
                 ),
             )
             # The round that begins with a token drafts from the state of the token two before it.
             spread = a.new_zeros(*inputs["labels"].shape, features_NK.shape[1] + 1)
+            learned = at.learned[index].bool()
             ones = features_NK.new_ones(len(features_NK), 1)
-            spread.flatten(0, 1)[at.flat + 1] = torch.cat([features_NK, ones], dim=1).float()
+            spread.flatten(0, 1)[(at.flat - index)[learned]] = torch.cat([features_NK, ones], dim=1).float()[learned]
             a[..., index] = spread[:, :-1, 0]
             loss += self.config.decay**index * spread[..., 3].sum(1)
             sums.append(spread[..., [4, 1, 2]].sum(1))
@@ -307,37 +299,41 @@ class MedusaTrainer(RecipeTrainer):
 
 
 class Positions:
-    """Where head `index` learns: positions t where tokens t + 1 … t + 2 + index are all a completion's, one text.
+    """Where heads learn: places c. There the teacher predicts the token c + 1, and head i from the state at c − 1 − i.
 
-    It guesses token t + 2 + index from the hidden state at t; the teacher predicts that token at t + 1 + index. Heads
-    draft after a token that the target has just written: t + 1 is one of those. A text's first token has no label, so
-    that no window reaches into the next text of a packed row.
+    All places are head 0's. Head i learns at those where the tokens c − i … c + 1 are all a completion's, one text:
+    heads draft after a token that the target has just written, which is c − i. A text's first token has no label, so
+    that no window reaches into the next text of a packed row. So all heads have one p.
     """
 
-    def __init__(self, inputs: dict[str, Any], index: int):
-        self.index, self.ids = index, inputs["input_ids"]
-        self.flat: Tensor = inputs["positions"][index + 1]
-        """(N,), in the flattened batch."""
-        self.labels = self._tokens(index + 2)
+    def __init__(self, inputs: dict[str, Any], count: int):
+        self.ids_N: Tensor = inputs["input_ids"].flatten()
+        """Of the flattened batch."""
+        windows: Sequence[Tensor] = inputs["positions"][1 : 1 + count]
+        self.flat = windows[0] + 1
+        """(N,): c, in the flattened batch."""
+        self.labels = self.ids_N[self.flat + 1]
         """(N,)."""
+        self.learned = [torch.zeros(len(self.flat), device=self.flat.device) for _ in windows]
+        """For each head whether it learns, (N,) float32 of 0 and 1."""
+        for index, (starts, learned) in enumerate(zip(windows, self.learned, strict=True)):
+            learned[torch.searchsorted(self.flat, starts + index + 1)] = 1.0
 
-    def _tokens(self, offset: int) -> Tensor:
-        return self.ids.flatten().index_select(0, self.flat + offset)
-
-    def before(self, hidden: Tensor, heads: MedusaHeads) -> Tensor:
-        """Return what the head sees of hidden states (B, T, H), in the heads' precision, (N, H)."""
-        return hidden.flatten(0, 1).index_select(0, self.flat).to(heads.dtype)
+    def before(self, index: int, hidden: Tensor, heads: MedusaHeads) -> Tensor:
+        """Return what a head sees of hidden states (B, T, H), in the heads' precision, (N, H); anything elsewhere."""
+        return hidden.flatten(0, 1)[(self.flat - 1 - index).clamp(min=0)].to(heads.dtype)
 
     def teacher(self, hidden: Tensor) -> Tensor:
-        """Return what the teacher's head sees for the same tokens, (N, H)."""
-        return hidden.flatten(0, 1).index_select(0, self.flat + self.index + 1)
+        """Return what the teacher's head sees, (N, H)."""
+        return hidden.flatten(0, 1)[self.flat]
 
-    def embeddings(self, embed: nn.Module, heads: MedusaHeads) -> Tensor | None:
-        """Return the embeddings of tokens t + 1 … t + 1 + index, constants, (N, index + 1, H); None of Medusa heads."""
+    def embeddings(self, index: int, embed: nn.Module, heads: MedusaHeads) -> Tensor | None:
+        """Return the embeddings of the index + 1 tokens up to c, constants, (N, index + 1, H); None of Medusa heads."""
         if not heads.config.hydra:
             return None
-        seen = torch.stack([self._tokens(1 + j) for j in range(self.index + 1)], dim=1)
+        places = torch.stack([(self.flat - index + j).clamp(min=0) for j in range(index + 1)], dim=1)
         with torch.no_grad():
+            seen = self.ids_N[places]
             return embed(seen.to(next(embed.parameters()).device)).to(seen.device, heads.dtype)
 
 

@@ -33,7 +33,7 @@ from draftsmith.scripts.plan.model_states import (
 from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.chunked import chunked_sums
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
 from draftsmith.train.teacher.distributions import LiveDistributions
@@ -230,20 +230,12 @@ def trace_losses(
             with precision_of(precision):
                 kept = head_of(target) if heads.token_map is None else head_of(target).of(heads.token_map)
                 teacher = LiveDistributions(hidden, kept) if config.objective.needs_target else None
-                total = sum(
-                    chunked_objective(
-                        config.objective,
-                        heads.states(i, hidden.to(heads.dtype), seen),
-                        heads.head(i),
-                        teacher,
-                        labels,
-                        sizes=sizes,
-                    )
-                    for i in range(count)
-                )
+                states = [heads.states(i, hidden.to(heads.dtype), seen) for i in range(count)]
+                learners = [(state, heads.head(i), torch.ones(positions, 1)) for i, state in enumerate(states)]
+                total = chunked_sums(config.objective.features, labels, learners, teacher, sizes)
             forward = live.peak
             live.restart()
-            total.backward()  # type: ignore[union-attr]
+            total.backward()
         for parameter in heads.parameters():
             parameter.grad = None
     return float(forward), float(live.peak)

@@ -9,7 +9,7 @@ The way of a training loss: the trainer's `compute_loss` calls the model with `i
 Shape suffixes: N positions, H hidden, V vocabulary, K features of a position; of a chunk C positions, of a part P.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,7 +135,31 @@ def chunked_sum(
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
     """
     sizes = sizes or ChunkSizes.of(hidden_NH.device)
-    return _ChunkedSum.apply(features, weights_NK, labels_N, hidden_NH, head.weight, head.bias, head, teacher, sizes)
+    args = (features, (weights_NK,), labels_N, (head,), teacher, sizes)
+    return _ChunkedSum.apply(*args, hidden_NH, head.weight, head.bias)
+
+
+def chunked_sums(
+    features: Features,
+    labels_N: Tensor,
+    learners: Sequence[tuple[Tensor, OutputHead, Tensor]],
+    teacher: TeacherDistributions | None,
+    sizes: ChunkSizes | None = None,
+) -> Tensor:
+    """Return `chunked_sum` over several heads that learn from the same p, which is made once for all of them.
+
+    Args:
+        features: as there.
+        labels_N: the text's tokens, the same for all.
+        learners: of each what it sees, (N, H), its head, which may be another's too, and constant weights, (N, K), 0
+            where it does not learn.
+        teacher: p of the N positions; None as there.
+        sizes: of chunks.
+    """
+    states, heads, weights = zip(*learners, strict=True)
+    sizes = sizes or ChunkSizes.of(labels_N.device)
+    maps = [tensor for head in heads for tensor in (head.weight, head.bias)]
+    return _ChunkedSum.apply(features, weights, labels_N, heads, teacher, sizes, *states, *maps)[0]
 
 
 def chunked_features(
@@ -155,62 +179,74 @@ class _ChunkedSum(torch.autograd.Function):
     def forward(
         ctx: Any,
         features: Features,
-        weights_NK: Tensor | None,
+        weights: Sequence[Tensor | None],
         labels_N: Tensor,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        head: OutputHead,
+        heads: Sequence[OutputHead],
         teacher: TeacherDistributions | None,
         sizes: ChunkSizes,
+        *tensors: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the sum and its gradients together; `chunked_sum` says what the arguments are."""
-        device = hidden_NH.device.type
+        """Compute the sum and its gradients together; `chunked_sum` and `chunked_sums` say what the arguments are.
+
+        The tensors are what each head sees, then weight and bias of each; the features returned are the first head's.
+        """
+        states: Any = tensors[: len(heads)]
+        device, dtype = states[0].device.type, heads[0].weight.dtype
         # What autocast would do to the matrix products, done by hand: it leaves products into a buffer alone.
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight_VH.dtype
-        w_VH, h_NH = weight_VH.to(dtype), hidden_NH.to(dtype)
-        b_V = None if bias_V is None else bias_V.to(dtype)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[3:6]
-        learns = needs_hidden or needs_weight or needs_bias
-        grad_hidden_NH = torch.zeros_like(hidden_NH) if needs_hidden else None
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         # Chunks add up in float32: in half precision a gradient loses what each adds to the sum of many.
-        wide = torch.promote_types(weight_VH.dtype, torch.float32)
-        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=wide, device=weight_VH.device) if needs_weight else None
-        grad_bias_V = torch.zeros_like(bias_V, dtype=wide) if needs_bias and bias_V is not None else None
-        total, kept = hidden_NH.new_zeros((), dtype=torch.float32), []
-        count, vocab_size = len(hidden_NH), len(weight_VH)
+        wide = torch.promote_types(heads[0].weight.dtype, torch.float32)
+        computing: dict[int, Tensor] = {}
+        """By the identity of a tensor, which several heads may share, what is computed with."""
+        gradients: dict[int, Tensor] = {}
+        """Likewise."""
+        for place, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[6:], strict=True)):
+            if tensor is not None and id(tensor) not in computing:
+                computing[id(tensor)] = tensor.to(dtype)
+                if needed:
+                    sums = tensor.dtype if place < len(heads) else wide
+                    gradients[id(tensor)] = torch.zeros(tensor.shape, dtype=sums, device=tensor.device)
+        learns, total = bool(gradients), states[0].new_zeros((), dtype=torch.float32)
+        kept = list[Tensor]()
+        count, vocab_size = len(labels_N), len(heads[0].weight)
         for at in sizes.chunks(count, vocab_size):
             p_of = None if teacher is None else teacher.chunk(at)
-            with torch.autocast(device, enabled=False):
-                h_CH = h_NH[at]
-                g_CV = torch.nn.functional.linear(h_CH, w_VH, b_V)  # the logits, until the loss has been through them
-                for part in sizes.parts(len(g_CV), vocab_size):
-                    with torch.set_grad_enabled(learns):
-                        raw_PV = g_CV[part].requires_grad_(learns)
-                        logits_PV = head.finish(raw_PV)
-                        p = p_of(part) if p_of else raw_PV.detach()
-                        values_PK = features(p, logits_PV, labels_N[at][part])
-                        loss = None if weights_NK is None else (values_PK * weights_NK[at][part]).sum()
-                    kept.append(values_PK.detach())
-                    if loss is not None:
-                        total += loss.detach()
-                        if learns:
-                            g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
-                    del raw_PV, logits_PV, p, values_PK, loss
-                if grad_hidden_NH is not None:
-                    grad_hidden_NH[at] = g_CV @ w_VH
-                if grad_weight_VH is not None:
-                    if grad_weight_VH.dtype == dtype:
-                        torch.addmm(grad_weight_VH, g_CV.T, h_CH, out=grad_weight_VH)
-                    else:
-                        grad_weight_VH += g_CV.T @ h_CH
-                if grad_bias_V is not None:
-                    grad_bias_V += g_CV.sum(0)
-        ctx.gradients = (
-            grad_hidden_NH,
-            None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype),
-            None if grad_bias_V is None or bias_V is None else grad_bias_V.to(bias_V.dtype),
-        )
+            for seen_NH, head, weights_NK in zip(states, heads, weights, strict=True):
+                with torch.autocast(device, enabled=False):
+                    h_CH, w_VH = computing[id(seen_NH)][at], computing[id(head.weight)]
+                    b_V = None if head.bias is None else computing[id(head.bias)]
+                    g_CV = torch.nn.functional.linear(h_CH, w_VH, b_V)  # the logits, until the loss has been through
+                    for part in sizes.parts(len(g_CV), vocab_size):
+                        with torch.set_grad_enabled(learns):
+                            raw_PV = g_CV[part].requires_grad_(learns)
+                            logits_PV = head.finish(raw_PV)
+                            p = p_of(part) if p_of else raw_PV.detach()
+                            values_PK = features(p, logits_PV, labels_N[at][part])
+                            loss = None if weights_NK is None else (values_PK * weights_NK[at][part]).sum()
+                        if head is heads[0]:
+                            kept.append(values_PK.detach())
+                        if loss is not None:
+                            total += loss.detach()
+                            if learns:
+                                g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
+                        del raw_PV, logits_PV, p, values_PK, loss
+                    if (of_states := gradients.get(id(seen_NH))) is not None:
+                        of_states[at] += g_CV @ w_VH
+                    if (of_weight := gradients.get(id(head.weight))) is not None:
+                        if of_weight.dtype == dtype:
+                            torch.addmm(of_weight, g_CV.T, h_CH, out=of_weight)
+                        else:
+                            of_weight += g_CV.T @ h_CH
+                    if (of_bias := gradients.get(id(head.bias))) is not None:
+                        of_bias += g_CV.sum(0)
+                    del g_CV
+        # A tensor that is there several times has its gradient once.
+        found = [gradients.pop(id(tensor), None) for tensor in tensors]
+        ctx.gradients = [
+            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(found, tensors, strict=True)
+        ]
         features_NK = torch.cat(kept)
         ctx.mark_non_differentiable(features_NK)
         return total, features_NK
@@ -224,4 +260,4 @@ class _ChunkedSum(torch.autograd.Function):
         # In place: a copy of the head's gradient would be the largest tensor of all.
         gradients = [None if g is None else g.mul_(outer) for g in ctx.gradients]
         ctx.gradients = None
-        return (None, None, None, *gradients, None, None, None)
+        return (None, None, None, None, None, None, *gradients)
