@@ -321,11 +321,11 @@ class Positions:
 
     def before(self, index: int, hidden: Tensor, heads: MedusaHeads) -> Tensor:
         """Return what a head sees of hidden states (B, T, H), in the heads' precision, (N, H); anything elsewhere."""
-        return hidden.flatten(0, 1)[(self.flat - 1 - index).clamp(min=0)].to(heads.dtype)
+        return hidden.flatten(0, 1).index_select(0, (self.flat - 1 - index).clamp(min=0)).to(heads.dtype)
 
     def teacher(self, hidden: Tensor) -> Tensor:
         """Return what the teacher's head sees, (N, H)."""
-        return hidden.flatten(0, 1)[self.flat]
+        return hidden.flatten(0, 1).index_select(0, self.flat)
 
     def embeddings(self, index: int, embed: nn.Module, heads: MedusaHeads) -> Tensor | None:
         """Return the embeddings of the index + 1 tokens up to c, constants, (N, index + 1, H); None of Medusa heads."""
