@@ -13,6 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.examples import TrainingData, require_apart, split_off, training_examples
 from draftsmith.train.data.generate import other_target
+from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
@@ -30,13 +31,16 @@ def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
     """Return the samples to train on and those to measure acceptance on.
 
     Raises:
-        InputError: completions that cannot be used, are of another target, or are not the same on all processes; or
-            prompts on both sides.
+        InputError: completions that cannot be used, are unfinished, of another target, or not the same on all
+            processes; or prompts on both sides.
     """
     target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     size = target.get_text_config().vocab_size
-    for path in () if config.any_target else (*config.completions, *config.heldout_directories):
-        if (other := other_target(path, config.target, config.trust_remote_code)) is not None:
+    for path in (*config.completions, *config.heldout_directories):
+        if not config.unfinished:
+            completion_files(path, unfinished=False)
+        other = None if config.any_target else other_target(path, config.target, config.trust_remote_code)
+        if other is not None:
             raise InputError(
                 f"{path}: expected completions that {config.target} wrote, found those of {other}, whose config or "
                 "weights are others; --any_target learns from them all the same"
@@ -52,7 +56,7 @@ def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
     elif config.heldout:
         heldout = read("heldout")
         require_apart(train, heldout)
-    seen = set(gather_object([train.fingerprint()]))
+    seen = set(gather_object([(train.fingerprint(), heldout and heldout.fingerprint())]))
     if len(seen) > 1:
         raise InputError(f"completions: expected the same samples on all processes, found {len(seen)} different sets")
     return train, heldout

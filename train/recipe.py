@@ -44,6 +44,8 @@ class RecipeConfig(TargetOptions):
     """Leave out samples that repeat an earlier one's tokens ("texts"), or also an earlier one's prompt ("prompts")."""
     any_target: bool = False
     """Learn from completions that another target wrote, too."""
+    unfinished: bool = False
+    """Learn from completions of which shards are missing, too."""
     training: TrainingArguments = field(default_factory=_training_arguments)
     """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained."""
     temperature: float = 1.0

@@ -33,7 +33,7 @@ def made(tmp_path_factory, tokenizer):
     MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(COUNT)))
     paths = (str(root / name) for name in ("target", "prompts.jsonl", "completions"))
-    prepare(PrepareConfig(*paths, max_new_tokens=8, temperature=0.0, dtype="float32", batch_size=2))
+    prepare(PrepareConfig(*paths, max_new_tokens=8, temperature=0.0, dtype="float32", batch_size=2, shard_size=2))
     return root
 
 

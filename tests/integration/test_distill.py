@@ -444,6 +444,11 @@ def test_the_command_refuses_bad_input_in_one_line(pipeline, tmp_path, tokenizer
     save_model(tiny_llama(9, len(tokenizer)), tokenizer, tmp_path / "elsewhere")
     message = fails(capsys, [*flags, "--target", str(tmp_path / "elsewhere")])
     assert f"{pipeline / 'short'}: expected completions that {tmp_path / 'elsewhere'} wrote, found those of" in message
+    manifest = json.loads((shutil.copytree(pipeline / "short", tmp_path / "part") / "manifest.json").read_text())
+    (tmp_path / "part" / "manifest.json").write_text(json.dumps(manifest | {"shards": manifest["shards"] + 1}))
+    message = fails(capsys, [*flags, "--completions", f"[{tmp_path / 'part'}]"])
+    assert f"{tmp_path / 'part'}: expected all {manifest['shards'] + 1} shards, found" in message
+    assert message.endswith("run draftsmith prepare again, or learn from these with --unfinished")
     message = fails(capsys, [*flags, "--heldout", f"[{pipeline / 'short'}]"])
     assert "heldout: expected prompts that are not learned from, found 10 of 10 that are: first" in message
 

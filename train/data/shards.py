@@ -112,11 +112,15 @@ def write_shard(path: Path, shard: pa.Table, **options: Any) -> None:
     write_aside(path, buffer.getvalue().to_pybytes())
 
 
-def completion_files(path: str) -> list[Path]:
-    """Return the shards of a directory of completions; of an unfinished one those that are there, with a warning.
+def completion_files(path: str, unfinished: bool = True) -> list[Path]:
+    """Return the shards of a directory of completions.
+
+    Args:
+        path: the directory.
+        unfinished: where shards are missing, return those that are there, with a warning.
 
     Raises:
-        InputError: no such directory, no manifest or one of another schema, or no shards.
+        InputError: no such directory, no manifest or one of another schema, no shards, or not all of them.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -128,6 +132,11 @@ def completion_files(path: str) -> list[Path]:
     if len(files) > manifest["shards"]:
         raise InputError(f"{path}: expected {manifest['shards']} shards, as {MANIFEST} says, found {len(files)}")
     if len(files) < manifest["shards"]:
+        if not unfinished:
+            raise InputError(
+                f"{path}: expected all {manifest['shards']} shards, found {len(files)}; run draftsmith prepare again, "
+                "or learn from these with --unfinished"
+            )
         logger.warning("%s: unfinished, %d of %d shards are there", path, len(files), manifest["shards"])
     return files
 
