@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ def require_writable(path: str | Path, *files: str, field: str = "output") -> Pa
         made = [above for above in (directory, *directory.parents) if not above.exists()]
         directory.mkdir(parents=True, exist_ok=True)
         tried.write_bytes(b"x" * 4096)
-        tried.unlink()
+        tried.unlink(missing_ok=True)  # another run may try the same
         for new in made:
-            new.rmdir()
+            with suppress(OSError):
+                new.rmdir()
         taken = [directory / name for name in files if (directory / name).is_dir()]
     except (OSError, ValueError) as error:
         found = error.strerror if isinstance(error, OSError) else str(error)

@@ -258,3 +258,9 @@ def test_a_second_run_in_a_directory_is_refused(pipeline, tmp_path, capsys):
             prepare(PrepareConfig(str(pipeline / "target"), str(pipeline / "long.txt"), str(output)))
     assert f"training.output_dir: {found} {output}: process {os.getpid()} on " in capsys.readouterr().err
     assert not list(output.iterdir())
+
+
+def test_an_output_that_cannot_be_is_refused_before_the_work(pipeline, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(lambda: command.main(arguments(Path("nowhere"), tmp_path / "file" / "below"))) == 2
+    assert "error: training.output_dir: expected a directory to write in at" in capsys.readouterr().err

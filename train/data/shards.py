@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import parse_json, remove, require_writable, write_aside
+from draftsmith.train.files import parse_json, remove, write_aside
 from draftsmith.train.job.lock import locked
 
 SCHEMA = "draftsmith.completions/1"
@@ -62,8 +62,6 @@ def output_directory(output: Path, kept: Callable[[], str], first: bool = True) 
         InputError: the directory cannot be made or written in, another run writes there, or the disk is full; what
             was written is kept.
     """
-    if first:
-        require_writable(output)
     try:
         with locked(output) if first else nullcontext():
             for leftover in output.glob(".*.partial") if first else ():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.files import require_writable
 
 NAME = ".lock"
 
@@ -28,9 +29,9 @@ def locked(directory: Path, field: str = "output") -> Iterator[None]:
         field: the config field that named it, for the error message.
 
     Raises:
-        InputError: another run writes there; names its process and host.
+        InputError: it cannot be made or written in; or another run writes there: names its process and host.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    require_writable(directory, field=field).mkdir(parents=True, exist_ok=True)
     path = directory / NAME
     file = _locked_file(path, field)
     try:
