@@ -25,15 +25,15 @@ def hours(plan: Plan) -> float | None:
     device = DEVICES[config.device]
     speed = device.tflops * 1e12 * config.mfu
     if isinstance(plan, InferencePlan):
-        work = Work.of(plan.target)
+        work, copies = Work.of(plan.target), config.gpus / plan.spread
         if work is None:
             return None
         if plan.writes:
             rows = plan.config.batch_size
             reading = plan.bytes_of_a_step() / (device.terabytes * 1e12 * READING)
             step = max(reading, rows * _forward(work, plan.length) / speed)
-            return config.tokens / rows * step / config.gpus / 3600
-        return config.tokens * _forward(work, plan.length) / speed / config.gpus / 3600
+            return config.tokens / rows * step / copies / 3600
+        return config.tokens * _forward(work, plan.length) / speed / copies / 3600
     each = _trained(plan)
     return None if each is None else config.tokens * each / speed / config.gpus / 3600
 

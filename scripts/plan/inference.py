@@ -9,11 +9,13 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.plan.activations import BatchShape, shadow, trace_cache, trace_forward
 from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
 from draftsmith.scripts.plan.memory_plan import GIB, read_config
-from draftsmith.scripts.plan.model_states import Weights, target_bytes
+from draftsmith.scripts.plan.model_states import Placement, Weights, target_bytes
 from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
+
+QUANTIZED: dict[str | None, Placement] = {None: "whole", "8bit": "8bit", "4bit": "4bit"}
 
 
 class InferencePlan:
@@ -44,7 +46,13 @@ class InferencePlan:
     @property
     def held(self) -> dict[str, float]:
         """The bytes that are there at all times."""
-        return target_bytes(self.target, "whole", 1)
+        place: Placement = QUANTIZED[self.config.target_quantization]
+        return {name: size / self.spread for name, size in target_bytes(self.target, place, 1).items()}
+
+    @property
+    def spread(self) -> int:
+        """The GPUs that one target lies on, layer after layer: they compute in turns."""
+        return self.config.gpus if self.config.target_device == "auto" else 1
 
     def moments(self, rows: int) -> list[Moment]:
         """Return the times at which memory may be at its most."""

@@ -427,7 +427,7 @@ def test_held_out_metrics_are_those_computed_by_hand(sharp, measured):
     for name, value in expected.items():
         assert last[f"eval_{name}"] == pytest.approx(value, rel=1e-5)  # float32 against float64
     assert last["eval_loss"] == pytest.approx(eager(measured, samples).item() / count(samples), rel=1e-5)
-    assert 0.2 < expected["accuracy_1"] < 0.99 and 1.1 < expected["mean_acceptance_length"] < 3.5
+    assert 0.1 < expected["accuracy_1"] < 0.99 and 1.1 < expected["mean_acceptance_length"] < 3.5
 
 
 def test_turns_apart_are_not_drafted_across(sharp, measured):

@@ -122,6 +122,19 @@ def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(target):
     assert sum(host_bytes(plan).values()) == 4 * PROCESS + 4 * 4 * numbers
 
 
+def test_a_target_in_few_bits_or_over_several_gpus_takes_less_of_each(target):
+    machines = {"sequence_length": LENGTH, "gpus": 4, "output": "o", "dtype": "bfloat16"}
+    plans = {
+        name: InferencePlan(parse_config(CachePlanConfig, argv(target, **machines, **options)))
+        for name, options in {
+            "whole": {}, "4bit": {"target_quantization": "4bit"}, "auto": {"target_device": "auto"},
+        }.items()
+    }  # fmt: skip
+    held = {name: sum(plan.held.values()) for name, plan in plans.items()}
+    assert held["4bit"] < held["whole"] and held["auto"] == held["whole"] / 4
+    assert hours(plans["auto"]) == 4 * hours(plans["whole"])  # one copy, whose layers wait for each other
+
+
 def test_texts_are_written_at_the_speed_of_the_memory(target):
     flags = argv(target, output="o", prompts="p", sequence_length=LENGTH, dtype="bfloat16", batch_size=2, tokens=1e6)
     at = flags.index("--completions")
