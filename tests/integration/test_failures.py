@@ -27,10 +27,11 @@ pytestmark = pytest.mark.slow
 MEMORY = "error: memory: expected enough for this run, found too little for 2.00 GiB; try a smaller batch"
 
 
-def arguments(pipeline, output, **options) -> list[str]:
+def arguments(pipeline, output, alone=False, **options) -> list[str]:
     training = {"output_dir": output, "max_steps": 4, "per_device_train_batch_size": 1, "learning_rate": 3e-3}
-    training |= {"report_to": "none", "disable_tqdm": "true", "ddp_backend": "gloo"}
-    training |= {"accelerator_config": '{"use_configured_state": true}'}
+    training |= {"report_to": "none", "disable_tqdm": "true"}
+    entered = {"ddp_backend": "gloo", "accelerator_config": '{"use_configured_state": true}'}
+    training |= {"use_cpu": "true"} if alone else entered
     training |= {"save_strategy": "steps", "save_steps": 1}
     options = {
         "target": pipeline / "target",
@@ -253,7 +254,7 @@ def test_a_second_run_in_a_directory_is_refused(pipeline, tmp_path, capsys):
     output = tmp_path / "out"
     found = "expected a directory that no other run writes, found one at work in"
     with locked(output):
-        assert run(lambda: command.main(arguments(pipeline, output))) == 2
+        assert run(lambda: command.main(arguments(pipeline, output, alone=True))) == 2
         with pytest.raises(InputError, match=f"^output: {found}"):
             prepare(PrepareConfig(str(pipeline / "target"), str(pipeline / "long.txt"), str(output)))
     assert f"training.output_dir: {found} {output}: process {os.getpid()} on " in capsys.readouterr().err
@@ -262,5 +263,6 @@ def test_a_second_run_in_a_directory_is_refused(pipeline, tmp_path, capsys):
 
 def test_an_output_that_cannot_be_is_refused_before_the_work(pipeline, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert run(lambda: command.main(arguments(Path("nowhere"), tmp_path / "file" / "below"))) == 2
+    argv = arguments(Path("nowhere"), tmp_path / "file" / "below", alone=True)
+    assert run(lambda: command.main(argv)) == 2
     assert "error: training.output_dir: expected a directory to write in at" in capsys.readouterr().err
