@@ -105,6 +105,7 @@ class RecipeConfig(TargetOptions):
         self._use_own_device()
         self._select_on_acceptance()
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
+        self.training.use_cache = True  # the saved config says so to all who load it; forwards of training ask for none
         self.training.logging_nan_inf_filter = False  # waits for the device in each part; a loss that is none ends all
         if self.training.save_on_each_node:
             raise InputError(

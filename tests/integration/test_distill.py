@@ -238,7 +238,7 @@ def test_the_result_is_an_ordinary_directory(trained, tokenizer):
     ids = own(["def f(x):"], return_tensors="pt")["input_ids"]
     with torch.no_grad():
         assert torch.equal(model(ids).logits, trainer.model.eval()(ids).logits)
-    assert model.config.num_hidden_layers == 1
+    assert model.config.num_hidden_layers == 1 and model.config.use_cache
     assert model.generation_config.eos_token_id in (tokenizer.eos_token_id, [tokenizer.eos_token_id])
     assert (output / "model.safetensors").is_file()
     assert not list(output.glob("pytorch_model*"))

@@ -25,14 +25,14 @@ class Stopwatch:
     """Parts time into phases that add up to all of it, on the device's own clock.
 
     Each change of phase leaves a mark: an event in the queue of a GPU, or the time on a CPU. What lies between two
-    marks is the phase's that the first begins. Nothing waits for a mark: `taken` reads those that are passed.
+    marks is the phase's that the first begins; what is before the first is no one's. Nothing waits for a mark: `taken`
+    reads those that are passed.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._phases = ["rest"]
         self._marks: deque[tuple[Any, str]] = deque()
-        self._mark()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
