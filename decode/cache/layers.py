@@ -50,6 +50,7 @@ class Block:
 
     def __init__(self) -> None:
         self._slots: dict[torch.device, Tensor] = {}
+        self._rows: dict[tuple[torch.device, int], Tensor] = {}
 
     @property
     def slots(self) -> Tensor:
@@ -65,6 +66,12 @@ class Block:
         if device not in self._slots:
             self._slots[device] = self.slots.to(device)
         return self._slots[device]
+
+    def rows_on(self, device: torch.device, count: int) -> Tensor:
+        """Return the numbers of so many rows, (B, 1), on the device of a layer: one kernel less in each."""
+        if (device, count) not in self._rows:
+            self._rows[device, count] = torch.arange(count, device=device)[:, None]
+        return self._rows[device, count]
 
 
 class Layer(CacheLayerMixin):
@@ -138,7 +145,7 @@ class Layer(CacheLayerMixin):
         if reach < self.first:
             raise RuntimeError(f"a window from slot {reach} on, of which all before {self.first} are forgotten")
         if block.start is None:
-            slots, rows = block.slots_on(keys.device), torch.arange(len(keys), device=keys.device)[:, None]
+            slots, rows = block.slots_on(keys.device), block.rows_on(keys.device, len(keys))
             slots = slots - self.first if self.first else slots
             keys[rows, :, slots] = key_states.transpose(1, 2)
             values[rows, :, slots] = value_states.transpose(1, 2)
