@@ -20,7 +20,7 @@ from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.decoding import by_library, complete, set_generation_config
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
 from draftsmith.train.provenance import environment
 
 
@@ -32,17 +32,19 @@ class BenchPrepareConfig(Sampling, BenchmarkConfig):
     """The target: a model directory or hub id."""
     prompts: str | None = None
     """A file of prompts; held-out modules of the standard library if None."""
-    limit: int = 128
+    limit: int = 96
     """Prompts of a round."""
     batch_size: int = 16
     """Rows."""
-    max_new_tokens: int = 512
+    max_new_tokens: int = 384
     """Tokens of a completion at most."""
     max_prompt_tokens: int = 512
     """Tokens of a prompt at most."""
+    end: str | None = None
+    """Tokens with this text end a completion too: for targets that seldom end one, such as the embedded."""
     dtype: str = "float32"
     """Weights and arithmetic."""
-    rounds: int = 5
+    rounds: int = 3
     """Turns of each, with another seed each time."""
     temperature: float = field(default=1.0, kw_only=True)
     """Of the sampling."""
@@ -57,6 +59,9 @@ def bench(config: BenchPrepareConfig) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.target, field="target")
     model = load_model(config.target, field="target", dtype=config.dtype)
     generation = set_generation_config(config, config.max_new_tokens, model, tokenizer)
+    if config.end is not None:
+        ending = [token for token in range(tokenizer_size(tokenizer)) if config.end in str(tokenizer.decode([token]))]
+        generation.eos_token_id = [*(generation.eos_token_id or []), *ending]  # type: ignore[assignment]
     prompts = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
     prompts.sort(key=len, reverse=True)
     batches = [prompts[at : at + config.batch_size] for at in range(0, len(prompts), config.batch_size)]

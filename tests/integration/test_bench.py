@@ -113,6 +113,8 @@ def test_prepare(pair, tmp_path, capsys):
         figures["refilled_tokens_per_second"]["value"] / figures["library_tokens_per_second"]["value"]
     )
     assert "refilled over library" in capsys.readouterr().out
+    ending = figures_of(prepare.bench, prepare.BenchPrepareConfig, [*arguments, "--end", ""], tmp_path)  # all tokens
+    assert ending["completion_tokens"] == 1 and ending["ended"] == 1
 
 
 @pytest.mark.parametrize(("benchmark", "own"), [(objectives, "jsd"), (medusa, "medusa2")])
