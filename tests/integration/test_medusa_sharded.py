@@ -101,7 +101,8 @@ def assert_same_metrics(one: dict, ranks: list[dict]) -> None:
 def assert_same_heads(one: Path, two: Path, ranks: list[dict]) -> None:
     """Whole heads in an ordinary directory: those of one process, and, read by pytest's, those that were trained."""
     found = load_file(two / "model.safetensors")
-    assert furthest(load_file(one / "model.safetensors"), found) < 1e-5
+    # A step is 1e-2; Adam makes a thousandth of one of gradients that are nothing but rounding.
+    assert furthest(load_file(one / "model.safetensors"), found) < 2e-5
     assert all(tensor.numel() for tensor in found.values())
     assert not list(two.glob(".*partial")) and not list(two.glob("pytorch_model*"))
     logits = head_logits(two)
