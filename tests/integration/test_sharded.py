@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_llama
-from pipelines import configured, furthest, weights
+from pipelines import LAST_BITS, configured, furthest, weights
 from process_jobs import distilled, loaded
 from processes import STRATEGIES, forked, launch_environment, shipped
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -146,7 +146,7 @@ def assert_same_draft(one: Path, two: Path, tokenizer) -> None:
     """An ordinary directory, whose weights and logits are the other's."""
     names = {path.name for path in two.iterdir()}
     assert names >= ORDINARY and not [name for name in names if "pytorch_model" in name or "partial" in name]
-    assert furthest(weights(one), weights(two)) < 1e-5
+    assert furthest(weights(one), weights(two)) < LAST_BITS
     ids = AutoTokenizer.from_pretrained(two)(["def f(x): return x"], return_tensors="pt")["input_ids"]
     assert ids.tolist() == tokenizer(["def f(x): return x"])["input_ids"]
     with torch.no_grad():

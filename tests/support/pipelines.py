@@ -27,6 +27,12 @@ from draftsmith.train.runs import save_model
 WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]
 
 
+LAST_BITS = 5e-5
+"""What weights may differ by after some steps of 3e-3 on gradients that were summed in another order: AdamW divides by
+their size, so that of those that are nearly nothing the last bits make a hundredth of a step. Wrong ones make whole
+steps."""
+
+
 def make_pipeline(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     """Write `target`, `draft`, one with dropout (`dropping`), and completions `short`, `long`, `heldout`."""
     from conftest import tiny_llama
