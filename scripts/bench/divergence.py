@@ -108,7 +108,8 @@ def bench(config: BenchDivergenceConfig) -> dict[str, Any]:
         "time_ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
         "peak_bytes": peaks,
         "gradient_bytes": sum(tensor.numel() * tensor.element_size() for tensor in (q_hidden, q_head)),
-        "memory_ratio": peaks["lean"] / peaks["eager"],
+        # A loss that is too small to need more memory than the process already has shows no peak.
+        "memory_ratio": peaks["lean"] / peaks["eager"] if peaks["eager"] else None,
         "relative_error": dict(zip(("loss", "hidden", "head"), errors, strict=True)),
     }
 

@@ -26,7 +26,7 @@ QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
 # Operators a position, and float32 tensors of a chunk's size at the peak: live teacher, cached one.
 OBJECTIVES = {
     "forward KL": (Objective(), 0.07, 0.09, 5),
-    "JSD": (Objective({"jsd": 1.0}), 0.1, 0.12, 9),
+    "JSD": (Objective({"jsd": 1.0}), 0.1, 0.13, 9),
     "skewed reverse KL": (Objective({"skew_reverse_kl": 1.0}), 0.08, 0.11, 8),
     "forward KL, top-k and top-p": (Objective(**QWEN), 0.09, 0.09, 5),
     "expected length": (Objective({"expected_length": 1.0}), 0.13, 0.17, 6),
