@@ -7,9 +7,10 @@ backward, clipping, AdamW. The two take turns, round by round, from the same wei
 """
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice, repeat
+from itertools import count, islice
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -17,10 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import set_seed
 
 from draftsmith.decode.clock import now
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
@@ -30,9 +30,11 @@ from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark,
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import IGNORED, CompletionCollator
 from draftsmith.train.data.examples import TrainingData, training_examples
+from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.divergences import divergence
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.provenance import environment
+from draftsmith.train.trainer import texts
 
 WARMUP = 2
 
@@ -70,8 +72,8 @@ def with_trainer(config: BenchThroughputConfig, target: PreTrainedModel, train: 
     """Return the seconds that the timed steps took in the Trainer."""
     steps = StepClock()
     with TemporaryDirectory() as directory:
-        count = config.steps + WARMUP
-        fields = training_fields(Path(directory), count, config.batch_size, 1e-3, lr_scheduler_type="constant")
+        steps_in_all = config.steps + WARMUP
+        fields = training_fields(Path(directory), steps_in_all, config.batch_size, 1e-3, lr_scheduler_type="constant")
         trainer = DistillTrainer(
             load_model(config.draft, device="cpu").requires_grad_(True),
             target,
@@ -90,7 +92,7 @@ def by_hand(config: BenchThroughputConfig, target: PreTrainedModel, batches: lis
     optimizer = torch.optim.AdamW(draft.parameters(), lr=1e-3, weight_decay=0.0)
     steps = StepClock()
     for batch in batches:
-        inputs = {name: value.to(draft.device) for name, value in batch.items() if name != "labels"}
+        inputs = {name: value.to(draft.device) for name, value in texts(batch).items()}
         chosen = batch["labels"][:, 1:].to(draft.device) != IGNORED
         with torch.no_grad():
             p_logits = target(**inputs, use_cache=False).logits[:, :-1][chosen]
@@ -129,11 +131,14 @@ def bench(config: BenchThroughputConfig) -> dict[str, Any]:
 
 def _batches(train: TrainingData, config: BenchThroughputConfig) -> list[dict[str, Tensor]]:
     """Return the Trainer's batches."""
-    set_seed(42)
-    sampler = RandomSampler(range(len(train)), generator=torch.Generator().manual_seed(42))
-    collate = CompletionCollator(load_tokenizer(config.draft))
-    epochs = repeat(DataLoader(train, config.batch_size, sampler=sampler, drop_last=True, collate_fn=collate))
-    return list(islice(chain.from_iterable(epochs), config.steps + WARMUP))
+    sampler, collate = EpochSampler(train, TrainingArguments.seed), CompletionCollator(load_tokenizer(config.draft))
+
+    def epochs() -> Iterator[dict[str, Tensor]]:
+        for epoch in count():
+            sampler.set_epoch(epoch)
+            yield from DataLoader(train, config.batch_size, sampler=sampler, collate_fn=collate)
+
+    return list(islice(epochs(), config.steps + WARMUP))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.bench import common, data, decode, divergence, medusa, objectives, prepare, replay, variants
+from draftsmith.scripts.bench import (
+    common,
+    data,
+    decode,
+    divergence,
+    medusa,
+    objectives,
+    prepare,
+    replay,
+    throughput,
+    variants,
+)
 from draftsmith.scripts.bench.rounds import ACCURACIES, count
 from draftsmith.train.cli import parse_config
 
@@ -92,6 +103,25 @@ def test_divergence(tmp_path):
     assert set(figures["seconds"]) == set(figures["peak_bytes"]) == {"eager", "lean"}
     assert figures["gradient_bytes"] == 4 * 16 * (512 + 4000)
     assert max(figures["relative_error"].values()) < 1e-4
+
+
+def test_the_bare_loop_has_the_trainers_batches(pipeline, tmp_path, monkeypatch):
+    """Over two epochs: in the same order, or their times would be of other tokens."""
+    seen, compute = [], throughput.DistillTrainer.compute_loss
+
+    def reading(self, model, inputs, *args, **kwargs):
+        seen.append(inputs["input_ids"].tolist())
+        return compute(self, model, inputs, *args, **kwargs)
+
+    monkeypatch.setattr(throughput.DistillTrainer, "compute_loss", reading)
+    made, batches = [], throughput._batches
+    monkeypatch.setattr(throughput, "_batches", lambda *args: made.append(batches(*args)) or made[0])
+    samples = len(throughput.training_examples([str(pipeline / "short")]))
+    arguments = ["--target", str(pipeline / "target"), "--draft", str(pipeline / "draft"), "--batch_size", "3"]
+    arguments += ["--completions", f'["{pipeline / "short"}"]', "--steps", str(samples // 3 + 2), "--rounds", "2"]
+    figures = figures_of(throughput.bench, throughput.BenchThroughputConfig, arguments, tmp_path)
+    assert seen == 2 * [batch["input_ids"].tolist() for batch in made[0]] and 3 * len(made[0]) > samples
+    assert figures["median_ratio"] > 0
 
 
 def test_replay_counts_what_the_decoder_counts(pair, tmp_path, capsys):
