@@ -44,7 +44,7 @@ PROMPT = 32
 class BenchDataConfig(BenchmarkConfig):
     """Time how completions become batches."""
 
-    output: str
+    output: str = "runs/data-bench"
     """Receives the completions, which a second run takes again, and data.json."""
     tokens: int = 100_000_000
     """Tokens of all samples together."""
