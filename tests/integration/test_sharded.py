@@ -270,13 +270,14 @@ FSDP2 = ("--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSF
     ("strategy", "flags"),
     [
         *((name, shipped(name)) for name in STRATEGIES),
+        ("ddp", shipped("nodes")),
         ("fsdp2", FSDP2),  # its checkpoints are in shards, by default
         (
             "zero3",
             ("--use_deepspeed", "--zero_stage", "3", "--zero3_init_flag", "true"),
         ),  # saves none, by default
     ],
-    ids=[*STRATEGIES, "fsdp2-defaults", "zero3-defaults"],
+    ids=[*STRATEGIES, "nodes", "fsdp2-defaults", "zero3-defaults"],
 )
 def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, tokenizer, strategy, flags):
     """Sharding by the launcher alone, of which the config knows nothing; the draft is saved whole all the same."""
@@ -289,9 +290,9 @@ def test_what_accelerate_launch_asks_for_is_done(ground, alone, tmp_path, tokeni
             "distributed_type": kind, "num_processes": 2, "backend": "gloo", "device": "cpu", "wrapper": wrapper,
             "parameter": parameter, "stage": stage, "partitioned": partitioned,
         }  # fmt: skip
-        # The files of DDP and FSDP2 ask for bfloat16, which has 8 bits.
+        # The files of DDP, of several machines and FSDP2 ask for bfloat16, which has 8 bits.
         half = launch["ACCELERATE_MIXED_PRECISION"] == "bf16"
-        assert half == (flags in (shipped("ddp"), shipped("fsdp2")))
+        assert half == (flags in (shipped("ddp"), shipped("nodes"), shipped("fsdp2")))
         expected = pytest.approx(logged(alone[0]["best"], "loss")[:3], rel=0.01 if half else 1e-5)
         assert logged(rank["launched"], "loss") == expected
     found = weights(tmp_path / "launched")
