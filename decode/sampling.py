@@ -181,7 +181,7 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
     Args:
         scores_KV: finite, or −∞, (K, V).
         top_k: at least 1.
-        top_p: in (0, 1].
+        top_p: in [0, 1].
         filter_value: in place of what is cut away.
     """
     likeliest = scores_KV.detach().topk(min(top_k, scores_KV.shape[-1]))
@@ -189,7 +189,8 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
     if top_p >= 1:
         return cut_KV
     p_Kk = (likeliest.values - cut_KV.detach().logsumexp(-1, keepdim=True)).exp()
-    kept_Kk = p_Kk.cumsum(-1) - p_Kk < top_p  # the first always
+    kept_Kk = p_Kk.cumsum(-1) - p_Kk < top_p
+    kept_Kk[:, 0] = True  # also where top-p is 0, or rounded to it
     kept_KV = torch.zeros_like(scores_KV, dtype=torch.bool).scatter_(1, likeliest.indices, kept_Kk)
     return cut_KV.masked_fill(~kept_KV, filter_value)
 

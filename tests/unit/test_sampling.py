@@ -65,7 +65,7 @@ def test_cuts_are_the_librarys(seed):
         assert torch.equal(found, LogitsProcessorList(processors)(None, scores)), processors
 
 
-@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("top_p", [0.0, 0.05, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("top_k", [1, 7, 40, 500])
 def test_top_p_among_the_k_is_what_the_library_makes_of_both(top_k, top_p):
     """Without a sort of the vocabulary; with a gradient to what is kept alone."""
