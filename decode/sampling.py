@@ -189,8 +189,8 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
     if top_p >= 1:
         return cut_KV
     p_Kk = (likeliest.values - cut_KV.detach().logsumexp(-1, keepdim=True)).exp()
-    kept_Kk = p_Kk.cumsum(-1) - p_Kk < top_p
-    kept_Kk[:, 0] = True  # also where top-p is 0, or rounded to it
+    # Before the first lies exactly nothing, before others a share: with any top-p above 0 the first is kept.
+    kept_Kk = p_Kk.cumsum(-1) - p_Kk < max(top_p, torch.finfo(p_Kk.dtype).tiny)
     kept_KV = torch.zeros_like(scores_KV, dtype=torch.bool).scatter_(1, likeliest.indices, kept_Kk)
     return cut_KV.masked_fill(~kept_KV, filter_value)
 
