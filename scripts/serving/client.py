@@ -1,0 +1,246 @@
+"""A client of an OpenAI-compatible server, vLLM or SGLang: completions as they stream in, and when each part came.
+
+Nothing is sent twice: a request that is tried again would be timed twice, and counted twice by the server.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.serving.counters import ServerCounters, read_counters
+from draftsmith.train.checkpoint import reading
+from draftsmith.train.endpoint.server import MOST_BYTES, api_key, server_words
+from draftsmith.train.files import parse_json
+
+REQUESTS = 1024
+"""Under way at once, at most."""
+
+
+class ServerFailure(RuntimeError):
+    """A server that did not answer as it should, through no fault of the input: one line that says which and how."""
+
+
+@dataclass
+class Answer:
+    """One completion, as it came."""
+
+    text: str = ""
+    prompt_ids: list[int] | None = None
+    """The prompt's tokens, if the server gave them."""
+    token_ids: list[int] | None = None
+    """The completion's tokens, if the server gave them."""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    """As the server counts them."""
+    sent: float = 0.0
+    """When the request went out, in seconds of `time.perf_counter`, as are the others."""
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    """When each part came, and its tokens: 0 where the server gave no ids."""
+    ended: float = 0.0
+    """When the last byte came."""
+
+
+class Client:
+    """Requests to one server; an asynchronous context manager."""
+
+    def __init__(self, url: str, name: str = "server", key_env: str | None = None, timeout: float = 600.0):
+        """Nothing is asked yet.
+
+        Args:
+            url: the server's root, such as http://127.0.0.1:8000; a trailing /v1 is taken off.
+            name: the option that the URL was given by, for messages.
+            key_env: the environment variable that holds the API key.
+            timeout: seconds to wait for one whole answer.
+
+        Raises:
+            InputError: no URL, one with a password or query in it, or no key in the variable.
+        """
+        self.name, self.timeout = name, timeout
+        self.url = checked_url(url, name)
+        self.key = api_key(key_env, f"{name}_key_env")
+        with reading(name, "a proxy and certificates that can be used in the environment"):
+            self._client = httpx2.AsyncClient(
+                headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
+                timeout=None,  # each wait has its own
+                limits=httpx2.Limits(max_connections=REQUESTS),
+            )
+
+    async def __aenter__(self) -> "Client":
+        """Return the client."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    async def model(self, named: str | None = None) -> str:
+        """Return the name of the model that the server lists, or of the one that is named.
+
+        Raises:
+            InputError: it lists none or several, or not the one that is named.
+            ServerFailure: it does not answer.
+        """
+        listed = await self.get_json("/v1/models")
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        names = [str(entry["id"]) for entry in entries or [] if isinstance(entry, dict) and "id" in entry]
+        if named is not None:
+            if named not in names:
+                raise InputError(f"{self.name}: expected a model {named} at {self.url}, found {', '.join(names)}")
+            return named
+        if len(names) != 1:
+            raise InputError(f"{self.name}: expected one model at {self.url}, found {', '.join(names) or 'none'}")
+        return names[0]
+
+    async def counters(self) -> ServerCounters:
+        """Return what the server has counted since its start.
+
+        Raises:
+            InputError: it shows no metrics, or none that can be read.
+            ServerFailure: it does not answer.
+        """
+        return read_counters(await self.get_text("/metrics"), f"{self.name}: {self.url}/metrics")
+
+    async def get_text(self, path: str) -> str:
+        """Return what a path answers with.
+
+        Raises:
+            InputError: it is refused (4xx).
+            ServerFailure: no answer, or another one than 200.
+        """
+        async with self._request("GET", path, None) as response:
+            return (await _body(response)).decode("utf-8", "replace")
+
+    async def get_json(self, path: str) -> Any:
+        """Return the JSON that a path answers with. Raises as `get_text`, and for broken JSON a `ServerFailure`."""
+        text = await self.get_text(path)
+        try:
+            return parse_json(text)
+        except ValueError as error:
+            raise ServerFailure(f"{self.name}: expected JSON from {self.url}{path}, found {error}") from error
+
+    async def complete(self, request: Mapping[str, Any], path: str = "/v1/completions") -> Answer:
+        """Return one completion, read as it streams in.
+
+        Args:
+            request: the body, as OpenAI's API has it: `model`, `prompt` (ids or a text) or `messages`, `max_tokens`,
+                `temperature` and what else shapes the text. How it is sent back is added here: streamed, with its
+                usage and, from servers that give them, its tokens' ids.
+            path: /v1/completions, or /v1/chat/completions for `messages`.
+
+        Raises:
+            InputError: the request is refused (4xx).
+            ServerFailure: no answer, a broken one, or none within the timeout.
+        """
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        answer = Answer(sent=time.perf_counter())
+        async with self._request("POST", path, {**request, **stream}) as response:
+            ended = False
+            async for line in response.aiter_lines():
+                if line.startswith("data:"):
+                    data = line[5:].strip()
+                    if ended := data == "[DONE]":
+                        break
+                    self._add(answer, data, path)
+        answer.ended = time.perf_counter()
+        if not ended or answer.finish_reason is None:
+            raise ServerFailure(
+                f"{self.name}: expected a whole answer from {self.url}{path}, found one that breaks off"
+            )
+        return answer
+
+    def _add(self, answer: Answer, data: str, path: str) -> None:
+        """Add one part of a stream to an answer."""
+        now = time.perf_counter()
+        try:
+            part = json.loads(data)
+            if "error" in part:
+                raise ServerFailure(
+                    f"{self.name}: expected a completion from {self.url}{path}, found {server_words(data.encode())}"
+                )
+            for choice in part["choices"]:
+                delta = choice.get("delta") or {}
+                ids = choice.get("token_ids")
+                text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+                answer.text += text
+                answer.prompt_ids = choice.get("prompt_token_ids") or part.get("prompt_token_ids") or answer.prompt_ids
+                if ids is not None:
+                    answer.token_ids = [*(answer.token_ids or []), *map(int, ids)]
+                if ids or text:
+                    answer.arrivals.append((now, len(ids or [])))
+                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+            usage = part.get("usage") or {}
+            answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
+            answer.completion_tokens = usage.get("completion_tokens", answer.completion_tokens)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ServerFailure(
+                f"{self.name}: expected a part of a completion from {self.url}{path}, found {data[:200]!r}"
+            ) from error
+
+    @asynccontextmanager
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> AsyncIterator[httpx2.Response]:
+        """Give the answer to one request that was accepted; what goes wrong while it is read is told too."""
+        where = f"{self.url}{path}"
+        try:
+            async with asyncio.timeout(self.timeout):
+                async with self._client.stream(method, where, json=body) as response:
+                    if response.status_code != 200:
+                        words = server_words(await _body(response)) or response.reason_phrase
+                        self._refuse(response.status_code, where, words)
+                    yield response
+        except TimeoutError as error:
+            raise ServerFailure(
+                f"{self.name}: expected an answer from {where}, found none in {self.timeout:g} s"
+            ) from error
+        except httpx2.RequestError as error:
+            found = self._hidden(f"{type(error).__name__} {error}")
+            raise ServerFailure(f"{self.name}: expected an answer from {where}, found {found}") from error
+
+    def _refuse(self, status: int, where: str, words: str) -> None:
+        line = f"{self.name}: expected an answer from {where}, found {status} {self._hidden(words)}"
+        if 400 <= status < 500 and status not in (408, 425, 429):
+            raise InputError(line)
+        raise ServerFailure(line)
+
+    def _hidden(self, words: str) -> str:
+        """Return a server's words on one line, without the key, which some servers repeat."""
+        words = " ".join(words.encode("utf-8", "backslashreplace").decode("utf-8").split())[:300]
+        return words.replace(self.key, "***") if self.key else words
+
+
+def checked_url(url: str, name: str) -> str:
+    """Return the root of a server's URL, without a trailing slash or /v1.
+
+    Raises:
+        InputError: it is none, or holds what must not be in a message: a password, a query.
+    """
+    if any(sign in url for sign in "@?#"):
+        raise InputError(f"{name}: expected a URL without user name, password or query, found one with")
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, a broken IPv6 address
+        usable = False
+    if not usable:
+        raise InputError(f"{name}: expected a URL such as http://127.0.0.1:8000, found {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
+
+
+async def _body(response: httpx2.Response) -> bytes:
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise ServerFailure(f"{response.url}: expected an answer of at most {MOST_BYTES} bytes, found more")
+    return bytes(content)

@@ -1,0 +1,107 @@
+"""A real vLLM as a subprocess, on this machine's CPU: `make engine` installs it."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv-engine" / "bin" / "python"
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+START = 300
+"""Seconds within which a server must answer."""
+
+
+@dataclass
+class Served:
+    """A server that answers."""
+
+    url: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+@contextmanager
+def vllm_server(
+    target: str | Path,
+    log: Path,
+    speculative: Mapping[str, object] | None = None,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Served]:
+    """Start a server in float32, wait until it answers, and end it with all its processes.
+
+    Args:
+        target: the model's directory.
+        log: a file for what it prints.
+        speculative: its `--speculative-config`; plain decoding if None.
+        flags: further arguments, which win over those given here.
+        environment: further variables.
+    """
+    assert PYTHON.exists(), "no engine: run `make engine`"
+    port = free_port()
+    given = "--dtype float32 --max-model-len 512 --enforce-eager --max-num-seqs 8 --no-enable-prefix-caching --seed 0"
+    # Not `vllm serve`, which asks for the metadata of a package of another name than the CPU build's.
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command += ["--host", "127.0.0.1", "--port", str(port), *given.split()]
+    if speculative is not None:
+        command += ["--speculative-config", json.dumps(speculative)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(f"{url}/health", process, log)
+        yield Served(url, log, process)
+    finally:
+        end(process)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path, seconds: float = START) -> None:
+    """Wait until a URL answers 200; fail with the end of the log where the process ends or takes too long."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    raise AssertionError(f"no answer from {url} (exit code {process.poll()}):\n{tail}")
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads its own session, with all that it started."""
+    process.terminate()  # it ends its own workers
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(20)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, 9)
+    process.wait()
