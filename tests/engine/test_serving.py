@@ -3,17 +3,13 @@
 import asyncio
 
 import pytest
-from engine import ROOT, vllm_server
 
 from draftsmith.scripts.serving.client import Client
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-TARGET, DRAFT = ROOT / "assets" / "tiny-target", ROOT / "assets" / "tiny-draft"
 
 
-def test_a_completion_streams_in_and_is_counted(tmp_path):
-    speculative = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 2}
-
+def test_a_completion_streams_in_and_is_counted(speculating):
     async def ask(url: str):
         async with Client(url) as client:
             model, before = await client.model(), await client.counters()
@@ -21,12 +17,11 @@ def test_a_completion_streams_in_and_is_counted(tmp_path):
             answer = await client.complete(request)
             return answer, await client.counters() - before
 
-    with vllm_server(TARGET, tmp_path / "log", speculative) as server:
-        answer, counted = asyncio.run(ask(server.url))
+    answer, counted = asyncio.run(ask(speculating.url))
     assert answer.prompt_ids == [5, 6, 7, 8]
     assert len(answer.token_ids) == answer.completion_tokens == sum(n for _, n in answer.arrivals) == 24
     assert answer.finish_reason == "length"
     times = [time for time, _ in answer.arrivals]
     assert answer.sent < times[0] and times == sorted(times) and times[-1] <= answer.ended
-    assert counted.num_draft_tokens == 2 * counted.num_drafts > 0
+    assert counted.num_draft_tokens == 4 * counted.num_drafts > 0
     assert sum(counted.num_accepted_tokens_per_pos) == counted.num_accepted_tokens
