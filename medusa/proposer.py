@@ -142,6 +142,8 @@ class MedusaProposer(Proposer):
                 [(ranks < len(self.tree.children[0])).float() for ranks in firsts],
                 [(ranks == 0).float()[counts] for ranks, counts in zip(firsts, drafted, strict=True)],
                 lambda k: [ranks.counts(self.tree.pruned(k)[0]) for ranks in texts_ranks],
+                # whatever the tree: of each head's most likely token
+                lambda k: [torch.from_numpy(ranks.ranks[:, :k] == 0).float() for ranks in texts_ranks],
             )
         chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]

@@ -13,6 +13,7 @@ from functools import cached_property
 from itertools import zip_longest
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -54,6 +55,9 @@ class TextReplay:
     """The contexts."""
     acceptance: tuple[float, ...]
     """Of each token, the probability that a round that starts there accepts it; 0 where none drafts."""
+    rounds: np.ndarray | None = None
+    """Of each token, the probability that a round that starts there accepts its j-th draft, given that it accepted
+    those before, (N, γ); None unless it was asked for, and of trees under sampling and n-grams."""
 
 
 @dataclass(frozen=True)
@@ -182,8 +186,12 @@ def replay_drafters(
     sampler: Sampler,
     max_new_tokens: int | None = None,
     allow_biased: bool = False,
+    rounds_of: int | None = None,
 ) -> dict[Key, Replay]:
-    """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`."""
+    """Replay several drafters on the same texts, with one forward of the target for all: see `replay_acceptance`.
+
+    With `rounds_of`, a draft length, each text's `rounds` are kept for it.
+    """
     texts = _checked_texts(target, sequences, prompt_lengths, max_new_tokens)
     if not texts or min(draft_lengths, default=0) < 1:
         raise InputError(
@@ -194,7 +202,7 @@ def replay_drafters(
             raise InputError(refusal)
     state = PartialState()
     places = range(len(texts))[state.process_index :: state.num_processes]
-    shares = [_share(target, proposers, texts, places, draft_lengths, sampler, allow_biased)]
+    shares = [_share(target, proposers, texts, places, draft_lengths, sampler, allow_biased, rounds_of)]
     if state.num_processes > 1:
         shares = gather_object(shares)
     for share in shares:
@@ -227,6 +235,7 @@ def _share(
     draft_lengths: Sequence[int],
     sampler: Sampler,
     allow_biased: bool,
+    rounds_of: int | None,
 ) -> _Share[Key]:
     """Replay the texts at these places, as many at a time as memory allows."""
     share: _Share[Key] = _Share()
@@ -259,8 +268,12 @@ def _share(
             del logits, logits_NV, scores_NV  # before the drafters' logits
             replayed = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
             by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
+            rounds = {name: r.chains(rounds_of) for name, r in replayed.items() if rounds_of and r.chains}
             for i, place in enumerate(batch):
-                share.replays[place] = {name: _of_text(r, by_length[name], i) for name, r in replayed.items()}
+                share.replays[place] = {
+                    name: _of_text(r, by_length[name], rounds[name][i] if name in rounds else None, i)
+                    for name, r in replayed.items()
+                }
     except InputError as error:
         share.refusal = str(error)
     return share
@@ -299,13 +312,16 @@ def readmit(
     return let_in
 
 
-def _of_text(replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], place: int) -> TextReplay:
+def _of_text(
+    replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], rounds_NK: Tensor | None, place: int
+) -> TextReplay:
     overlap = replayed.overlaps[place]
     return TextReplay(
         {k: of_batch[place] for k, of_batch in counts.items()},
         float(overlap.double().sum()),
         len(overlap),
         tuple(replayed.acceptance[place].tolist()),
+        None if rounds_NK is None else rounds_NK.cpu().numpy(),
     )
 
 

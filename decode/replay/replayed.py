@@ -26,6 +26,9 @@ class Replayed:
     """For each text, Σ_v min(p, q) = 1 − TV(p, q) of the contexts in which such a round drafts, (≤ N,)."""
     counts: Callable[[int], Sequence[Ratios]]
     """For a draft length, what a decoder is expected to count on each text."""
+    chains: Callable[[int], list[Tensor]] | None = None
+    """For a draft length, the probability that a round of a chain that starts at each token of a text accepts its j-th
+    one, given that it accepted those before, (N, γ); None where the draft is not a chain."""
 
 
 def replayed_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> Replayed:
@@ -42,7 +45,10 @@ def replayed_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor],
         a_BN = torch.nn.functional.pad(a_BN, (0, draft_length - 1))
         return expected_counts(a_BN.unfold(1, draft_length, 1), *_sizes(texts, a_BN))
 
-    return Replayed(acceptance, overlaps, counts)
+    def chains(draft_length: int) -> list[Tensor]:
+        return [torch.nn.functional.pad(a_N, (0, draft_length - 1)).unfold(0, draft_length, 1) for a_N in acceptance]
+
+    return Replayed(acceptance, overlaps, counts, chains)
 
 
 def replayed_by_start(
@@ -61,7 +67,7 @@ def replayed_by_start(
         a_BNK = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
         return expected_counts(a_BNK, *_sizes(texts, a_BNK), draft_length=draft_length, first=first)
 
-    return Replayed([a[:, 0] for a in acceptance], overlaps, counts)
+    return Replayed([a[:, 0] for a in acceptance], overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance])
 
 
 def replayed_by_ranks(
