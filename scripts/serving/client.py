@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.serving.counters import ServerCounters, read_counters
+from draftsmith.scripts.serving.counters import Metrics, ServerCounters, read_metrics
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.endpoint.server import MOST_BYTES, api_key, server_words
 from draftsmith.train.files import parse_json
@@ -48,6 +48,9 @@ class Answer:
     """When each part came, and its tokens: 0 where the server gave no ids."""
     ended: float = 0.0
     """When the last byte came."""
+    counts: ServerCounters | None = None
+    """What the server counted of this one, if it says: SGLang's `/generate`, and vLLM that was started with
+    `--per-request-spec-decode-metrics summary`."""
 
 
 class Client:
@@ -92,9 +95,7 @@ class Client:
             InputError: it lists none or several, or not the one that is named.
             ServerFailure: it does not answer.
         """
-        listed = await self.get_json("/v1/models")
-        entries = listed.get("data") if isinstance(listed, dict) else None
-        names = [str(entry["id"]) for entry in entries or [] if isinstance(entry, dict) and "id" in entry]
+        names = list(await self.models())
         if named is not None:
             if named not in names:
                 raise InputError(f"{self.name}: expected a model {named} at {self.url}, found {', '.join(names)}")
@@ -103,6 +104,21 @@ class Client:
             raise InputError(f"{self.name}: expected one model at {self.url}, found {', '.join(names) or 'none'}")
         return names[0]
 
+    async def models(self) -> dict[str, int | None]:
+        """Return the models that the server lists, and the tokens that a text of each may have, if it says.
+
+        Raises:
+            InputError: it is refused (4xx).
+            ServerFailure: it does not answer.
+        """
+        listed = await self.get_json("/v1/models")
+        entries = listed.get("data") if isinstance(listed, dict) else None
+        return {
+            str(entry["id"]): length if isinstance(length := entry.get("max_model_len"), int) else None
+            for entry in entries or []
+            if isinstance(entry, dict) and "id" in entry
+        }
+
     async def counters(self) -> ServerCounters:
         """Return what the server has counted since its start.
 
@@ -110,7 +126,11 @@ class Client:
             InputError: it shows no metrics, or none that can be read.
             ServerFailure: it does not answer.
         """
-        return read_counters(await self.get_text("/metrics"), f"{self.name}: {self.url}/metrics")
+        return (await self.metrics()).counters
+
+    async def metrics(self) -> Metrics:
+        """Return what the server says of its speculative decoding and its load; raises as `counters`."""
+        return read_metrics(await self.get_text("/metrics"), f"{self.name}: {self.url}/metrics")
 
     async def get_text(self, path: str) -> str:
         """Return what a path answers with.
@@ -130,7 +150,9 @@ class Client:
         except ValueError as error:
             raise ServerFailure(f"{self.name}: expected JSON from {self.url}{path}, found {error}") from error
 
-    async def complete(self, request: Mapping[str, Any], path: str = "/v1/completions") -> Answer:
+    async def complete(
+        self, request: Mapping[str, Any], path: str = "/v1/completions", token_ids: bool = True
+    ) -> Answer:
         """Return one completion, read as it streams in.
 
         Args:
@@ -138,27 +160,36 @@ class Client:
                 `temperature` and what else shapes the text. How it is sent back is added here: streamed, with its
                 usage and, from servers that give them, its tokens' ids.
             path: /v1/completions, or /v1/chat/completions for `messages`.
+            token_ids: ask for the tokens' ids; SGLang refuses that of chats that are streamed.
 
         Raises:
             InputError: the request is refused (4xx).
             ServerFailure: no answer, a broken one, or none within the timeout.
         """
-        stream = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        stream |= {"return_token_ids": True} if token_ids else {}
         answer = Answer(sent=time.perf_counter())
-        async with self._request("POST", path, {**request, **stream}) as response:
-            ended = False
+        async for data in self.parts(path, {**request, **stream}):
+            self._add(answer, data, path)
+        answer.ended = time.perf_counter()
+        if answer.finish_reason is None:
+            raise self.broken_off(path)
+        return answer
+
+    async def parts(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[str]:
+        """Give the parts of an answer as they stream in (server-sent events, up to `[DONE]`); raises as `complete`."""
+        async with self._request("POST", path, body) as response:
             async for line in response.aiter_lines():
                 if line.startswith("data:"):
                     data = line[5:].strip()
-                    if ended := data == "[DONE]":
-                        break
-                    self._add(answer, data, path)
-        answer.ended = time.perf_counter()
-        if not ended or answer.finish_reason is None:
-            raise ServerFailure(
-                f"{self.name}: expected a whole answer from {self.url}{path}, found one that breaks off"
-            )
-        return answer
+                    if data == "[DONE]":
+                        return
+                    yield data
+        raise self.broken_off(path)
+
+    def broken_off(self, path: str) -> ServerFailure:
+        """Return the failure of an answer that ended too early."""
+        return ServerFailure(f"{self.name}: expected a whole answer from {self.url}{path}, found one that breaks off")
 
     def _add(self, answer: Answer, data: str, path: str) -> None:
         """Add one part of a stream to an answer."""
@@ -183,6 +214,10 @@ class Client:
             usage = part.get("usage") or {}
             answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
             answer.completion_tokens = usage.get("completion_tokens", answer.completion_tokens)
+            counted = (part.get("metrics") or {}).get("speculative_decoding")  # in the last part
+            if counted:
+                steps = list(map(int, counted["acceptance_histogram"]))
+                answer.counts = ServerCounters.of_histogram(steps, int(counted["num_draft_tokens"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ServerFailure(
                 f"{self.name}: expected a part of a completion from {self.url}{path}, found {data[:200]!r}"

@@ -1,0 +1,78 @@
+"""What servers count, as they say it."""
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.serving.counters import ServerCounters, read_metrics
+from draftsmith.scripts.serving.sglang import counted
+
+VLLM = """
+# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total{engine="0"} 10
+vllm:spec_decode_num_drafts_total{engine="1"} 5
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total{engine="0"} 20
+vllm:spec_decode_num_draft_tokens_total{engine="1"} 10
+# TYPE vllm:spec_decode_num_accepted_tokens counter
+vllm:spec_decode_num_accepted_tokens_total{engine="0"} 9
+vllm:spec_decode_num_accepted_tokens_total{engine="1"} 3
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="0"} 6
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",position="1"} 3
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="0"} 3
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="1",position="1"} 0
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{engine="0"} 31
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0"} 2
+vllm:num_requests_running{engine="1"} 1
+"""
+SGLANG = """
+# TYPE sglang:spec_accept_length gauge
+sglang:spec_accept_length{tp_rank="0",dp_rank="0"} 2.5
+sglang:spec_accept_length{tp_rank="0",dp_rank="1"} 3.5
+sglang:spec_accept_length{tp_rank="0",dp_rank="2"} 0.0
+# TYPE sglang:spec_verify_calls_total counter
+sglang:spec_verify_calls_total{model_name="m"} 40
+# TYPE sglang:generation_tokens_total counter
+sglang:generation_tokens_total{model_name="m"} 99
+# TYPE sglang:num_running_reqs gauge
+sglang:num_running_reqs{tp_rank="0"} 4
+"""
+
+
+def test_the_engines_behind_one_page_are_summed():
+    read = read_metrics(VLLM, "here")
+    assert read.counters == ServerCounters(15, 30, 12, (9, 3))
+    assert (read.generated_tokens, read.requests, read.verify_calls) == (31, 3, None)
+
+
+def test_sglang_has_gauges_and_one_counter():
+    read = read_metrics(SGLANG, "here")
+    assert read.counters == ServerCounters(0, 0, 0, ())
+    assert (read.generated_tokens, read.requests, read.verify_calls) == (99, 4, 40)
+    assert read.mean_acceptance_length == 3.0  # of an engine that has not speculated yet there is none
+
+
+def test_what_is_no_metric_is_refused():
+    with pytest.raises(InputError, match="here: expected metrics"):
+        read_metrics("no metric {", "here")
+
+
+def test_a_histogram_of_steps_is_counted():
+    """5 steps accepted none, 3 one, 2 both of two drafted tokens."""
+    counts = ServerCounters.of_histogram([5, 3, 2], 20)
+    assert counts == ServerCounters(10, 20, 7, (5, 2))
+    assert ServerCounters.from_dict(counts.to_dict()) == counts
+    assert counts + ServerCounters.of_histogram([1], 2) == ServerCounters(11, 22, 7, (5, 2))
+
+
+@pytest.mark.parametrize("drafted, accepted, histogram", [
+    ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram"),
+    ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
+])  # fmt: skip
+def test_an_answer_of_sglang_is_counted(drafted, accepted, histogram):
+    meta = {"spec_verify_ct": 10, drafted: 20, accepted: 7, histogram: [5, 3, 2]}
+    assert counted(meta) == ServerCounters(10, 20, 7, (5, 2))
+    assert counted(meta | {histogram: None}) == ServerCounters(10, 20, 7, ())
+    assert counted({"completion_tokens": 5}) is None
