@@ -134,18 +134,29 @@ class Pair:
         Raises:
             InputError: names the model and its positions.
         """
+        for name, limit in self._positions().items():
+            if prompt + new_tokens > limit:
+                raise InputError(
+                    f"max_new_tokens: expected prompt and text within the {name}'s {limit} positions, found {prompt} + "
+                    f"{new_tokens} tokens"
+                )
+
+    def holds(self, tokens: int) -> bool:
+        """Return whether so many tokens lie within the positions of all models."""
+        return tokens <= min(self._positions().values(), default=tokens)
+
+    def _positions(self) -> dict[str, int]:
+        """Return the positions of the target and the draft models that have a limit, by name."""
         models = {"target": self.target}
         for drafter in self.drafters:
             recounts = isinstance(drafter.proposer, RetokenizedProposer) and not drafter.proposer.renumbers
             if drafter.kind in DRAFTS and drafter.model is not None and not recounts:
                 models[drafter.name] = drafter.model
-        for name, model in models.items():
-            limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-            if limit is not None and prompt + new_tokens > limit:
-                raise InputError(
-                    f"max_new_tokens: expected prompt and text within the {name}'s {limit} positions, found {prompt} + "
-                    f"{new_tokens} tokens"
-                )
+        limits = {
+            name: getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            for name, model in models.items()
+        }
+        return {name: limit for name, limit in limits.items() if limit is not None}
 
 
 def load_pair(

@@ -21,7 +21,9 @@ from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
 from draftsmith.scripts.measure.estimates import rows_of
+from draftsmith.scripts.measure.every_round import deepest, expected_texts, rounds_settings
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
+from draftsmith.scripts.measure.rounds import ROUNDS, ExpectedText, write_rounds
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
@@ -40,7 +42,7 @@ from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.models import default_device, load_tokenizer
 from draftsmith.train.provenance import write_json
 
-FILES = ("report.json", "report.html", "summary.md", "costs.json")
+FILES = ("report.json", "report.html", "summary.md", "costs.json", ROUNDS)
 COMPLETED_TOGETHER = 64
 REPLAYED_LENGTHS = 16
 """γ up to this is replayed: it costs next to nothing."""
@@ -87,6 +89,7 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
         write_json(output / "report.json", report)
         write_page(report, output / "report.html")
         write_aside(output / "summary.md", markdown(report))
+        write_rounds(output / ROUNDS, rounds_settings(config, pair), measured.rounds)
         unfinished.end()
     return report
 
@@ -123,6 +126,7 @@ def _measure(
     texts: dict[float, list[list[int]]] = {}
     replays: dict[tuple[float, str, Verifier], Replay] = {}
     first_heads: dict[tuple[float, str], Replay] = {}
+    rounds: list[ExpectedText] = []
     for temperature, sampler in samplers.items():
         for rows in config.batch_size:
             groups = decode_side_by_side(config, pair, methods, decoded, rows, temperature, unfinished, progress)
@@ -149,6 +153,18 @@ def _measure(
             )
             replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
             first_heads |= {(temperature, name): replay for name, replay in first.items()}
+        with unfinished.attempt(f"replay of every round at T = {temperature:g}"):
+            rounds += expected_texts(
+                pair,
+                prompts,
+                encoded,
+                texts[temperature],
+                sampler,
+                temperature,
+                config.at(temperature).generate_kwargs(),
+                deepest(config, pair),
+                config.seed,
+            )
     if all(method == Method() for _, _, method in observations):
         raise unfinished.errors[0]
     if tables is None:
@@ -174,6 +190,7 @@ def _measure(
         tables=tables,
         lossless=certificates,
         trees=pictures,
+        rounds=rounds,
         failures=unfinished.failures,
     )
 

@@ -38,20 +38,27 @@ def replay_all(
     Returns:
         The replays by drafter and verifier; and by drafter those of the first head, of trees that replay refuses.
     """
-    proposers: dict[tuple[str, Verifier | None], Proposer] = {}
+    proposers: dict[tuple[str, Verifier | None], Proposer] = dict(replayed_proposers(pair, sampler).items())
     for drafter in pair.drafters:
-        proposer = drafter.proposer
-        if isinstance(proposer, MedusaProposer) and proposer.replay_refusal(sampler.do_sample):
-            proposers[drafter.name, None] = MedusaProposer(proposer.heads, Tree.chain(1))
-            continue
-        proposers[drafter.name, PROBABILISTIC] = proposer
-        if drafter.greedy is not None and sampler.do_sample:
-            proposers[drafter.name, GREEDY] = drafter.greedy
+        if isinstance(drafter.proposer, MedusaProposer) and (drafter.name, PROBABILISTIC) not in proposers:
+            proposers[drafter.name, None] = MedusaProposer(drafter.proposer.heads, Tree.chain(1))
     replays = replay_drafters(pair.target, proposers, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},
     )
+
+
+def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier], Proposer]:
+    """Return what replay applies to, by drafter and verifier: under sampling draft models with both."""
+    proposers: dict[tuple[str, Verifier], Proposer] = {}
+    for drafter in pair.drafters:
+        if isinstance(drafter.proposer, MedusaProposer) and drafter.proposer.replay_refusal(sampler.do_sample):
+            continue
+        proposers[drafter.name, PROBABILISTIC] = drafter.proposer
+        if drafter.greedy is not None and sampler.do_sample:
+            proposers[drafter.name, GREEDY] = drafter.greedy
+    return proposers
 
 
 def tree_pictures(pair: Pair, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[TreePicture]:

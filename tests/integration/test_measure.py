@@ -8,6 +8,7 @@ import shutil
 from dataclasses import asdict, fields
 from statistics import median
 
+import numpy as np
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
@@ -18,14 +19,17 @@ from trained_heads import own_texts, train_heads
 from transformers import AutoModelForCausalLM
 
 import draftsmith.scripts.measure.command as command
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import costs as round_costs
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.certificate import Certificate, certify_sampled
 from draftsmith.decode.options import Sampling
+from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.scripts.measure import certify, cost_file
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.rounds import read_rounds
 from draftsmith.scripts.measure.side_by_side import Method
 from draftsmith.scripts.pair import short_names
 from draftsmith.scripts.report.schema import generated_schema, report_schema
@@ -311,6 +315,59 @@ def test_greedy_texts_are_identical_and_replay_is_exact(measured):
         assert replayed["value"] == pytest.approx(run["mean_acceptance_length"]["value"], rel=1e-12)
         if run["batch_size"] == 1:
             assert replayed["ci95"] == pytest.approx(run["mean_acceptance_length"]["ci95"], rel=1e-12)
+
+
+def test_every_round_is_written_down_for_servers_to_be_compared_with(measured, root):
+    report, decoded = measured
+    settings, texts = read_rounds(str(root / "out"))
+    assert settings.drafters["draft"] == {"kind": "draft", "path": str(root / "draft")}
+    assert (settings.max_new_tokens, settings.draft_length) == (NEW, max(LENGTHS))
+    for temperature in (0.0, 1.0):
+        of = [text for text in texts if text.temperature == temperature]
+        plain = [row for group in decoded[temperature, 1][Method()] for row in group.rows]
+        assert [list(text.tokens[: text.length]) for text in of] == [row.tokens for row in plain]
+        assert {len(text.tokens) - text.length for text in of} == {max(LENGTHS)}
+        sizes = torch.full((1,), NEW)
+        for name in ("draft", "stock"):
+            for k in LENGTHS:
+                counts = [
+                    expected_counts(
+                        torch.tensor(text.acceptance(name, "probabilistic", k)[:NEW].copy())[None], sizes, sizes
+                    )[0]
+                    for text in of
+                ]
+                curve = curve_of(report, name, temperature)["mean_acceptance_length"][str(k)]["value"]
+                assert curve == pytest.approx(NEW * len(of) / sum(c.num_drafts for c in counts), abs=2e-4)
+                if temperature == 0:
+                    rows = [row.counts for group in decoded[0.0, 1][Method(name, k)] for row in group.rows]
+                    for expected, found in zip(counts, rows, strict=True):
+                        assert (expected.num_drafts, expected.num_accepted_tokens_per_pos) == (
+                            found.num_drafts,
+                            found.num_accepted_tokens_per_pos,
+                        )
+        assert all((text.margins is None) is (temperature > 0) for text in of)
+    assert all(len(t.margins) == NEW and min(t.margins) >= 0 for t in texts if t.margins is not None)
+    greedy = [text for text in texts if text.temperature == 0]
+    chains = [text.acceptance("medusa", "probabilistic", 2) for text in greedy]
+    assert {chain.shape for chain in chains} == {(NEW + max(LENGTHS), 2)} and 0 < np.mean(chains) < 1
+    assert all(text.acceptance("prompt_lookup", "probabilistic", 2) is None for text in texts)
+    assert all("greedy" in text.accepted["draft"] for text in texts if text.temperature == 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, "expected a report with rounds.jsonl beside it, found none at"),
+        ("{}", "expected the rounds of a report in"),
+        ('{"schema": "other/1"}', "expected the rounds of a report in"),
+        ("", "expected the rounds of a report in"),
+    ],
+)
+def test_rounds_that_cannot_be_read_are_named(tmp_path, content, found):
+    if content is not None:
+        (tmp_path / "rounds.jsonl").write_text(content)
+    with pytest.raises(InputError, match=f"expect: {found}"):
+        read_rounds(str(tmp_path / "report.json"))
 
 
 def test_sampled_runs_claim_no_identity(measured):

@@ -1,0 +1,121 @@
+"""Every round that a server may begin on the target's texts, replayed: what `rounds.jsonl` holds."""
+
+from collections.abc import Mapping, Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.replay.texts import WrittenText, teacher_forced
+from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.replays import replayed_proposers
+from draftsmith.scripts.measure.rounds import SCHEMA, ExpectedText, Settings
+from draftsmith.scripts.pair import DRAFTS, Pair
+from draftsmith.train.data.decoding import complete
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.models import default_device
+
+DIGITS = 4
+"""Of an acceptance probability, and of a margin."""
+
+
+def deepest(config: MeasureConfig, pair: Pair) -> int:
+    """Return the greatest draft length that any drafter is measured with."""
+    return max(k for drafter in pair.drafters for k in (*config.draft_length, *drafter.draft_lengths))
+
+
+def rounds_settings(config: MeasureConfig, pair: Pair) -> Settings:
+    """Return the first line of a measurement's file."""
+    drafters = {drafter.name: {"kind": drafter.kind, "path": drafter.path} for drafter in pair.drafters}
+    return Settings(SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters)
+
+
+def expected_texts(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    encoded: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    sampler: Sampler,
+    temperature: float,
+    generate_kwargs: Mapping[str, Any],
+    draft_length: int,
+    seed: int,
+) -> list[ExpectedText]:
+    """Replay texts and what the target would write behind their ends; those that leave the models no room are left out.
+
+    Args:
+        pair: the models.
+        prompts: the prompts.
+        encoded: their ids.
+        texts: the target's.
+        sampler: what they were written under.
+        temperature: of it.
+        generate_kwargs: the same, as `generate` takes it.
+        draft_length: γ up to which acceptance is to be known.
+        seed: of what is sampled behind the ends.
+    """
+    held = [pair.holds(len(ids) + len(text) + draft_length) for ids, text in zip(encoded, texts, strict=True)]
+    prompts, encoded, texts = (list(compress(values, held)) for values in (prompts, encoded, texts))  # type: ignore[assignment]
+    if not texts:
+        return []
+    longer = _continued(pair.target, encoded, texts, generate_kwargs, draft_length, seed)
+    device = default_device()
+    sequences = [torch.tensor(ids + text, device=device) for ids, text in zip(encoded, longer, strict=True)]
+    lengths = [len(ids) for ids in encoded]
+    proposers = replayed_proposers(pair, sampler)
+    most = max(map(len, longer)) + draft_length + 1  # no round is cut by a limit
+    replays = replay_drafters(
+        pair.target, proposers, sequences, lengths, [draft_length], sampler, most, True, rounds_of=draft_length
+    )
+    kinds = {drafter.name: drafter.kind for drafter in pair.drafters}
+    margins = None if sampler.do_sample else _margins(pair.target, sequences, lengths, sampler)
+    expected = []
+    for place, (prompt, ids, text, whole) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
+        accepted: dict[str, dict[str, list[Any]]] = {}
+        for (name, verifier), replay in replays.items():
+            rounds = replay.texts[place].rounds
+            if rounds is not None:
+                certain = rounds.astype(int) if not sampler.do_sample else rounds.round(DIGITS)
+                by_token = kinds[name] in DRAFTS
+                accepted.setdefault(name, {})[verifier] = (certain[:, 0] if by_token else certain).tolist()
+        of_text = None if margins is None else margins[place][: len(text)]
+        expected.append(ExpectedText(prompt.id, temperature, ids, whole, len(text), of_text, accepted))
+    return expected
+
+
+def _continued(
+    target: PreTrainedModel,
+    encoded: Sequence[list[int]],
+    texts: Sequence[list[int]],
+    generate_kwargs: Mapping[str, Any],
+    tokens: int,
+    seed: int,
+) -> list[list[int]]:
+    """Return texts with so many more tokens, whatever ended them."""
+    base: Any = target.generation_config
+    never = target.config.get_text_config().vocab_size  # no end of sequence: None would be filled from the model's own
+    generation = GenerationConfig(
+        eos_token_id=[never], pad_token_id=base.pad_token_id, max_new_tokens=tokens, **generate_kwargs
+    )
+    begun = [ids + text for ids, text in zip(encoded, texts, strict=True)]
+    further = complete(target, generation, begun, seed, rows=64)
+    return [text + more.ids for text, more in zip(texts, further, strict=True)]
+
+
+@torch.inference_mode()
+def _margins(
+    target: PreTrainedModel, sequences: Sequence[torch.Tensor], lengths: Sequence[int], sampler: Sampler
+) -> list[list[float]]:
+    """Return the margin of the likeliest token over the second at each token, as a part of the largest logit."""
+    margins = []
+    for sequence, length in zip(sequences, lengths, strict=True):
+        text = WrittenText(sequence, length, len(sequence) - length)
+        logits_NV = teacher_forced(target, [text])[0]
+        contexts = [sequence[: length + t] for t in range(len(text))]
+        top_N2 = sampler.scores(logits_NV, contexts).topk(2, dim=-1).values.float()
+        scale_N = logits_NV.abs().amax(-1).float().clamp_min(1e-30)
+        margins.append([float(f"{x:.{DIGITS}g}") for x in ((top_N2[:, 0] - top_N2[:, 1]) / scale_N).tolist()])
+    return margins
