@@ -53,9 +53,13 @@ COMMANDS = {
         "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
         "configs:ExportConfig",
     ),
+    "serve-draft": (
+        "a draft model as a service: drafts for decoders in other processes, such as vLLM",
+        "serve_draft.config:ServeDraftConfig",
+    ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("doctor", "measure", "plan", "tune")
+PACKAGES = ("doctor", "measure", "plan", "serve_draft", "tune")
 """Commands that are packages of several modules."""
 TRAINING = ("distill", "medusa")
 LAUNCHED = {name: name for name in TRAINING} | {name: f"scripts.{name}" for name in ("prepare", "cache")}
@@ -102,7 +106,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
     if name in LAUNCHED:
         return run(lambda: _launch(name, rest))
-    module = name.replace("-", "_") + (".command" if name in PACKAGES else "")
+    module = name.replace("-", "_")
+    module += ".command" if module in PACKAGES else ""
 
     def command() -> int:
         if name != "plan":  # which is of runs on other machines: what they have is not looked for on this one

@@ -13,6 +13,9 @@ from transformers.cache_utils import CacheLayerMixin
 # Slots that a buffer begins with at least, and is a multiple of while it grows.
 SLOTS = 64
 
+SavedLayer = tuple[Tensor, Tensor]
+"""Keys and values of one row in one layer, (H, T, D) each."""
+
 
 class Places:
     """A slot for each row, known on the host; on the device from the first time that it is asked for."""
@@ -122,6 +125,23 @@ class Layer(CacheLayerMixin):
             self._grow()
         for mine, new in ((self.keys, other.keys), (self.values, other.values)):
             cast(Tensor, mine)[rows.to(cast(Tensor, mine).device), :, :width] = cast(Tensor, new)[:, :, :width]
+
+    def saved(self, row: int, length: int) -> SavedLayer:
+        """Return copies of a row's first slots: keys and values, (H, length, D) each."""
+        keys, values = cast(Tensor, self.keys), cast(Tensor, self.values)
+        return keys[row, :, :length].clone(), values[row, :, :length].clone()
+
+    def restore(self, rows: Sequence[SavedLayer | None]) -> None:
+        """Let each row begin with the slots that were saved of it, if any: of one row at least."""
+        held = next(saved for saved in rows if saved is not None)
+        width = max(saved[0].shape[1] for saved in rows if saved is not None)
+        slots = min(self.slots, -(-width // SLOTS) * SLOTS)
+        self.keys, self.values = (s.new_zeros(self.rows, s.shape[0], slots, s.shape[2]) for s in held)
+        for row, saved in enumerate(rows):
+            if saved is not None:
+                for mine, its in zip((self.keys, self.values), saved, strict=True):
+                    mine[row, :, : its.shape[1]] = its
+        self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the block's keys and values, (B, H, K, D); return those that it attends to, (B, H, S, D)."""

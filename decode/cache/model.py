@@ -19,11 +19,14 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
-from draftsmith.decode.cache.layers import Block, Layer, Places
+from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
 from draftsmith.decode.errors import InputError
 
 # Compiled forwards are specialised to the buffers' size: few sizes, few compilations.
 COMPILED_SLOTS = 256
+
+SavedRow = Sequence[SavedLayer | None]
+"""What a row's cache holds, a pair a layer; None where a layer reads an earlier one's."""
 
 
 class CachedModel:
@@ -106,6 +109,24 @@ class CachedModel:
                 layer.refill(places, new, width)
         if self._positions is not None:
             self._positions[places, :width] = self._range[:width]
+
+    def saved(self, row: int, length: int) -> SavedRow:
+        """Return a copy of a row's first slots, with which another cache of the model can begin.
+
+        Layers with a window must not have forgotten anything: `rollback` is the greatest length.
+        """
+        return [layer.saved(row, length) if layer.is_initialized else None for layer in self._layers]
+
+    def restore(self, rows: Sequence[SavedRow]) -> None:
+        """Let an empty cache begin with what was saved of each row; a row of which nothing was has an empty list."""
+        if not any(rows):
+            return
+        for place, layer in enumerate(self._layers):
+            saved = [row[place] if row else None for row in rows]
+            if any(part is not None for part in saved):
+                layer.restore(saved)
+        if self._positions is not None:
+            self._positions[:] = self._range
 
     def prefill(self, tokens: Tensor, keep: int = 1) -> Tensor:
         """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.

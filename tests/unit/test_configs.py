@@ -10,6 +10,7 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config
@@ -29,6 +30,7 @@ FOLDERS = {
     "measure": MeasureConfig,
     "tune": TuneConfig,
     "profile": ProfileConfig,
+    "serve-draft": ServeDraftConfig,
 }
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))

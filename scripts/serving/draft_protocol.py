@@ -1,0 +1,216 @@
+"""What a decoder and a draft service say to each other, version 1: JSON over HTTP. Standard library alone.
+
+`POST /propose` asks for drafts of many texts at once. The service remembers texts, and a text is told in pieces:
+
+    {"version": 1, "client": "9f…", "rows": [{"id": 7, "start": 120, "tokens": [11, 12], "want": 4}], "ended": [3],
+     "report": {"failures": 0, "plain_rounds": 0}}
+
+The text of row 7 is the first 120 tokens of what the service knows of it, and these two. So a round's bytes do not grow
+with the text, and to say a piece twice does no harm. Ids are the client's own; `ended` are those it will not name
+again. `report` is what went wrong since its last call that was answered, for the service to count. The answer
+
+    {"version": 1, "drafts": [[13, 14, 15, 16]]}
+
+has a draft for each row in order, at most as long as was wanted; `null` where the service does not know the text up to
+`start`, after a restart or where it made room: the row is then to be told from 0.
+
+`GET /health` answers 200 and a `Service` where drafts may be asked for.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+VERSION = 1
+MOST_BYTES = 8 << 20
+"""Of a request's body or an answer's."""
+MOST_TOKENS = 1 << 19
+"""Of all rows of a request together, so that they fit."""
+NUMBERS = 1 << 31
+"""Tokens and lengths are below it."""
+IDS = 1 << 53
+"""Ids are below it: other languages' JSON has no larger whole numbers."""
+
+
+class ProtocolError(ValueError):
+    """Bytes that do not say what they should: one line, `field: expected …, found …`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One text, and how long a draft is wanted behind it."""
+
+    id: int
+    start: int
+    """Tokens that the service knows already."""
+    tokens: list[int]
+    """What follows them, up to the text's end."""
+    want: int
+    """γ; 0 only tells the text."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a client counted since its last call that was answered."""
+
+    failures: int = 0
+    """Calls without an answer."""
+    plain_rounds: int = 0
+    """Rounds that asked for nothing, or got none, because the service was away."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One round of one client."""
+
+    client: str
+    """Tells its ids from another's."""
+    rows: list[Row]
+    ended: list[int]
+    report: Report
+
+
+@dataclass(frozen=True)
+class Service:
+    """What `/health` answers."""
+
+    version: int
+    model: str
+    vocab_size: int
+    """Drafted tokens are below it."""
+    max_length: int
+    """Tokens of a text at most, drafted ones included."""
+    max_rows: int
+    """Rows of a request at most."""
+    max_draft_length: int
+    """γ at most."""
+
+
+def encode_request(request: Request) -> bytes:
+    """Return a request's body."""
+    return _bytes({"version": VERSION, **asdict(request)})
+
+
+def decode_request(body: bytes) -> Request:
+    """Read a request's body.
+
+    Raises:
+        ProtocolError: it is none; the line names the field.
+    """
+    given = _object(body, "request")
+    _fields(given, "request", ("version", "client", "rows", "ended", "report"))
+    _version(given)
+    client = given["client"]
+    if not (isinstance(client, str) and 0 < len(client) <= 64 and client.isascii() and client.isalnum()):
+        raise ProtocolError(f"client: expected up to 64 letters and digits, found {_shown(client)}")
+    rows = []
+    for place, row in enumerate(_list(given["rows"], "rows")):
+        name = f"rows[{place}]"
+        _fields(row, name, ("id", "start", "tokens", "want"))
+        id_, start = _number(row["id"], f"{name}.id", IDS), _number(row["start"], f"{name}.start")
+        tokens = _numbers(row["tokens"], f"{name}.tokens", NUMBERS)
+        if not start + len(tokens):
+            raise ProtocolError(f"{name}: expected a text of at least one token, found none")
+        rows.append(Row(id_, start, tokens, _number(row["want"], f"{name}.want")))
+    if len({row.id for row in rows}) < len(rows):
+        raise ProtocolError("rows: expected each id once, found one twice")
+    if (told := sum(len(row.tokens) for row in rows)) > MOST_TOKENS:
+        raise ProtocolError(f"rows: expected at most {MOST_TOKENS} tokens in all, found {told}")
+    _fields(given["report"], "report", ("failures", "plain_rounds"))
+    report = Report(**{key: _number(value, f"report.{key}") for key, value in given["report"].items()})
+    return Request(client, rows, _numbers(given["ended"], "ended", IDS), report)
+
+
+def encode_drafts(drafts: Sequence[list[int] | None]) -> bytes:
+    """Return an answer's body."""
+    return _bytes({"version": VERSION, "drafts": drafts})
+
+
+def decode_drafts(body: bytes, rows: Sequence[Row]) -> list[list[int] | None]:
+    """Read the answer to some rows.
+
+    Raises:
+        ProtocolError: it is none, or not one to these rows.
+    """
+    given = _object(body, "answer")
+    _fields(given, "answer", ("version", "drafts"))
+    _version(given)
+    drafts = _list(given["drafts"], "drafts")
+    if len(drafts) != len(rows):
+        raise ProtocolError(f"drafts: expected {len(rows)}, found {len(drafts)}")
+    for place, (draft, row) in enumerate(zip(drafts, rows, strict=True)):
+        if draft is not None and len(_numbers(draft, f"drafts[{place}]", NUMBERS)) > row.want:
+            raise ProtocolError(f"drafts[{place}]: expected at most {row.want} tokens, found {len(draft)}")
+    return drafts
+
+
+def encode_service(service: Service) -> bytes:
+    """Return the body that `/health` answers with."""
+    return _bytes(asdict(service))
+
+
+def decode_service(body: bytes) -> Service:
+    """Read what `/health` answered.
+
+    Raises:
+        ProtocolError: it is no draft service, or speaks another version.
+    """
+    given = _object(body, "health")
+    _version(given)
+    names = [field.name for field in fields(Service)]
+    _fields(given, "health", names)
+    model = given.pop("model")
+    if not isinstance(model, str):
+        raise ProtocolError(f"health.model: expected a text, found {_shown(model)}")
+    return Service(model=model, **{name: _number(value, f"health.{name}") for name, value in given.items()})
+
+
+def _bytes(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _object(body: bytes, name: str) -> dict[str, Any]:
+    if len(body) > MOST_BYTES:
+        raise ProtocolError(f"{name}: expected at most {MOST_BYTES} bytes, found {len(body)}")
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"{name}: expected JSON, found {' '.join(str(error).split())[:200]}") from error
+    if not isinstance(value, dict):
+        raise ProtocolError(f"{name}: expected an object, found {_shown(value)}")
+    return value
+
+
+def _fields(value: Any, name: str, expected: Sequence[str]) -> None:
+    if not isinstance(value, dict) or value.keys() != set(expected):
+        found = ", ".join(map(str, value))[:200] if isinstance(value, dict) else _shown(value)
+        raise ProtocolError(f"{name}: expected the fields {', '.join(expected)}, found {found or 'none'}")
+
+
+def _version(given: dict[str, Any]) -> None:
+    if type(given.get("version")) is not int or given["version"] != VERSION:
+        raise ProtocolError(f"version: expected {VERSION}, found {_shown(given.get('version'))}")
+
+
+def _list(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise ProtocolError(f"{name}: expected a list, found {_shown(value)}")
+    return value
+
+
+def _number(value: Any, name: str, end: int = NUMBERS) -> int:
+    if type(value) is not int or not 0 <= value < end:  # True is an int to isinstance
+        raise ProtocolError(f"{name}: expected a whole number from 0 to {end - 1}, found {_shown(value)}")
+    return value
+
+
+def _numbers(value: Any, name: str, end: int) -> list[int]:
+    for number in _list(value, name):
+        if type(number) is not int or not 0 <= number < end:
+            _number(number, name, end)
+    return value  # type: ignore[no-any-return]
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:80]
