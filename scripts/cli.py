@@ -49,6 +49,10 @@ COMMANDS = {
         "lossy rules at many levels: speed against departure from the target, and the level to take",
         "tune.config:TuneConfig",
     ),
+    "coordinate": (
+        "one door to several servers: rules, load and measured costs say which of them answers",
+        "coordinate.config:CoordinatorConfig",
+    ),
     "export": (
         "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
         "configs:ExportConfig",
@@ -59,7 +63,7 @@ COMMANDS = {
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("doctor", "measure", "plan", "serve_draft", "tune")
+PACKAGES = ("coordinate", "doctor", "measure", "plan", "serve_draft", "tune")
 """Commands that are packages of several modules."""
 TRAINING = ("distill", "medusa")
 LAUNCHED = {name: name for name in TRAINING} | {name: f"scripts.{name}" for name in ("prepare", "cache")}

@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows["padding ids"] = f"{summary.padded} completions cut before an id that is no token"
     if summary.untrainable:
         rows["nothing to learn"] = f"{len(summary.untrainable)} samples: {_names(summary.untrainable)}"
+    if summary.unfinished:
+        rows["left out, cut"] = f"{len(summary.unfinished)} answers that were cut: {_names(summary.unfinished)}"
     if summary.left_out:
         rows["left out"] = f"{len(summary.left_out)} too long for the target's positions: {_names(summary.left_out)}"
     print_summary(rows, "completions", summary.output)

@@ -17,8 +17,7 @@ import httpx2
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.serving.counters import Metrics, ServerCounters, read_metrics
-from draftsmith.train.checkpoint import reading
-from draftsmith.train.endpoint.server import MOST_BYTES, api_key, server_words
+from draftsmith.train.endpoint.server import MOST_BYTES, api_key, http_client, server_words
 from draftsmith.train.files import parse_json
 
 REQUESTS = 1024
@@ -71,12 +70,7 @@ class Client:
         self.name, self.timeout = name, timeout
         self.url = checked_url(url, name)
         self.key = api_key(key_env, f"{name}_key_env")
-        with reading(name, "a proxy and certificates that can be used in the environment"):
-            self._client = httpx2.AsyncClient(
-                headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
-                timeout=None,  # each wait has its own
-                limits=httpx2.Limits(max_connections=REQUESTS),
-            )
+        self._client = http_client(name, self.key, REQUESTS)
 
     async def __aenter__(self) -> "Client":
         """Return the client."""
@@ -224,16 +218,39 @@ class Client:
             ) from error
 
     @asynccontextmanager
+    async def passed_on(self, path: str, content: bytes, connect: float = 5.0) -> AsyncIterator[httpx2.Response]:
+        """Give the answer to a request that is somebody else's, whatever its status; none of its body is read yet.
+
+        Args:
+            path: where to.
+            content: JSON, sent as it is.
+            connect: seconds to wait for a connection; the answer has the client's timeout.
+
+        Raises:
+            ServerFailure: no answer, one that breaks off while it is read, or none within the timeout.
+        """
+        where, waits = f"{self.url}{path}", httpx2.Timeout(None, connect=connect)
+        headers = {"Content-Type": "application/json"}
+        asked = self._client.stream("POST", where, content=content, headers=headers, timeout=waits)
+        async with self._waited_for(where), asked as response:
+            yield response
+
+    @asynccontextmanager
     async def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> AsyncIterator[httpx2.Response]:
         """Give the answer to one request that was accepted; what goes wrong while it is read is told too."""
         where = f"{self.url}{path}"
+        async with self._waited_for(where), self._client.stream(method, where, json=body) as response:
+            if response.status_code != 200:
+                words = server_words(await _body(response)) or response.reason_phrase
+                self._refuse(response.status_code, where, words)
+            yield response
+
+    @asynccontextmanager
+    async def _waited_for(self, where: str) -> AsyncIterator[None]:
+        """Tell what goes wrong with a request, and end it where it takes too long."""
         try:
             async with asyncio.timeout(self.timeout):
-                async with self._client.stream(method, where, json=body) as response:
-                    if response.status_code != 200:
-                        words = server_words(await _body(response)) or response.reason_phrase
-                        self._refuse(response.status_code, where, words)
-                    yield response
+                yield
         except TimeoutError as error:
             raise ServerFailure(
                 f"{self.name}: expected an answer from {where}, found none in {self.timeout:g} s"

@@ -8,6 +8,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig
+from draftsmith.scripts.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.serve_draft.config import ServeDraftConfig
@@ -31,10 +32,12 @@ FOLDERS = {
     "tune": TuneConfig,
     "profile": ProfileConfig,
     "serve-draft": ServeDraftConfig,
+    "serve": CoordinatorConfig,
 }
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
+FOREIGN_FILES = {Path("serve/compose.yaml"), Path("serve/ray.yaml")}  # tested in tests/integration/test_services.py
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))
-OURS = [path for path in FILES if path.parts[0] not in FOREIGN]
+OURS = [path for path in FILES if path.parts[0] not in FOREIGN and path not in FOREIGN_FILES]
 
 DISTILL = "target: t\ndraft: d\ncompletions: [c]\n"
 CACHE = "target: t\ncompletions: [c]\noutput: o\n"

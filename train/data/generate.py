@@ -190,6 +190,9 @@ def _given(
     """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
     samples, reasons = list[Sample](), set[str]()
     for conversation in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required"):
+        if conversation.cut:
+            summary.unfinished.append(conversation.id)
+            continue
         masked = mask_conversation(conversation.messages or [], tokenizer, conversation.id, **config.template)
         reasons.update(masked.left_out.values())
         if limit is not None and len(masked.ids) > limit:  # cut, it would teach an answer that ends in the middle
@@ -201,9 +204,10 @@ def _given(
             "some assistant turns are not learned from: %s (`draftsmith doctor --prompts` counts them)", reason
         )
     if not samples:
+        cut = f" or cut ({len(summary.unfinished)})" if summary.unfinished else ""
         raise InputError(
             f"prompts: expected conversations within the target's {limit} positions, found all "
-            f"{len(summary.left_out)} of {config.prompts} longer"
+            f"{len(summary.left_out) + len(summary.unfinished)} of {config.prompts} longer{cut}"
         )
     return samples
 

@@ -8,13 +8,15 @@ A record is recognised by its field; where it has several, the first of these co
 * `turns`: Spec-Bench and MT-Bench, the user's turns. Only the first is used: the later ones need an answer to the
   one before, which nobody has given yet.
 
+A line of a log of requests, in the shapes of `train/endpoint/request_logs.py`, is a conversation and its answer.
+
 A conversation is kept up to its last user turn, because the answer is the target's to write; or it is kept whole, where
 its answers are to be learned from. `id` (or `question_id`) and `category` are optional.
 """
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.data.templates import for_template, require_no_template, trimmed
+from draftsmith.train.endpoint.request_logs import CUT, conversation, is_logged
 from draftsmith.train.files import parse_json
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
@@ -47,6 +50,8 @@ class Prompt:
     text: str | None
     messages: list[dict[str, str]] | None
     category: str | None
+    cut: bool = False
+    """Its answer was cut at a length, so that it ends in the middle."""
 
 
 def read_prompts(
@@ -72,7 +77,7 @@ def read_prompts(
     """
     if limit is not None:
         at_least(1).check("limit", limit)
-    located = list(islice(_records(source, split), limit))
+    located = [(where, _unlogged(record, where, answers)) for where, record in islice(_records(source, split), limit)]
     if not located:
         raise InputError(f"{source}: expected prompts, found none")
     given = [_given_id(record, where) for where, record in located]
@@ -89,7 +94,8 @@ def read_prompts(
             while name in taken:  # some records were given an id, and one of them is this number
                 name += "_"
             taken[name] = where
-        prompts.append(_parse(record, where, name, answers))
+        prompt = _parse(record, where, name, answers)
+        prompts.append(replace(prompt, cut=record.get("finish_reason") == CUT))
     return prompts
 
 
@@ -233,6 +239,10 @@ def _dataset(source: str, split: str) -> Iterator[Located]:
 
 def _rows(rows: Iterable[Any], source: str) -> Iterator[Located]:
     return ((f"{source}: row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
+    return conversation(record, where, answers != "dropped") if is_logged(record) else record
 
 
 def _given_id(record: Any, where: str) -> str | None:

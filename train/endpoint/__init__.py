@@ -1,1 +1,1 @@
-"""Completions by an inference server: requests to it, and what its answers become."""
+"""What an inference server answers: requests to it, what its answers become, and logs of those that others asked."""

@@ -9,8 +9,7 @@ from typing import Any
 
 import httpx2
 
-from draftsmith.decode.errors import InputError
-from draftsmith.train.checkpoint import reading
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.files import parse_json
 
@@ -36,12 +35,7 @@ class Server:
         self.url = (config.endpoint or "").rstrip("/")
         self.key = api_key(config.endpoint_key_env, "endpoint_key_env")
         self.window = Window(config.endpoint_concurrency)
-        with reading("endpoint", "a proxy and certificates that can be used in the environment"):
-            self.client = httpx2.AsyncClient(
-                headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
-                timeout=None,  # each wait has its own; ours is for all of them
-                limits=httpx2.Limits(max_connections=None),
-            )
+        self.client = http_client("endpoint", self.key)
         # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
         self.native = self.url.endswith("/generate")
         self.base = self.url.removesuffix("/generate") + "/v1" if self.native else self.url.removesuffix("/completions")
@@ -163,6 +157,31 @@ def api_key(variable: str | None, name: str) -> str | None:
     if not key or not key.isascii() or not key.isprintable():
         raise InputError(f"{name}: expected an API key in the environment variable {variable}, found none")
     return key
+
+
+def http_client(name: str, key: str | None, connections: int | None = None) -> httpx2.AsyncClient:
+    """Return a client that sends a key and waits without end: who asks says how long.
+
+    Args:
+        name: the option that named the server, for the message.
+        key: the server's API key, if it has one.
+        connections: open at once, at most.
+
+    Raises:
+        InputError: the environment names a proxy or certificates that cannot be used.
+    """
+    try:
+        return httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=None,
+            limits=httpx2.Limits(max_connections=connections),
+        )
+    except Exception as error:  # the environment's words raise anything
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        raise InputError(
+            f"{name}: expected a proxy and certificates that can be used in the environment, found: "
+            f"{kind}{first_line(error)}"
+        ) from error
 
 
 def server_words(content: bytes) -> str:

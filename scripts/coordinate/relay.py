@@ -1,0 +1,211 @@
+"""A request passed on to a server, and its answer passed back as it comes: byte for byte, chunk for chunk.
+
+Where a server fails before a byte of its answer has gone out, another one is asked; after that never, for the client
+would read the beginning of one answer and the end of another.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import httpx2
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from draftsmith.scripts.coordinate.asked import Asked, Refused
+from draftsmith.scripts.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Lease, Refusal
+from draftsmith.scripts.serving.client import Client, ServerFailure
+from draftsmith.train.endpoint.server import MOST_BYTES
+
+BUSY_OR_GONE = frozenset({429, 502, 503, 504})
+"""What a server answers that another one may not."""
+LEFT = 499
+"""The status that a client's leaving is counted under; nobody reads it."""
+PAIR_HEADER = b"x-draftsmith-pair"
+
+
+@dataclass
+class Outcome:
+    """What became of a lease."""
+
+    lease: Lease
+    status: int = 0
+    """That was answered; 0: the server failed, and another one was asked."""
+    failed: bool = False
+    """The server did."""
+    first_byte: float | None = None
+    """Seconds from the request to the first byte of its answer."""
+    seconds: float = 0.0
+
+
+class Dispatch(Protocol):
+    """Who says which server is asked, and hears what became of it."""
+
+    async def acquire(self, facts: Facts, tried: list[str]) -> Lease | Refusal:
+        """Choose a server."""
+
+    def ended(self, outcome: Outcome) -> None:
+        """Take a lease back, at once and without waiting."""
+
+
+@dataclass
+class Kept:
+    """An answer's bytes, for the log."""
+
+    pair: str = ""
+    status: int = 0
+    content: bytearray = field(default_factory=bytearray)
+    first_byte: float | None = None
+    seconds: float = 0.0
+    whole: bool = False
+    """All of it came, and fits."""
+
+
+class Relay(Response):
+    """The answer to one request.
+
+    Args:
+        asked: the request.
+        dispatch: chooses servers.
+        clients: by URL.
+        server_models: what a pair's servers call their model, by the pair's name.
+        logged: is given the answer once all of it has gone out; None where nobody wants it.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        dispatch: Dispatch,
+        clients: Mapping[str, Client],
+        server_models: Mapping[str, str | None],
+        logged: Callable[[Kept], Awaitable[None]] | None = None,
+    ):
+        super().__init__()
+        self.asked, self.dispatch, self.clients, self.server_models = asked, dispatch, clients, server_models
+        self.logged, self.kept = logged, Kept()
+        self._begin = time.perf_counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, and stop where the client leaves: what it no longer reads is not written."""
+        answering = asyncio.ensure_future(self._answer(send))
+        leaving = asyncio.ensure_future(_gone(receive))
+        try:
+            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            results = await asyncio.gather(answering, leaving, return_exceptions=True)
+        if isinstance(results[0], Exception):
+            raise results[0]
+        if self.logged is not None and self.kept.whole:
+            await self.logged(self.kept)
+
+    async def _answer(self, send: Send) -> None:
+        tried: list[str] = []
+        refused: Refused | None = None
+        while True:
+            chosen = await self.dispatch.acquire(self.asked.facts, tried)
+            if isinstance(chosen, Refusal):
+                await _refuse(send, refused or refusal(chosen, self.asked.facts.model))
+                return
+            outcome = Outcome(chosen, LEFT)
+            try:
+                refused = await self._ask(chosen, outcome, send)
+            finally:
+                outcome.seconds = time.perf_counter() - self._begin
+                self.dispatch.ended(outcome)
+            if refused is None:
+                return
+            tried.append(chosen.url)
+
+    async def _ask(self, lease: Lease, outcome: Outcome, send: Send) -> Refused | None:
+        """Ask one server; return None if it has answered, and what to say if no other one does."""
+        client, begun = self.clients[lease.url], False
+        content = self.asked.content(self.server_models[lease.pair])
+        try:
+            async with client.passed_on(self.asked.path, content) as response:
+                if response.status_code in BUSY_OR_GONE:
+                    outcome.status, outcome.failed = 0, response.status_code != 429
+                    return Refused(response.status_code, f"the server of {lease.pair} is busy or gone", "server_error")
+                if self.asked.streams and response.status_code == 200:
+                    parts = response.aiter_bytes()
+                    first = await anext(parts, b"")
+                    begun, outcome.first_byte = True, time.perf_counter() - self._begin
+                    await _start(send, response, lease.pair)
+                    await self._pass(send, first)
+                    async for part in parts:
+                        await self._pass(send, part)
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                else:
+                    body = await _whole(response)
+                    begun, outcome.first_byte = True, time.perf_counter() - self._begin
+                    await _start(send, response, lease.pair, len(body))
+                    self._keep(body)
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
+                outcome.status = response.status_code
+        except ServerFailure:  # whose words name the server: they are not the client's business
+            outcome.status, outcome.failed = 502 if begun else 0, True
+            failure = Refused(502, f"the server of {lease.pair} failed", "server_error")
+            if not begun:
+                return failure
+            await send({"type": "http.response.body", "body": _event(failure.body()), "more_body": False})
+            return None
+        self.kept.pair, self.kept.status, self.kept.first_byte = lease.pair, outcome.status, outcome.first_byte
+        self.kept.whole, self.kept.seconds = len(self.kept.content) <= MOST_BYTES, time.perf_counter() - self._begin
+        return None
+
+    async def _pass(self, send: Send, part: bytes) -> None:
+        self._keep(part)
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    def _keep(self, part: bytes) -> None:
+        if self.logged is not None and len(self.kept.content) <= MOST_BYTES:
+            self.kept.content += part
+
+
+def refusal(refused: Refusal, model: str) -> Refused:
+    """Return what a client is told where no server can be asked."""
+    return {
+        UNKNOWN: Refused(404, f"model: expected one that is served, found {model!r:.200}", param="model"),
+        FULL: Refused(429, "all servers of this model are full; try again", "rate_limit_error"),
+        DOWN: Refused(503, "no server of this model is well; try again", "server_error"),
+    }[refused.why]
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _whole(response: httpx2.Response) -> bytes:
+    content = bytearray()
+    async for part in response.aiter_bytes():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise ServerFailure(f"{response.url}: expected an answer of at most {MOST_BYTES} bytes, found more")
+    return bytes(content)
+
+
+async def _start(send: Send, response: httpx2.Response, pair: str, length: int | None = None) -> None:
+    """Send the status and headers; of the server's own the content type alone, for the others are about its bytes."""
+    kind = response.headers.get("Content-Type", "application/json")
+    headers = [(b"content-type", kind.encode("latin-1")), (PAIR_HEADER, pair.encode("utf-8"))]
+    headers += [(b"cache-control", b"no-store")] if length is None else [(b"content-length", str(length).encode())]
+    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+
+
+async def _refuse(send: Send, refused: Refused) -> None:
+    body = json.dumps(refused.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refused.status in (429, 503):
+        headers.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _event(body: Mapping[str, Any]) -> bytes:
+    return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,0 +1,179 @@
+"""Requests and their answers, a JSON line each, for the next draft to learn from: `prepare --answers given` reads it.
+
+Texts are redacted before they are written; what a rotated file holds is never written twice.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.coordinate.config import Log
+from draftsmith.train.files import parse_json
+
+REQUEST_FIELDS = (
+    "model",
+    "messages",
+    "prompt",
+    "max_tokens",
+    "max_completion_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+)
+"""What is written of a request: what was asked, and how it was sampled; not who asked."""
+
+Redactor = Callable[[str], str]
+
+
+def redactor(log: Log) -> Redactor:
+    """Return the function that takes out of a text what the config says.
+
+    Raises:
+        InputError: a function of the user's that cannot be imported.
+    """
+    patterns = [(re.compile(each.pattern), each.replacement) for each in log.redact]
+    own: Redactor | None = None
+    if log.redact_with is not None:
+        module, _, name = log.redact_with.partition(":")
+        try:
+            own = getattr(import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise InputError(f"log.redact_with: expected a function that can be imported, found: {error}") from error
+
+    def redact(text: str) -> str:
+        for pattern, replacement in patterns:
+            text = pattern.sub(replacement, text)
+        return text if own is None else own(text)
+
+    return redact
+
+
+def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
+    """Return an answer as it would have come in one piece; None where it did not come to its end, or is an error.
+
+    Args:
+        content: the bytes that went to the client.
+        streamed: whether they are events.
+    """
+    text = content.decode("utf-8", "replace")
+    if not streamed:
+        answer = _object(text)
+        return answer if answer is not None and "choices" in answer else None
+    # Not splitlines, which would also cut at U+2028: JSON allows it inside a string.
+    lines = [line[5:].strip() for line in text.split("\n") if line.startswith("data:")]
+    if not lines or lines[-1] != "[DONE]":
+        return None
+    choices: dict[int, dict[str, Any]] = {}
+    usage: Any = None
+    for line in lines[:-1]:
+        part = _object(line)
+        if part is None or "error" in part:
+            return None
+        usage = part.get("usage") or usage
+        for choice in part.get("choices") or []:
+            _add(choices.setdefault(int(choice.get("index", 0)), {}), choice)
+    return {"choices": [{"index": i, **choice} for i, choice in sorted(choices.items())], "usage": usage}
+
+
+def record(
+    request: Mapping[str, Any], answer: Mapping[str, Any], about: Mapping[str, Any], redact: Redactor
+) -> dict[str, Any]:
+    """Return what is written of a request and its answer.
+
+    Args:
+        request: its body.
+        answer: as it came, or `assembled`.
+        about: what else is known: time, pair, category, seconds.
+        redact: changes each text.
+    """
+    asked = {name: request[name] for name in REQUEST_FIELDS if request.get(name) is not None}
+    if "messages" in asked:
+        asked["messages"] = [_message(message, redact) for message in asked["messages"]]
+    if "prompt" in asked:
+        asked["prompt"] = _redacted(asked["prompt"], redact)
+    choices = []
+    for choice in answer["choices"]:
+        kept: dict[str, Any] = {"finish_reason": choice.get("finish_reason")}
+        if choice.get("message") is not None:
+            kept["message"] = _message(choice["message"], redact)
+        else:
+            kept["text"] = _redacted(choice.get("text"), redact)
+        choices.append(kept)
+    return {**about, "request": asked, "response": {"choices": choices, "usage": answer.get("usage")}}
+
+
+class Writer:
+    """A file of lines that is put aside when it is full.
+
+    Args:
+        log: says where, and how large.
+    """
+
+    def __init__(self, log: Log):
+        self.path, self.max_bytes, self.files = Path(log.path), log.max_bytes, log.files
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Append one line, as a whole; the file is its owner's alone to read."""
+        line = (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        if self.path.exists() and self.path.stat().st_size + len(line) > self.max_bytes:
+            self._put_aside()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(descriptor, "ab", buffering=0) as file:
+            file.write(line)
+
+    def _put_aside(self) -> None:
+        def numbered(number: int) -> Path:
+            return self.path.with_suffix(f".{number}.jsonl")
+
+        numbered(self.files).unlink(missing_ok=True)
+        for number in range(self.files - 1, 0, -1):
+            if numbered(number).exists():
+                numbered(number).rename(numbered(number + 1))
+        self.path.rename(numbered(1))
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
+    """Add a part of a streamed choice to what came of it before."""
+    if "delta" in part:
+        message = whole.setdefault("message", {"role": "assistant", "content": ""})
+        delta = part["delta"] or {}
+        message["content"] += delta.get("content") or ""
+        for name in ("reasoning_content", "reasoning", "tool_calls"):
+            if delta.get(name):
+                message[name] = message.get(name, type(delta[name])()) + delta[name]
+    else:
+        whole["text"] = whole.get("text", "") + (part.get("text") or "")
+    if part.get("finish_reason") is not None:
+        whole["finish_reason"] = part["finish_reason"]
+
+
+def _message(message: Any, redact: Redactor) -> Any:
+    return {k: v if k == "role" else _redacted(v, redact) for k, v in message.items()}
+
+
+def _redacted(value: Any, redact: Redactor) -> Any:
+    """Redact every text in a value, however deep."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, list):
+        return [_redacted(each, redact) for each in value]
+    if isinstance(value, dict):
+        return {key: _redacted(each, redact) for key, each in value.items()}
+    return value

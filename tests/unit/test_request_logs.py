@@ -1,0 +1,155 @@
+"""Logs of requests: what the coordinator writes, and what `prepare` reads of them and of others."""
+
+import json
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.coordinate.config import Log, Redaction
+from draftsmith.scripts.coordinate.request_log import Writer, assembled, record, redactor
+from draftsmith.train.data.prompts import read_prompts
+
+ASKED = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+ANSWER = {"role": "assistant", "content": "Hello."}
+READ = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}, ANSWER]
+CHOICES = [{"index": 0, "message": ANSWER, "finish_reason": "stop"}]
+
+
+def read(tmp_path, *records, answers="required"):
+    path = tmp_path / "log.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return read_prompts(str(path), answers=answers)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"request": {"model": "m", "messages": ASKED}, "response": {"choices": CHOICES}},
+        {"messages": ASKED, "choices": CHOICES, "usage": {}},
+        {"custom_id": "7", "body": {"messages": ASKED}, "response": {"status_code": 200, "body": {"choices": CHOICES}}},
+        {"request": {"messages": ASKED}, "response": {"body": {"choices": CHOICES}}},
+    ],
+)
+def test_the_usual_shapes_are_conversations_with_their_answers(line, tmp_path):
+    (prompt,) = read(tmp_path, line | {"category": "chat"})
+    assert prompt.messages == READ
+    assert prompt.category == "chat"
+    assert prompt.id == line.get("custom_id", "0")
+    assert not prompt.cut
+    (asked,) = read(tmp_path, line, answers="dropped")
+    assert asked.messages == READ[:2]
+
+
+def test_a_completed_text_is_a_prompt_and_its_answer(tmp_path):
+    line = {"id": 3, "request": {"prompt": "def"}, "response": {"choices": [{"text": " f():"}]}}
+    (prompt,) = read(tmp_path, line)
+    assert prompt.id == "3"
+    assert prompt.messages == [{"role": "user", "content": "def"}, {"role": "assistant", "content": " f():"}]
+    (asked,) = read(tmp_path, {"request": {"prompt": "def", "metadata": {"category": "code"}}}, answers="dropped")
+    assert (asked.text, asked.category) == ("def", "code")
+
+
+def test_an_answer_that_was_cut_is_marked(tmp_path):
+    cut = [{"message": ANSWER, "finish_reason": "length"}]
+    prompts = read(tmp_path, {"messages": ASKED, "choices": cut}, {"messages": ASKED, "choices": CHOICES})
+    assert [prompt.cut for prompt in prompts] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ({"request": {"prompt": [5, 6]}}, "request.messages: expected what was asked, as messages or a prompt in text"),
+        ({"request": {"messages": ASKED}}, "response.choices: expected an answer, found none"),
+        ({"messages": ASKED, "choices": []}, "choices: expected an answer, found none"),
+        (
+            {"custom_id": "1", "response": {"body": {}}, "body": {"messages": ASKED}},
+            "response.body.choices: expected an answer",
+        ),
+        ({"messages": ASKED, "choices": [{"text": "x"}]}, "choices[0].message: expected a message, found none"),
+        (
+            {"messages": ASKED, "choices": [{"message": {"content": None, "tool_calls": [{"id": "1"}]}}]},
+            "choices[0].message[0]: expected text, found a call of a tool",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], "choices": CHOICES},
+            "messages[0].content: expected parts of text, found another",
+        ),
+    ],
+)
+def test_a_line_that_is_no_text_is_refused_by_file_and_line(line, named, tmp_path):
+    good = {"messages": ASKED, "choices": CHOICES}
+    with pytest.raises(InputError) as error:
+        read(tmp_path, good, line)
+    where, _, what = str(error.value).partition("log.jsonl:2: ")
+    assert what.startswith(named), where + what
+    assert "\n" not in str(error.value)
+
+
+def events(*parts: dict, end: str = "data: [DONE]\n\n") -> bytes:
+    return "".join(f"data: {json.dumps(part, ensure_ascii=False)}\n\n" for part in parts).encode() + end.encode()
+
+
+def part(text: str | None = None, reason: str | None = None, index: int = 0) -> dict:
+    return {"choices": [{"index": index, "delta": {} if text is None else {"content": text}, "finish_reason": reason}]}
+
+
+def test_a_streamed_answer_is_put_together():
+    content = events(part("Hel"), part("x", index=1), part("lo\u2028."), part(None, "stop"), {"usage": 5})
+    whole = assembled(content, streamed=True)
+    assert whole["usage"] == 5
+    assert whole["choices"][0]["message"] == {"role": "assistant", "content": "Hello\u2028."}
+    assert whole["choices"][0]["finish_reason"] == "stop"
+    assert whole["choices"][1]["message"]["content"] == "x"
+    texts = [{"choices": [{"index": 0, "text": t, "finish_reason": r}]} for t, r in (("a", None), ("b", "length"))]
+    assert assembled(events(*texts), True)["choices"] == [{"index": 0, "text": "ab", "finish_reason": "length"}]
+
+
+@pytest.mark.parametrize("content", [b"", events(part("a"), end=""), events(part("a"), {"error": {"message": "x"}})])
+def test_a_stream_without_its_end_is_no_answer(content):
+    assert assembled(content, streamed=True) is None
+
+
+def test_texts_are_redacted_wherever_they_stand_and_who_asked_is_not_written():
+    redact = redactor(
+        Log("l.jsonl", [Redaction(r"\w+@\w+", "<mail>"), Redaction(r"(\d)\d+", r"\1…")], "textwrap:dedent")
+    )
+    request = {
+        "model": "m",
+        "user": "somebody",
+        "metadata": {"name": "a@b"},
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "  a@b is 1234"}]}],
+    }
+    line = record(request, {"choices": [{"message": {"content": "c@d"}, "finish_reason": "stop"}]}, {"id": "1"}, redact)
+    assert line["request"] == {
+        "model": "m",
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "<mail> is 1…"}]}],
+    }
+    assert line["response"]["choices"] == [{"finish_reason": "stop", "message": {"content": "<mail>"}}]
+    assert line["id"] == "1"
+    text = record({"prompt": "a@b"}, {"choices": [{"text": "c@d"}]}, {}, redact)
+    assert (text["request"]["prompt"], text["response"]["choices"][0]["text"]) == ("<mail>", "<mail>")
+
+
+def test_a_redaction_that_cannot_be_loaded_is_refused():
+    with pytest.raises(InputError, match=r"^log\.redact_with: expected a function that can be imported"):
+        redactor(Log("l.jsonl", redact_with="textwrap:nothing"))
+    with pytest.raises(InputError, match=r"^log\.redact_with: expected package\.module:function"):
+        Log("l.jsonl", redact_with="os.system")
+    with pytest.raises(InputError, match=r"^log\.redact\.replacement: expected a template"):
+        Redaction("a", r"\2")
+
+
+def test_a_full_file_is_put_aside_and_the_oldest_removed(tmp_path):
+    writer = Writer(Log(str(tmp_path / "in" / "log.jsonl"), max_bytes=1000, files=2))
+    for number in range(40):
+        writer.write({"number": number, "text": "x" * 100})
+    names = sorted(path.name for path in (tmp_path / "in").iterdir())
+    assert names == ["log.1.jsonl", "log.2.jsonl", "log.jsonl"]
+    kept = [
+        json.loads(line)["number"]
+        for name in ("log.2.jsonl", "log.1.jsonl", "log.jsonl")
+        for line in (tmp_path / "in" / name).read_text().splitlines()
+    ]
+    assert kept == list(range(kept[0], 40))
+    assert all((tmp_path / "in" / name).stat().st_size <= 1000 for name in names)
+    assert (tmp_path / "in" / "log.jsonl").stat().st_mode & 0o077 == 0

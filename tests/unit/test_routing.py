@@ -1,0 +1,203 @@
+"""The coordinator's choice: rules, loads, health, predicted speeds; and the requests that it is made for."""
+
+import json
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.coordinate.asked import CHAT, TEXT, Keywords, Refused, read_request
+from draftsmith.scripts.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.coordinate.rates import Rates
+from draftsmith.scripts.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Refusal, Router
+
+A, B, C = "http://a:1", "http://b:1", "http://c:1"
+HOLDER = "ingress"
+
+
+def pair(name: str, *endpoints: str, models: tuple[str, ...] = ("m",), **options) -> Pair:
+    return Pair(name, list(models), list(endpoints), **options)
+
+
+def router(*pairs: Pair, rules: tuple[Rule, ...] = (), rates: dict[str, Rates] | None = None, **options) -> Router:
+    return Router(CoordinatorConfig(list(pairs), list(rules), **options), rates or {}, seed=0)
+
+
+def chosen(of: Router, facts: Facts | str = "m", tried: tuple[str, ...] = (), now: float = 0.0):
+    return of.acquire(Facts(facts) if isinstance(facts, str) else facts, HOLDER, tried, now)
+
+
+def test_the_first_rule_that_fits_wins_and_without_one_the_first_pair():
+    rules = (Rule(pair="b", model="m-*"), Rule(pair="b", category=["code"]), Rule(pair="b", keywords=["sql"]))
+    of = router(pair("a", A, models=("m", "m-large")), pair("b", B, models=("m", "m-large")), rules=rules)
+    assert chosen(of).pair == "a"
+    assert chosen(of, "m-large").pair == "b"
+    assert chosen(of, Facts("m", category="code")).pair == "b"
+    assert chosen(of, Facts("m", category="maths")).pair == "a"
+    assert chosen(of, Facts("m", keywords=frozenset({2}))).pair == "b"
+
+
+def test_all_conditions_of_a_rule_must_hold():
+    of = router(pair("a", A), pair("b", B), rules=(Rule(pair="b", category=["code"], load_of="a", load_at_least=1),))
+    assert chosen(of, Facts("m", category="code")).pair == "a"
+    assert chosen(of, Facts("m", category="code")).pair == "b"
+    assert chosen(of, Facts("m")).pair == "a"
+
+
+def test_a_rule_never_sends_a_model_to_a_pair_that_does_not_serve_it():
+    of = router(pair("a", A, models=("x",)), pair("b", B, models=("y",)), rules=(Rule(pair="b"),))
+    assert chosen(of, "x").pair == "a"
+    assert chosen(of, "z") == Refusal(UNKNOWN)
+
+
+def test_load_moves_requests_to_another_pair_and_back_when_they_end():
+    rules = (Rule(pair="a", load_of="a", load_below=2), Rule(pair="b"))
+    of = router(pair("a", A), pair("b", B), rules=rules)
+    leases = [chosen(of) for _ in range(3)]
+    assert [lease.pair for lease in leases] == ["a", "a", "b"]
+    of.heard(HOLDER, [leases[0].id], leases[1:], 0.0)
+    assert of.loads() == {A: 1, B: 1}
+    assert chosen(of).pair == "a"
+
+
+def test_replicas_are_chosen_by_load():
+    of = router(pair("a", A, B, C))
+    assert sorted(chosen(of).url for _ in range(3)) == [A, B, C]
+    assert sorted(chosen(of).url for _ in range(3)) == [A, B, C]
+
+
+def test_a_full_pair_is_passed_over_and_all_full_is_said():
+    of = router(pair("a", A, max_concurrency=1), pair("b", B, max_concurrency=1), rules=(Rule(pair="a"),))
+    assert [chosen(of).pair, chosen(of).pair] == ["a", "b"]
+    assert chosen(of) == Refusal(FULL)
+
+
+def test_servers_that_were_tried_or_are_not_well_are_not_asked():
+    of = router(pair("a", A, B), pair("b", C), failures=2)
+    assert chosen(of, tried=(A,)).url == B
+    assert chosen(of, tried=(A, B)).url == C
+    for url in (A, B):
+        of.breakers[url].failed()
+        assert not of.breakers[url].open
+        of.breakers[url].failed()
+        assert of.breakers[url].open
+    assert chosen(of).url == C
+    of.breakers[C].failed()
+    of.breakers[C].failed()
+    assert chosen(of) == Refusal(DOWN)
+    of.breakers[B].well()
+    assert chosen(of).url == B
+
+
+def test_the_best_pair_is_the_fastest_at_its_load():
+    speculative, plain = [40.0, 22.0, 12.0], [20.0, 18.0, 16.0]
+    rates = {"draft": Rates({0.0: {None: speculative}}), "plain": Rates({0.0: {None: plain}})}
+    pairs = [
+        pair("draft", A, report="r"),
+        pair("plain", A, report="r"),
+    ]
+    of = router(*pairs, rules=(Rule(best=["draft", "plain"]),), rates=rates)
+    assert [chosen(of).pair for _ in range(4)] == ["draft", "draft", "plain", "plain"]
+
+
+def test_speeds_are_of_the_nearest_temperature_and_of_the_category_if_it_was_measured():
+    rates = Rates({0.0: {None: [10.0, 9.0], "code": [30.0]}, 1.0: {None: [5.0]}})
+    assert rates.tokens_per_second(2, 0.2) == 9.0
+    assert rates.tokens_per_second(7, 0.2) == 9.0
+    assert rates.tokens_per_second(1, 0.2, "code") == 30.0
+    assert rates.tokens_per_second(1, 0.2, "poems") == 10.0
+    assert rates.tokens_per_second(1, 0.7, "code") == 5.0
+
+
+def test_a_younger_router_learns_what_is_under_way():
+    old, young = (router(pair("a", A, B)) for _ in range(2))
+    leases = [chosen(old) for _ in range(3)]
+    young.heard(HOLDER, [], leases, 0.0)
+    assert young.loads() == old.loads()
+    young.heard(HOLDER, [leases[0].id], leases[1:], 1.0)
+    assert sum(young.loads().values()) == 2
+
+
+def test_a_lease_that_its_holder_does_not_know_is_dropped_but_not_at_once():
+    of = router(pair("a", A))
+    chosen(of)
+    of.heard(HOLDER, [], [], 1.0)  # it may be on its way to its holder
+    assert of.loads() == {A: 1}
+    of.heard(HOLDER, [], [], SILENCE + 1)
+    assert of.loads() == {A: 0}
+
+
+def test_the_leases_of_a_holder_that_is_silent_are_dropped():
+    of = router(pair("a", A, max_concurrency=1))
+    assert chosen(of, now=0.0).pair == "a"
+    assert of.acquire(Facts("m"), "another", (), SILENCE - 1) == Refusal(FULL)
+    assert of.acquire(Facts("m"), "another", (), SILENCE + 1).pair == "a"
+
+
+def asked(body, path=CHAT, headers=None, rules=()):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return read_request(path, content, headers or {}, Keywords(rules))
+
+
+def test_what_routing_knows_of_a_request():
+    rules = [Rule(pair="a"), Rule(pair="a", keywords=[r"\bsql\b"]), Rule(pair="a", keywords=["poem", "verse"])]
+    turns = [
+        {"role": "user", "content": "a poem"},
+        {"role": "assistant", "content": "verse"},
+        {"role": "user", "content": [{"type": "text", "text": "now as SQL"}]},
+    ]
+    found = asked({"model": "m", "messages": turns, "temperature": 0, "stream": True}, rules=rules)
+    assert found.facts == Facts("m", None, 0.0, frozenset({1}))
+    assert found.streams
+    prompt = {"model": "m", "prompt": "in verse", "metadata": {"category": "x"}}
+    assert asked(prompt, TEXT, rules=rules).facts == Facts("m", "x", 1.0, frozenset({2}))
+    header = {"x-draftsmith-category": "y"}
+    assert asked({"model": "m", "prompt": [1, 2]}, TEXT, header).facts == Facts("m", "y")
+
+
+def test_the_body_is_sent_on_as_it_came_but_for_the_models_name():
+    body = {"model": "m", "messages": [{"role": "user", "content": "é\u2028"}], "logit_bias": {"5": 1}}
+    assert json.loads(asked(body).content(None)) == body
+    assert json.loads(asked(body).content("other")) == body | {"model": "other"}
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (b"{", "body: expected JSON"),
+        (b"[]", "body: expected a JSON object"),
+        (b"\xff", "body: expected JSON"),
+        ({"messages": [1]}, "model: expected the name of a model"),
+        ({"model": "m"}, "messages: expected some"),
+        ({"model": "m", "messages": "hello"}, "messages: expected a list"),
+    ],
+)
+def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):
+    with pytest.raises(Refused) as error:
+        asked(content)
+    assert error.value.status == 400
+    assert error.value.message.startswith(named)
+    assert set(error.value.body()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: Rule(), "rules: expected either pair or best, found none"),
+        (lambda: Rule(pair="a", best=["b"]), "rules: expected either pair or best, found both"),
+        (lambda: Rule(pair="a", load_of="a"), "rules.load_of: expected it together with"),
+        (lambda: Rule(pair="a", load_below=3), "rules.load_of: expected it together with"),
+        (lambda: Rule(pair="a", keywords=["("]), "rules.keywords: expected a regular expression"),
+        (lambda: pair("a"), "pairs.a.endpoints: expected at least one URL"),
+        (lambda: pair("a", "http://user:secret@a"), "pairs.a.endpoints: expected a URL without user name"),
+        (lambda: pair("a", A, A), "pairs.a.endpoints: expected each once"),
+        (lambda: router(pair("a", A), pair("a", B)), "pairs.name: expected each once, found a again"),
+        (lambda: router(pair("a", A), rules=(Rule(pair="b"),)), "rules: expected one of the pairs a, found 'b'"),
+        (lambda: router(pair("a", A), rules=(Rule(best=["a"]),)), "rules.best: expected a pair with a report"),
+        (lambda: router(pair("a", A), port=70000), "port: expected at most 65535"),
+    ],
+)
+def test_a_config_that_cannot_be_meant_is_refused(make, named):
+    with pytest.raises(InputError) as error:
+        make()
+    assert str(error.value).startswith(named)
+    assert "secret" not in str(error.value)

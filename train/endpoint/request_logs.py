@@ -1,0 +1,106 @@
+"""Logs of requests to a server in OpenAI's API, as records of conversations with their answers.
+
+Four shapes are known, by their fields:
+
+* `request` and `response`: what was asked and answered, as the coordinator and many proxies write it;
+* `body` and `response`: a line of the batch API, whose answer lies in `response.body`, and whose id is `custom_id`;
+* `messages` or `prompt`, and `choices`: both in one object;
+* `request` or `body` alone: nothing but a prompt.
+
+The first choice is the answer. Messages whose content is a list of parts are their texts, and the role `developer` is
+what was once `system`. What else a log holds (images, tools) is no text for a draft to learn from, and refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+
+CUT = "length"
+"""How an answer ended that was cut."""
+PARTS = {"text", "input_text", "output_text"}
+
+
+def is_logged(record: Any) -> bool:
+    """Say whether a record is a line of such a log."""
+    return isinstance(record, dict) and (
+        isinstance(record.get("request"), dict) or isinstance(record.get("body"), dict) or "choices" in record
+    )
+
+
+def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[str, Any]:
+    """Return a line of a log as a record with `messages` or `prompt`, and `finish_reason` beside an answer.
+
+    Args:
+        record: the line, of which `is_logged` holds.
+        where: where it stands, for messages.
+        answered: it is to have an answer.
+
+    Raises:
+        InputError: it was not asked as a text, or has no answer; names the place and the field.
+    """
+    name = next((name for name in ("request", "body") if isinstance(record.get(name), dict)), None)
+    request: Mapping[str, Any] = record if name is None else record[name]
+    at = f"{where}: {name}." if name else f"{where}: "
+    found: dict[str, Any] = {}
+    for field in ("id", "custom_id"):
+        if isinstance(record.get(field), str | int):
+            found["id"] = record[field]
+    metadata = request.get("metadata")
+    category = record.get("category") or (metadata.get("category") if isinstance(metadata, dict) else None)
+    found |= {} if category is None else {"category": category}
+    if request.get("messages") is not None:
+        found["messages"] = _messages(request["messages"], f"{at}messages")
+    elif isinstance(request.get("prompt"), str):
+        found["prompt"] = request["prompt"]
+    else:
+        raise InputError(f"{at}messages: expected what was asked, as messages or a prompt in text, found none")
+    if answered:
+        _add_answer(found, record, where)
+    return found
+
+
+def _add_answer(found: dict[str, Any], record: Mapping[str, Any], where: str) -> None:
+    response: Any = record if "choices" in record else record.get("response")
+    at = f"{where}: " if "choices" in record else f"{where}: response."
+    if isinstance(response, dict) and isinstance(response.get("body"), dict):
+        response, at = response["body"], f"{at}body."
+    choices = response.get("choices") if isinstance(response, dict) else None
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise InputError(f"{at}choices: expected an answer, found none")
+    choice = choices[0]
+    found["finish_reason"] = choice.get("finish_reason")
+    if "messages" not in found:
+        if not isinstance(choice.get("text"), str):
+            raise InputError(f"{at}choices[0].text: expected a string, found another or none")
+        found["completion"] = choice["text"]
+        return
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        raise InputError(f"{at}choices[0].message: expected a message, found none")
+    answer = _messages([{"role": "assistant"} | message], f"{at}choices[0].message")
+    found["messages"] = found["messages"] + answer
+
+
+def _messages(messages: Any, where: str) -> list[dict[str, Any]]:
+    """Return messages with their texts; anything else about them is left to be refused where they are read."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise InputError(f"{where}: expected a list of messages, found something else")
+    read = []
+    for place, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if message.get("tool_calls") or role in ("tool", "function"):
+            raise InputError(f"{where}[{place}]: expected text, found a call of a tool")
+        if isinstance(content, list):
+            content = _joined(content, f"{where}[{place}].content")
+        read.append({"role": "system" if role == "developer" else role, "content": content})
+    return read
+
+
+def _joined(parts: list[Any], where: str) -> str:
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") not in PARTS or not isinstance(part.get("text"), str):
+            raise InputError(f"{where}: expected parts of text, found another")
+        texts.append(part["text"])
+    return "".join(texts)
