@@ -37,6 +37,10 @@ COMMANDS = {
         "configs:GenerateConfig",
     ),
     "measure": ("go or no-go: acceptance, speed-up and costs of drafters, on one page", "measure.config:MeasureConfig"),
+    "certify": (
+        "does a server write what its target would? token for token at T=0, by tests of its law under sampling",
+        "certify.config:CertifyConfig",
+    ),
     "profile": (
         "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
         "configs:ProfileConfig",
@@ -63,7 +67,7 @@ COMMANDS = {
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("coordinate", "doctor", "measure", "plan", "serve_draft", "tune")
+PACKAGES = ("certify", "coordinate", "doctor", "measure", "plan", "serve_draft", "tune")
 """Commands that are packages of several modules."""
 TRAINING = ("distill", "medusa")
 LAUNCHED = {name: name for name in TRAINING} | {name: f"scripts.{name}" for name in ("prepare", "cache")}

@@ -8,14 +8,13 @@ all contexts at once, at any vocabulary, where counting would need every context
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice, repeat
 from typing import Any, TypeVar
 
 import torch
-from scipy.stats import chi2_contingency, chisquare
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
@@ -24,7 +23,17 @@ from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, generate_arguments
+from draftsmith.decode.measurement.companions import Agreement, Companions, Pairs
 from draftsmith.decode.measurement.exactness import mismatch_position
+from draftsmith.decode.measurement.uniformity import (
+    BINS,
+    PAIR_BINS,
+    ChiSquare,
+    bins,
+    independence,
+    transform,
+    uniformity,
+)
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions, model_distributions
 from draftsmith.decode.sampling import Sampler
@@ -32,21 +41,10 @@ from draftsmith.decode.speculative import speculative_generate
 
 Text = tuple[Tensor, int]
 """A text's tokens (T,) int64, and how many of them are its prompt, at least one."""
-BINS = 50
-PAIR_BINS = 10
 ENTRIES = 2**25  # of logits held at a time; what is computed from them takes a few times their memory
 PLACES_KEPT = 16
 PLACES_SEED = 2**31
 """Beyond the seeds that texts are drawn with: a point that chose a token is no longer random given it."""
-
-
-@dataclass(frozen=True)
-class ChiSquare:
-    """One statistic."""
-
-    statistic: float
-    degrees_of_freedom: int
-    p_value: float
 
 
 @dataclass(frozen=True)
@@ -56,11 +54,22 @@ class DistributionTest:
     num_tokens: int
     p_value: float
     """The least of the tests' p-values times their number (Bonferroni); 0 where a token had probability zero."""
-    tests: dict[str, ChiSquare]
+    tests: dict[str, ChiSquare | Agreement]
     num_impossible: int
     """Tokens that the target's distribution rules out."""
     impossible: tuple[tuple[int, int], ...]
     """The first 16 of them: (text, index of the token in it)."""
+
+    @property
+    def combined(self) -> float:
+        """The p-value of the tests alone, whatever is impossible."""
+        return min(1.0, len(self.tests) * min(test.p_value for test in self.tests.values()))
+
+    def worst(self) -> str:
+        """Say what fits least, for a message."""
+        name, test = min(self.tests.items(), key=lambda item: item[1].p_value)
+        ruled_out = f"; {self.num_impossible} tokens that it rules out" if self.num_impossible else ""
+        return f"the tokens' distribution is not the target's: {name}, {test}, p = {test.p_value:.2g}{ruled_out}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as plain JSON types."""
@@ -217,6 +226,7 @@ def distribution_test(
     drafter: Distributions | None = None,
     seed: int = 0,
     batch_size: int = 16,
+    companions: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
     """Test whether texts were drawn from the target under a sampler.
 
@@ -235,6 +245,8 @@ def distribution_test(
         drafter: tells q, for power alone; see `Proposer.distributions_after`.
         seed: of the random points.
         batch_size: texts in one forward; processors are handed as many, as `generate` does.
+        companions: pairs of texts that must be independent of one another, by a name of what they have in common. With
+            them come more tests: of their independence, of how often they agree, and of all texts' first tokens.
 
     Raises:
         InputError: T=0, a text without a prompt, or fewer than 20 tokens for each cell of the pairs' table.
@@ -247,7 +259,9 @@ def distribution_test(
     pairs = torch.zeros(len(names), PAIR_BINS**2, dtype=torch.long)
     count = num_impossible = num_texts = 0
     impossible: list[tuple[int, int]] = []
+    beside = Companions(companions or {}, names)
     for batch in _batched(texts, batch_size):
+        beside.begin(num_texts, len(batch))
         ids_BT, wanted_BT = _aligned(batch)
         size = target.config.get_text_config().vocab_size
         columns = max(1, ENTRIES // (len(batch) * size))
@@ -266,7 +280,8 @@ def distribution_test(
             chosen = block_CB.cpu()
             places = places_BT[:, start : start + columns].T[chosen].to(p.device)
             for k, key in enumerate(keys):
-                u[k, start : start + len(chosen)][chosen] = _transform(p, key, tokens, places).cpu()
+                u[k, start : start + len(chosen)][chosen] = transform(p, key, tokens, places).cpu()
+            beside.add_block(p, tokens, block_CB)
             ruled_out = (p.gather(1, tokens[:, None])[:, 0] == 0).cpu()
             num_impossible += int(ruled_out.sum())
             for column, text in chosen.nonzero()[ruled_out][: PLACES_KEPT - len(impossible)].tolist():
@@ -274,20 +289,22 @@ def distribution_test(
         wanted = wanted_BT.T.cpu()
         both = wanted[:-1] & wanted[1:]
         for k in range(len(names)):
-            uniform[k] += _bins(u[k][wanted], BINS).bincount(minlength=BINS)
-            cells = _bins(u[k, :-1][both], PAIR_BINS) * PAIR_BINS + _bins(u[k, 1:][both], PAIR_BINS)
+            uniform[k] += bins(u[k][wanted], BINS).bincount(minlength=BINS)
+            cells = bins(u[k, :-1][both], PAIR_BINS) * PAIR_BINS + bins(u[k, 1:][both], PAIR_BINS)
             pairs[k] += cells.bincount(minlength=PAIR_BINS**2)
+        beside.end(u, wanted)
         count += int(wanted.sum())
         num_texts += len(batch)
     if count < 20 * PAIR_BINS**2:
         raise InputError(f"texts: expected at least {20 * PAIR_BINS**2} tokens, found {count}")
-    tests = {}
+    tests: dict[str, ChiSquare | Agreement] = {}
     for k, name in enumerate(names):
-        tests[f"uniform by {name}"] = _uniformity(uniform[k])
-        tests[f"independent by {name}"] = _independence(pairs[k].view(PAIR_BINS, PAIR_BINS))
-    least = min(test.p_value for test in tests.values())
-    p_value = 0.0 if num_impossible else min(1.0, len(tests) * least)
-    return DistributionTest(count, p_value, tests, num_impossible, tuple(impossible))
+        tests[f"uniform by {name}"] = uniformity(uniform[k])
+        tests[f"independent by {name}"] = independence(pairs[k].view(PAIR_BINS, PAIR_BINS))
+    if companions is not None:
+        tests |= beside.tests()
+    result = DistributionTest(count, 0.0, tests, num_impossible, tuple(impossible))
+    return result if num_impossible else replace(result, p_value=result.combined)
 
 
 Item = TypeVar("Item")
@@ -324,31 +341,3 @@ def _aligned(texts: list[Text]) -> tuple[Tensor, Tensor]:
     )
     columns = torch.arange(ids.shape[1], device=ids.device)
     return ids, (columns >= first) & (columns < end)
-
-
-def _transform(p: Tensor, key: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-    """Return F(x⁻) + U p(x) where the vocabulary is ordered by `key`, equal ones by id, (N,) float64."""
-    x = tokens[:, None]
-    at_x = key.gather(1, x)
-    before = (key < at_x) | ((key == at_x) & (torch.arange(p.shape[1], device=p.device) < x))
-    below = torch.where(before, p, 0.0).sum(-1, dtype=torch.float64)
-    # Laws are taken in float32: normalised, the last step ends at 1.
-    return (below + places * p.gather(1, x)[:, 0].double()) / p.sum(-1, dtype=torch.float64)
-
-
-def _bins(u: Tensor, count: int) -> Tensor:
-    return (u * count).long().clamp(max=count - 1)
-
-
-def _uniformity(counts: Tensor) -> ChiSquare:
-    test = chisquare(counts.numpy())
-    return ChiSquare(float(test.statistic), len(counts) - 1, float(test.pvalue))
-
-
-def _independence(table: Tensor) -> ChiSquare:
-    # An empty margin says nothing of independence; that it is empty, the test of uniformity has seen.
-    table = table[table.sum(1) > 0][:, table.sum(0) > 0]
-    if min(table.shape) < 2:
-        return ChiSquare(0.0, 0, 1.0)
-    test = chi2_contingency(table.numpy(), correction=False)
-    return ChiSquare(float(test.statistic), int(test.dof), float(test.pvalue))

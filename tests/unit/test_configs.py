@@ -7,6 +7,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig
 from draftsmith.scripts.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
@@ -26,6 +27,7 @@ FOLDERS = {
     "medusa-tree": MedusaTreeConfig,
     "prepare": PrepareConfig,
     "cache": CacheConfig,
+    "certify": CertifyConfig,
     "doctor": DoctorConfig,
     "generate": GenerateConfig,
     "measure": MeasureConfig,

@@ -19,13 +19,13 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.measurement import distribution_test as lossless
 from draftsmith.decode.measurement.distribution_test import (
-    _transform,
     compare_greedy,
     distribution_test,
     plain_texts,
     prepared_sampler,
     sample_texts,
 )
+from draftsmith.decode.measurement.uniformity import transform
 from draftsmith.decode.replay.texts import model_distributions
 from draftsmith.decode.sampling import Sampler
 
@@ -63,7 +63,7 @@ def test_the_transform_of_every_token_covers_the_unit_interval_once():
         steps = []
         for token in (0, 2, 3):
             ends = [
-                float(_transform(p, key, torch.tensor([token]), torch.tensor([u], dtype=torch.float64)))
+                float(transform(p, key, torch.tensor([token]), torch.tensor([u], dtype=torch.float64)))
                 for u in (0.0, 1.0)
             ]
             assert ends[1] - ends[0] == pytest.approx(float(p[0, token]))

@@ -1,0 +1,100 @@
+"""Are two decoders' texts of one law, where nothing is known of it but texts of both?
+
+Texts of one prompt from two decoders of the same law are exchangeable: whose they are can be shuffled. So however few
+or many there are, and whatever is compared, the share of shuffles that look at least as different as what was seen is
+an exact p-value (Gretton et al. 2012, "A kernel two-sample test", with permutations within each prompt).
+
+Shape suffixes: P shuffles, M texts of a prompt from both decoders.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = Sequence[int]
+Floats = NDArray[np.float64]
+SHUFFLES_AT_A_TIME = 2048
+GRAMS = (1, 2)
+
+
+@dataclass(frozen=True)
+class TwoSamples:
+    """One comparison."""
+
+    statistic: float
+    """How much likelier texts of the same decoder are to resemble one another than texts of both, summed over prompts
+    and in standard deviations of the shuffles."""
+    p_value: float
+
+    def __str__(self) -> str:
+        return f"{self.statistic:.3g} standard deviations from what shuffled texts show"
+
+
+def two_sample_tests(
+    first: Sequence[Sequence[Tokens]], second: Sequence[Sequence[Tokens]], level: float, seed: int = 0
+) -> dict[str, TwoSamples]:
+    """Compare two decoders' texts of the same prompts, by their beginnings and by their tokens wherever they stand.
+
+    Args:
+        first: a decoder's texts of each prompt, without the prompt.
+        second: the other's, of the same prompts in the same order.
+        level: the smallest p-value that must be possible; there are ten times as many shuffles as that takes.
+        seed: of the shuffles.
+
+    Returns:
+        A test for each way of comparing.
+    """
+    shuffles = int(np.ceil(10 / level))
+    comparisons: dict[str, Callable[[Sequence[Tokens]], Floats]] = {"beginnings": _beginnings, "n-grams": _grams}
+    return {
+        name: _permuted(
+            [kernel([*a, *b]) for a, b in zip(first, second, strict=True)], [len(a) for a in first], shuffles, seed
+        )
+        for name, kernel in comparisons.items()
+    }
+
+
+def _permuted(kernels: Sequence[Floats], sizes: Sequence[int], shuffles: int, seed: int) -> TwoSamples:
+    """Return the test of resemblances (M, M); the first so many texts of each prompt are the first decoder's."""
+    generator = np.random.default_rng(seed)
+    drawn = np.zeros(shuffles)
+    seen = 0.0
+    for kernel, size in zip(kernels, sizes, strict=True):
+        rest = len(kernel) - size
+        if not size or not rest:
+            continue
+        signs = np.concatenate([np.full(size, 1 / size), np.full(rest, -1 / rest)])
+        np.fill_diagonal(kernel, 0.0)  # a text resembles itself whoever wrote it
+        seen += float(signs @ kernel @ signs)
+        for start in range(0, shuffles, SHUFFLES_AT_A_TIME):
+            count = min(SHUFFLES_AT_A_TIME, shuffles - start)
+            signs_PM = generator.permuted(np.broadcast_to(signs, (count, len(signs))), axis=1)
+            drawn[start : start + count] += ((signs_PM @ kernel) * signs_PM).sum(-1)
+    spread = float(drawn.std())
+    # What differs by rounding alone is as different.
+    as_different = int((drawn >= seen - 1e-9 * max(abs(seen), spread)).sum())
+    statistic = (seen - float(drawn.mean())) / spread if spread > 0 else 0.0
+    return TwoSamples(statistic, (1 + as_different) / (1 + shuffles))
+
+
+def _beginnings(texts: Sequence[Tokens]) -> Floats:
+    """Return how many tokens each two texts begin with together, (M, M)."""
+    longest = max(map(len, texts), default=0)
+    ids_MT = np.array([[*text, *[-1 - i] * (longest - len(text))] for i, text in enumerate(texts)], dtype=np.int64)
+    same = ids_MT[:, None] == ids_MT[None]
+    return np.logical_and.accumulate(same, axis=-1).sum(-1).astype(np.float64)
+
+
+def _grams(texts: Sequence[Tokens]) -> Floats:
+    """Return the cosine of each two texts' counts of tokens and of pairs of them, (M, M)."""
+    counts = [Counter(tuple(text[i : i + n]) for n in GRAMS for i in range(len(text) - n + 1)) for text in texts]
+    columns = {gram: i for i, gram in enumerate({gram: None for count in counts for gram in count})}
+    table = np.zeros((len(texts), len(columns)))
+    for row, count in zip(table, counts, strict=True):
+        for gram, times in count.items():
+            row[columns[gram]] = times
+    table /= np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1e-12)
+    return table @ table.T

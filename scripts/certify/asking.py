@@ -1,0 +1,199 @@
+"""The texts that a server is asked for, and those it has answered with, which outlive a failure."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
+from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.files import parse_json
+
+IDS, TEXT, CHAT = "ids", "text", "chat"
+PATHS = {IDS: "/v1/completions", TEXT: "/v1/completions", CHAT: "/v1/chat/completions"}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to ask for."""
+
+    temperature: float
+    place: int
+    """Its place among the texts of its temperature."""
+    prompt: int
+    """Which prompt it goes on from."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as it is sent: its ids where the target's tokenizer is at hand, else its text or its messages."""
+
+    prompt: Prompt
+    ids: list[int] | None
+
+    @property
+    def kind(self) -> str:
+        """How it is sent."""
+        if self.ids is not None:
+            return IDS
+        return TEXT if self.prompt.messages is None else CHAT
+
+
+def stages(config: CertifyConfig, prompts: int) -> list[list[Request]]:
+    """Return what is asked for, in the order in which it is sent; a stage begins when the one before has ended.
+
+    At T=0 each prompt once. Above, each prompt twice in a row and then the next one's turn, round and round: rows of
+    the same prompt and of others meet, so that what they share shows in either.
+    """
+    queues = []
+    for temperature in config.temperature:
+        count = prompts if temperature == 0 else config.texts
+        step = 1 if temperature == 0 else 2
+        queues.append([Request(temperature, i, i // step % prompts) for i in range(count)])
+    if not config.mixed:
+        return queues
+    # Each queue spread evenly over the whole run.
+    spread = [((i + 0.5) / len(queue), q, request) for q, queue in enumerate(queues) for i, request in enumerate(queue)]
+    return [[request for _, _, request in sorted(spread, key=lambda item: item[:2])]]
+
+
+def companions(count: int) -> dict[str, list[tuple[int, int]]]:
+    """Return pairs of texts of one temperature that were under way together, by their places: see `stages`."""
+    return {
+        "rows of the same prompt": [(i, i + 1) for i in range(0, count - 1, 2)],
+        "rows of two prompts": [(i, i + 2) for i in range(count - 2) if i % 4 < 2],
+    }
+
+
+class Kept:
+    """The texts that a server has written, a line each in a file: token ids and why each ended."""
+
+    def __init__(self, path: Path):
+        """Read what an earlier run left; a line that a kill cut off is asked for again."""
+        self._path = path
+        self.texts: dict[tuple[float, int], tuple[list[int], str]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                temperature, place, tokens, reason = parse_json(line)
+                self.texts[temperature, place] = tokens, reason
+            except (ValueError, TypeError):
+                continue
+
+    def add(self, request: Request, tokens: list[int], reason: str) -> None:
+        """Write down one text."""
+        self.texts[request.temperature, request.place] = tokens, reason
+        with self._path.open("a", encoding="utf-8") as file:
+            # A new line first: what a kill cut off ends there.
+            file.write("\n" + json.dumps([request.temperature, request.place, tokens, reason]))
+
+    def of(self, temperature: float) -> list[tuple[list[int], str]]:
+        """Return the texts of a temperature, in the order of their places."""
+        return [self.texts[key] for key in sorted(key for key in self.texts if key[0] == temperature)]
+
+
+async def ask(
+    config: CertifyConfig,
+    client: Client,
+    model: str,
+    questions: Sequence[Question],
+    asked: Sequence[Request],
+    ends: Sequence[int],
+    kept: Kept,
+    finished: Callable[[int], None],
+) -> None:
+    """Ask a server for the texts that are not kept yet, so many at once, and keep each as it comes.
+
+    Args:
+        config: says how texts are sampled, and how many requests are under way.
+        client: of the server.
+        model: the model's name there.
+        questions: the prompts.
+        asked: the texts, in the order in which they are sent.
+        ends: ids that end a text; none where they are not known here.
+        kept: the server's texts.
+        finished: is told the tokens of each text as it comes.
+
+    Raises:
+        InputError: the server refuses a request, or answers without token ids.
+        ServerFailure: it fails; all other requests are given up.
+    """
+    window = asyncio.Semaphore(config.concurrency)
+
+    async def one(request: Request) -> None:
+        question = questions[request.prompt]
+        try:
+            body = _body(config, client.name, model, question, request, ends)
+            answer = await client.complete(body, PATHS[question.kind])
+            tokens = _tokens(config, client, question, answer)
+            kept.add(request, tokens, answer.finish_reason or "")
+            finished(len(tokens))
+        finally:
+            window.release()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for request in asked:
+                if (request.temperature, request.place) not in kept.texts:
+                    await window.acquire()
+                    group.create_task(one(request))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
+def _body(
+    config: CertifyConfig, server: str, model: str, question: Question, request: Request, ends: Sequence[int]
+) -> dict[str, Any]:
+    """Return the body that asks for one text.
+
+    Everything that shapes the distribution is written out: servers fill what is left open from the model's
+    generation_config.json. −1 means all tokens to vLLM and SGLang both.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "max_tokens": config.max_new_tokens,
+        "temperature": request.temperature,
+        "top_k": config.top_k or -1,
+        "top_p": config.top_p,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "skip_special_tokens": False,
+    }
+    if ends:
+        body["stop_token_ids"] = list(ends)
+    if config.seeded and request.temperature > 0:
+        # Servers take 31 bits. Each server has seeds of its own, or two of them would draw the same.
+        body["seed"] = mixed_seed(config.seed, server, f"{request.temperature:g}", request.place) >> 32
+    prompt = question.prompt
+    if question.ids is not None:
+        return body | {"prompt": question.ids}
+    if prompt.messages is None:
+        return body | {"prompt": prompt.text}
+    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
+    messages = prompt.messages if prompt.messages[0]["role"] == "system" else [*system, *prompt.messages]
+    return body | {"messages": messages, "chat_template_kwargs": config.chat_template_kwargs}
+
+
+def _tokens(config: CertifyConfig, client: Client, question: Question, answer: Answer) -> list[int]:
+    """Return a text's tokens, of an answer that can be judged."""
+    where = f"{client.name}: expected"
+    if answer.token_ids is None:
+        raise InputError(
+            f"{where} token ids (return_token_ids, as vLLM and SGLang have it) from {client.url}, found none"
+        )
+    if question.ids is not None and answer.prompt_ids not in (None, question.ids):
+        raise InputError(f"{where} a text after the prompt's {len(question.ids)} tokens as sent, found it after others")
+    if answer.finish_reason not in ("stop", "length"):
+        raise ServerFailure(f"{where} a text that ends with stop or length, found {answer.finish_reason!r}")
+    if answer.finish_reason == "length" and len(answer.token_ids) < config.max_new_tokens:
+        raise InputError(
+            f"{where} room for {config.max_new_tokens} tokens behind each prompt, found that prompt "
+            f"{question.prompt.id!r} ends after {len(answer.token_ids)}"
+        )
+    return answer.token_ids

@@ -1,0 +1,100 @@
+"""What `draftsmith certify` is told."""
+
+from dataclasses import dataclass, field
+
+from draftsmith.decode.errors import InputError, at_least, at_most, between, finite, more_than, require, require_some
+from draftsmith.decode.measurement import LEAST_TOKENS
+from draftsmith.decode.options import Filters
+from draftsmith.train.cli import Floats, numbers
+from draftsmith.train.options import PromptOptions
+
+CONCURRENCY = at_least(1) & at_most(256)
+
+
+@dataclass
+class CertifyConfig(Filters, PromptOptions):
+    """Certify from outside that a server with speculative decoding writes what its target would."""
+
+    server: str
+    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must speak OpenAI's API and, with
+    `target`, answer with token ids, as vLLM and SGLang do."""
+    prompts: str
+    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
+    output: str
+    """The directory that receives `certificate.json`."""
+    target: str | None = None
+    """The target that the server should equal: a model directory or hub id, run here in `dtype`."""
+    plain_server: str | None = None
+    """A server of the same target without a drafter. With `target` its texts are what T=0 is compared with; without,
+    it is the reference for sampled text too, at less power."""
+    draft: str | None = None
+    """The server's draft model, which sharpens the test of sampled text: most mistakes lean towards the draft. Needs
+    `target`."""
+    temperature: Floats = field(default_factory=lambda: [0.0, 1.0])
+    """Temperatures to certify, several with commas; 0 compares texts token for token."""
+    sampled_tokens: int = 20_000
+    """Tokens to sample at each temperature above 0, at most: the server is asked for as many texts of `max_new_tokens`.
+    The more, the smaller the departures that are found."""
+    false_alarm: float = 1e-3
+    """A lossless server fails with at most this probability, whatever the number of temperatures and tests."""
+    concurrency: int = 4
+    """Requests under way at once. Rows must meet in a batch for mistakes between them to show."""
+    mixed: bool = False
+    """Send all temperatures together, so that rows of several meet; else one temperature after another."""
+    seeded: bool = False
+    """Give every sampled request a seed of its own. Servers draw seeded rows one by one and the others together, so
+    these are two programs; without seeds is what most clients send."""
+    server_model: str | None = None
+    """The name of the model on the server, where it lists several."""
+    server_key_env: str | None = None
+    """The environment variable that holds the server's API key."""
+    plain_server_model: str | None = None
+    """As `server_model`, of the plain server."""
+    plain_server_key_env: str | None = None
+    """As `server_key_env`, of the plain server."""
+    timeout: float = 600.0
+    """Seconds to wait for one answer."""
+    max_new_tokens: int = field(default=32, kw_only=True)
+    """Tokens of a text at most. Many short texts test more first tokens and rows that join a batch; long ones test
+    what comes behind many rounds."""
+    dtype: str = field(default="float32", kw_only=True)
+    """The arithmetic of `target` here, which should be the server's own: float32, bfloat16, float16 or float64. The
+    size of a tie follows it, and half precision makes the laws of two programs differ, the more the lower the
+    temperature."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.target is None and self.plain_server is None:
+            raise InputError(
+                "target: expected the target or, as `plain_server`, a server without a drafter, found neither"
+            )
+        if self.target is None:
+            for name in ("draft", "max_prompt_tokens"):
+                if getattr(self, name) is not None:
+                    raise InputError(f"{name}: expected none without `target`, found {getattr(self, name)}")
+        if self.no_repeat_ngram_size:
+            raise InputError(
+                f"no_repeat_ngram_size: expected 0, which is all servers know, found {self.no_repeat_ngram_size}"
+            )
+        self.temperature = numbers(self.temperature, float, "temperature")
+        require_some(self, "temperature", "temperature")
+        require(self, finite(at_least(0)), "temperature")
+        require(self, at_least(LEAST_TOKENS) & at_most(10**9), "sampled_tokens")
+        require(self, between(0, 1), "false_alarm")
+        require(self, CONCURRENCY, "concurrency")
+        require(self, finite(more_than(0)), "timeout")
+
+    @property
+    def sampled(self) -> list[float]:
+        """The temperatures above 0."""
+        return [temperature for temperature in self.temperature if temperature > 0]
+
+    @property
+    def level(self) -> float:
+        """What each temperature's p-value must exceed: the false-alarm rate divided among them."""
+        return self.false_alarm / max(len(self.sampled), 1)
+
+    @property
+    def texts(self) -> int:
+        """Texts to sample at a temperature."""
+        return -(-self.sampled_tokens // self.max_new_tokens)

@@ -1,0 +1,199 @@
+"""What a server's texts say: the comparison at T=0, and the tests of sampled text."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement import LEAST_TOKENS
+from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, texts_tested
+from draftsmith.decode.measurement.distribution_test import plain_texts
+from draftsmith.decode.measurement.exactness import mismatch_position
+from draftsmith.decode.measurement.two_samples import two_sample_tests
+from draftsmith.scripts.certify.asking import Question, companions
+from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.scripts.pair import Pair
+
+Texts = Sequence[tuple[list[int], str]]
+"""Token ids and why each text ended, in the order of their places."""
+BATCH = 16
+PLACES_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Law:
+    """What the tests say of one temperature's texts."""
+
+    temperature: float
+    texts: int
+    tokens: int
+    distinct: int
+    """Different texts of the same prompt, summed over the prompts."""
+    p_value: float
+    """The least of the tests' p-values times their number; 0 where a token is impossible or a text passes its end."""
+    threshold: float
+    """What the p-value must exceed."""
+    impossible: int | None
+    """Tokens of probability zero under the target; None without it."""
+    overrun: int
+    """Texts that go on behind an end-of-sequence token, or beyond the tokens that were asked for."""
+    tests: Mapping[str, Mapping[str, Any]]
+    reason: str | None
+    """What failed."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the texts pass for the target's."""
+        return self.p_value > self.threshold
+
+
+def judge_greedy(
+    config: CertifyConfig, pair: Pair | None, questions: Sequence[Question], found: Texts, plain: Texts | None
+) -> Certificate:
+    """Compare a server's texts at T=0 with the plain server's, or with what the target writes here.
+
+    Args:
+        config: says how the texts were written.
+        pair: the target; without it no difference can pass for a tie.
+        questions: the prompts.
+        found: the server's texts.
+        plain: the plain server's; None to decode here.
+    """
+    texts = [tokens for tokens, _ in found]
+    if pair is None:
+        return _compared(texts, [tokens for tokens, _ in plain or []])
+    prompts = [torch.tensor(question.ids) for question in questions]
+    if plain is None:
+        # Penalties change what T=0 writes; temperature and top-k do not.
+        options = {name: getattr(config, name) for name in ("repetition_penalty", "max_new_tokens")}
+        decoded = plain_texts(pair.target, _on(prompts, pair), batch_size=8, **options)
+        expected = [text[len(prompt) :].tolist() for text, prompt in zip(decoded, prompts, strict=True)]
+    else:
+        expected = [tokens for tokens, _ in plain]
+    sampler = config.at(0).sampler().on(pair.target.device)
+    return certify_greedy(pair.target, expected, texts, _on(prompts, pair), sampler, same_kernels=False)
+
+
+def judge_law(
+    config: CertifyConfig,
+    pair: Pair | None,
+    questions: Sequence[Question],
+    temperature: float,
+    found: Texts,
+    plain: Texts | None,
+    ends: Sequence[int],
+) -> Law:
+    """Test whether sampled texts have the target's law; without the target, the plain server's.
+
+    Args:
+        config: says how the texts were sampled.
+        pair: the target and maybe a draft model.
+        questions: the prompts.
+        temperature: the one of these texts.
+        found: the server's texts.
+        plain: the plain server's, where there is no target here.
+        ends: ids that end a text.
+
+    Raises:
+        InputError: the texts ended so early that they hold too few tokens.
+    """
+    whole = [tokens for tokens, _ in found]
+    texts = [_to_end(tokens, reason, ends)[: config.max_new_tokens] for tokens, reason in found]
+    overrun = sum(len(tokens) > len(text) for tokens, text in zip(whole, texts, strict=True))
+    asked = [i // 2 % len(questions) for i in range(len(texts))]
+    if pair is not None:
+        p_value, tests, impossible, reason = _by_target(config, pair, questions, temperature, texts, asked)
+    else:
+        first, second = (
+            [[text for text, prompt in zip(of, asked, strict=True) if prompt == i] for i in range(len(questions))]
+            for of in (texts, [tokens for tokens, _ in plain or []])
+        )
+        compared = two_sample_tests(first, second, config.level / 2, config.seed)
+        name, least = min(compared.items(), key=lambda item: item[1].p_value)
+        p_value, impossible = min(1.0, len(compared) * least.p_value), None
+        tests = {name: asdict(test) for name, test in compared.items()}
+        reason = f"its texts are not the plain server's: {name}, {least}"
+    if overrun:
+        p_value, reason = 0.0, f"{overrun} texts go on behind their end"
+    return Law(
+        temperature,
+        len(texts),
+        sum(map(len, texts)),
+        len({(prompt, *text) for prompt, text in zip(asked, texts, strict=True)}),
+        p_value,
+        config.level,
+        impossible,
+        overrun,
+        tests,
+        None if p_value > config.level else reason,
+    )
+
+
+def _by_target(
+    config: CertifyConfig,
+    pair: Pair,
+    questions: Sequence[Question],
+    temperature: float,
+    texts: Sequence[list[int]],
+    asked: Sequence[int],
+) -> tuple[float, dict[str, dict[str, Any]], int, str]:
+    """Return the p-value, the tests, the impossible tokens and what fits least."""
+    tokens = sum(map(len, texts))
+    if tokens < LEAST_TOKENS:
+        raise InputError(
+            f"sampled_tokens: expected texts of at least {LEAST_TOKENS} tokens to test their law, found {tokens}, for "
+            "they end early: ask for more, into another --output"
+        )
+    target, sampler = pair.target, config.at(temperature).sampler().on(pair.target.device)
+    size = target.config.get_text_config().vocab_size
+    if (most := max(map(max, filter(None, texts)))) >= size:
+        raise InputError(
+            f"target: expected the server's, found one of {size} tokens where the server writes token {most}"
+        )
+    drafter = pair.drafters[0].proposer.distributions_after(target, sampler) if pair.drafters else None
+    ids = [questions[prompt].ids or [] for prompt in asked]
+    written = [
+        (torch.tensor([*prompt, *text], device=target.device), len(prompt))
+        for prompt, text in zip(ids, texts, strict=True)
+    ]
+    result = texts_tested(target, written, sampler, drafter, config.seed, BATCH, companions(len(texts)))
+    reason = result.worst()
+    if result.impossible:
+        text, place = result.impossible[0]
+        found = int(written[text][0][place])
+        reason += f", the first in text {text}, token {place - written[text][1]}: {found}"
+    return result.p_value, {name: asdict(test) for name, test in result.tests.items()}, result.num_impossible, reason
+
+
+def _to_end(tokens: list[int], reason: str, ends: Sequence[int]) -> list[int]:
+    """Return a text with its end-of-sequence token, and nothing behind it."""
+    for i, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: i + 1]
+    return [*tokens, ends[0]] if reason == "stop" and ends else tokens
+
+
+def _compared(found: Sequence[list[int]], plain: Sequence[list[int]]) -> Certificate:
+    """Compare texts that nothing here can judge the differences of."""
+    places = {}
+    for i, (text, expected) in enumerate(zip(found, plain, strict=True)):
+        position = mismatch_position(torch.tensor(text), torch.tensor(expected))
+        if position is not None:
+            places[i] = position
+    named = " | ".join(f"prompt {i}, token {position}" for i, position in list(places.items())[:PLACES_NAMED])
+    return Certificate(
+        identical=not places,
+        prompts_identical=len(found) - len(places),
+        departures=len(places),
+        passed=not places,
+        reason=f"{len(places)} texts differ: {named}; whether these are ties, the target (--target) would tell"
+        if places
+        else None,
+    )
+
+
+def _on(prompts: Sequence[Tensor], pair: Pair) -> list[Tensor]:
+    return [prompt.to(pair.target.device) for prompt in prompts]
