@@ -1,0 +1,122 @@
+"""How often a server's certificate raises a false alarm, and which faults it sees: texts without a server.
+
+Seeds are fixed.
+"""
+
+import pytest
+import torch
+from conftest import perturbed, tiny_llama
+from scipy.stats import binom
+
+from draftsmith.decode import DraftModelProposer, autoregressive_generate
+from draftsmith.decode.measurement.certificate import texts_tested
+from draftsmith.decode.measurement.distribution_test import sample_texts
+from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts.certify.asking import companions
+
+pytestmark = pytest.mark.slow
+
+VOCAB, PROMPTS, TEXTS, TOKENS = 13, 8, 128, 16
+CERTIFICATES, LEVEL = 400, 0.1
+SAMPLER = Sampler.of(1.0)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(3, VOCAB, layers=1, scale=10.0)
+
+
+def drawn(model, count, seed=0, temperature=1.0, tokens=TOKENS):
+    """So many texts, each prompt twice in a row and then the next one's turn, as a server is asked for them."""
+    prompts = torch.randint(VOCAB, (PROMPTS, 3), generator=torch.Generator().manual_seed(1))
+    rows = prompts[torch.arange(count) // 2 % PROMPTS]
+    options = {"do_sample": True, "top_k": 0, "temperature": temperature} if temperature else {"do_sample": False}
+    out = autoregressive_generate(model, rows, max_new_tokens=tokens, seed=seed, **options)
+    return [(text, 3) for text in out.sequences]
+
+
+def judged(target, texts, seed=0):
+    return texts_tested(target, texts, SAMPLER, seed=seed, batch_size=TEXTS, companions=companions(len(texts)))
+
+
+def test_false_alarms_are_as_rare_as_stated(target):
+    """Bonferroni's bound: 400 right certificates at 10 % fail at most 64 times, but for a chance of 1e-4.
+
+    They fail no more rarely than half as often, for the tests are nearly independent: at least 6 times, but for 1e-4.
+    """
+    texts = [text for start in range(8) for text in drawn(target, CERTIFICATES * TEXTS // 8, seed=10**6 * start)]
+    alarms, first = 0, {}
+    for i in range(CERTIFICATES):
+        result = judged(target, texts[i * TEXTS : (i + 1) * TEXTS], seed=i)
+        alarms += result.p_value <= LEVEL
+        for name, test in result.tests.items():
+            first.setdefault(name, []).append(test.p_value)
+    print(f"{alarms} false alarms of {CERTIFICATES} at {LEVEL}")
+    assert int(binom.ppf(1e-4, CERTIFICATES, LEVEL / 2)) <= alarms <= int(binom.isf(1e-4, CERTIFICATES, LEVEL))
+    # Each of the 12 tests alone: none fails at 10 % more often than chance allows, at 1e-4 each.
+    most = int(binom.isf(1e-4, CERTIFICATES, LEVEL))
+    assert len(first) == 12
+    for name, found in first.items():
+        assert sum(p <= LEVEL for p in found) <= most, name
+
+
+def shared_by_neighbours(target):
+    """Rows that share their random numbers: each text is written twice."""
+    texts = drawn(target, 2 * TEXTS)
+    return [texts[i - i % 2] for i in range(len(texts))]
+
+
+def shared_now_and_then(target):
+    """One pair of rows in eight."""
+    texts = drawn(target, 4 * TEXTS)
+    return [texts[i - i % 2 if i % 16 < 2 else i] for i in range(len(texts))]
+
+
+def tokens_of_the_row_beside(target):
+    """A row whose tenth token is that of the row before."""
+    texts = [text.clone() for text, _ in drawn(target, 4 * TEXTS)]
+    for i in range(1, len(texts)):
+        texts[i][3 + 9] = texts[i - 1][3 + 9]
+    return [(text, 3) for text in texts]
+
+
+def drafts_that_stand_too_often(target):
+    prompts = torch.randint(VOCAB, (PROMPTS, 3), generator=torch.Generator().manual_seed(1))
+    proposer = DraftModelProposer(perturbed(target, 0.3))
+    texts, _ = sample_texts(
+        target, proposer, list(prompts), 6000, rule="threshold", temperature=1.0, top_k=0, max_new_tokens=TOKENS
+    )
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("fault", "seen_by"),
+    [
+        (shared_by_neighbours, "rows of the same prompt: agreement"),
+        (shared_now_and_then, "rows of the same prompt: agreement"),
+        (tokens_of_the_row_beside, "uniform by p"),
+        (drafts_that_stand_too_often, "uniform by p"),
+        (lambda target: drawn(target, 4 * TEXTS, temperature=0.8), "uniform by p"),
+        (lambda target: drawn(target, 4 * TEXTS, temperature=1.25), "uniform by p"),
+        (lambda target: drawn(target, 2 * TEXTS, temperature=0), "uniform by p"),
+    ],
+)
+def test_faults_are_seen(target, fault, seen_by):
+    """Each is found at 1e-4, and by the test that it was thought of for."""
+    result = judged(target, fault(target))
+    assert result.combined < 1e-4
+    assert result.tests[seen_by].p_value < 1e-4
+
+
+def test_right_texts_pass(target):
+    """A false alarm has probability 1e-4."""
+    assert judged(target, drawn(target, 4 * TEXTS)).p_value > 1e-4
+
+
+def test_faults_of_first_tokens_alone_are_seen(target):
+    """The target goes on rightly from a first token that another model wrote."""
+    begun = torch.stack([text for text, _ in drawn(perturbed(target, 0.6), 8 * TEXTS, tokens=1)])
+    out = autoregressive_generate(target, begun, max_new_tokens=TOKENS - 1, do_sample=True, top_k=0, seed=5)
+    result = judged(target, [(text, 3) for text in out.sequences])
+    least = min(result.tests[f"first tokens by {order}"].p_value for order in ("id", "p"))
+    assert least < 1e-4 and result.combined < 1e-3
