@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from transformers import PretrainedConfig
+
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import check_output, export_heads
@@ -32,8 +34,11 @@ def export(config: ExportConfig) -> list[str]:
 def _export(config: ExportConfig, source: str) -> list[str]:
     format, output = str(config.format), str(config.output)
     heads = import_heads(source, "own")
+    overrides: dict[str, int] = {}
     if config.target is not None:
-        heads.check_fits(empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code))
+        model = empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        heads.check_fits(model)
+        overrides = vocabulary_override(model.config)
         heads.config.base_model_name_or_path = config.target
     count = heads.config.num_heads if config.draft_length is None else config.draft_length
     if count > heads.config.num_heads:
@@ -45,12 +50,27 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     lines = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
     if format == "vllm":
         speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
-        return [*lines, "# SGLang loads no Medusa heads", vllm_command(target, speculative)]
+        if overrides:
+            lines.append(
+                "# vLLM 0.32 looks for vocab_size at the top of the target's config, which has it in its text_config "
+                "alone: hence the override"
+            )
+        return [*lines, "# SGLang loads no Medusa heads", vllm_command(target, speculative, overrides)]
     if format == "fasterdecoding":
         return [*lines, f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
     if format == "modelopt":
         return [*lines, "# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
     return lines
+
+
+def vocabulary_override(config: PretrainedConfig) -> dict[str, int]:
+    """Return what must be added to a target's config so that vLLM finds its vocabulary size; nothing for most.
+
+    Its speculative config reads `hf_config.vocab_size` (vLLM 0.32, `config/speculative.py`), which configs of several
+    modalities have in their `text_config` alone.
+    """
+    fields = config.to_dict()
+    return {} if "vocab_size" in fields else {"vocab_size": int(config.get_text_config().vocab_size)}
 
 
 def _import(config: ExportConfig, source: str) -> list[str]:
@@ -80,9 +100,10 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         check_same_tokenizer(other, tokenizer, config.target, path)
         target = empty_model(config.target, field="target", trust_remote_code=code)
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
-        if config.format == "vllm" and sizes[0] != sizes[1]:
+        if sizes[0] != sizes[1]:
+            server = {"vllm": "vLLM", "sglang": "SGLang"}[str(config.format)]
             raise InputError(
-                f"draft: expected the target's vocab_size {sizes[0]}, which vLLM requires, found {sizes[1]}; "
+                f"draft: expected the target's vocab_size {sizes[0]}, which {server} requires, found {sizes[1]}; "
                 f"draft.resize_token_embeddings({max(sizes)}) pads it"
             )
     name = config.target or "TARGET"
@@ -90,7 +111,10 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
     ]
     if config.format == "sglang":
-        return [*lines, sglang_command(name, path, length)]
+        # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses
+        # rejection sampling, and a draft of another vocab_size or another map of tokens than the target's.
+        drawn = "it drafts the most likely token, and cannot draw: of the report's figures those of greedy drafts apply"
+        return [*lines, f"# {drawn}", sglang_command(name, path, length)]
     speculative = {"method": "draft_model", "model": path, "num_speculative_tokens": length}
     drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
     return [*lines, f"# {drawn}", vllm_command(name, speculative)]

@@ -111,10 +111,12 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
         ) from error
 
 
-def vllm_command(target: str, speculative: dict[str, Any]) -> str:
-    """Return the shell command by which vLLM serves a target with a speculative config."""
-    config = json.dumps(speculative, separators=(",", ":"))
-    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(config)}"
+def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, int] | None = None) -> str:
+    """Return the shell command by which vLLM serves a target with a speculative config, fields of its own added."""
+    words = ["vllm", "serve", target]
+    if overrides:
+        words += ["--hf-overrides", json.dumps(overrides, separators=(",", ":"))]
+    return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
 
 
 def sglang_command(target: str, draft: str, draft_length: int) -> str:

@@ -9,6 +9,8 @@ from draftsmith.medusa.formats.export import check_format, dtype_name, refusal
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.runs import hub_name, vllm_command
 
+VLLM_READS = ("vllm", "fasterdecoding")
+"""Formats whose directories vLLM 0.32 loads as they are."""
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 
 
@@ -32,7 +34,7 @@ def card(heads: MedusaHeads, format: str = "own", top_1: Sequence[float] = (), t
         library_name="draftsmith",
         tags=["medusa", "speculative-decoding", *(["hydra"] if config.hydra else [])],
     )
-    model = "DIR" if format == "vllm" else "VLLM"
+    model = "DIR" if format in VLLM_READS else "VLLM"
     speculative = {"method": "medusa", "model": model, "num_speculative_tokens": config.num_heads}
     return ModelCard.from_template(
         data,
@@ -43,6 +45,7 @@ def card(heads: MedusaHeads, format: str = "own", top_1: Sequence[float] = (), t
         parameters=f"{heads.num_parameters():,}",
         dtype=dtype_name(heads.dtype),
         format=format,
+        read=format in VLLM_READS,
         refusal=refusal(heads, "vllm"),
         serve=vllm_command(base or "TARGET", speculative),
         top_1=top_1,

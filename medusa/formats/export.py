@@ -14,9 +14,6 @@ heads: there all heads go through the target's. It is read, not written (`drafts
 import copy
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,21 +21,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.formats import readers
+from draftsmith.medusa.formats.proof import prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
 from draftsmith.train.files import require_writable, written_aside
-from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")
 CONFIG, WEIGHTS, PICKLED, LEGACY = "config.json", "model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 PREFIXES = {"fasterdecoding": "", "modelopt": "medusa_heads."}
-TOLERANCE = 1e-5  # of the largest logit: float32 sums of a few thousand terms, in another order
+READERS = {"fasterdecoding": ("fasterdecoding", "vllm")}
+"""Whose ways of reading a format are tried, where others than its namesake's read it too."""
 
 
 def check_format(format: str, expected: tuple[str, ...] = FORMATS) -> str:
@@ -71,8 +68,9 @@ def refusal(heads: MedusaHeads, format: str, by_rank: bool = False) -> str | Non
     for name, value in finish.items():
         if value is not None and not (by_rank and value > 0):
             return f"{name} {value}; by_rank leaves out what changes logits but not their order"
-    if format != "vllm" and config.truncated_vocab_size < config.vocab_size:
-        return f"a truncated vocabulary of {config.truncated_vocab_size} tokens; take vllm"
+    if config.truncated_vocab_size < config.vocab_size and (format != "vllm" or config.truncated_vocab_size == 1):
+        ways = "take vllm" if config.truncated_vocab_size > 1 else stay
+        return f"a truncated vocabulary of {config.truncated_vocab_size} tokens; {ways}"
     if format == "fasterdecoding" and not all(map(_equal_layers, heads.blocks)):
         # Its `[ResBlock(hidden_size)] * layers` is one block, which the last of them would overwrite.
         return (
@@ -92,7 +90,9 @@ def export_heads(
     """Write heads in a format, and prove that another process reads the same logits from it.
 
     A language-model head that all heads share becomes one each where the format has no other way, and a block without
-    biases gets zeros where it always has them: both exact. All is written aside and renamed when it is proven.
+    biases gets zeros where it always has them: both exact. A truncated vocabulary becomes whole for vLLM, whose loader
+    fails on any other: the rows that are missing are the mean of those there are, so that their logits, a mean too, are
+    never the largest. All is written aside and renamed when it is proven.
 
     Args:
         heads: of any device; they stay as they are.
@@ -125,8 +125,9 @@ def export_heads(
         _write(adapted, aside, format)
         if readme is not None:
             (aside / "README.md").write_text(readme, encoding="utf-8")
-        _prove(heads, aside, format, kind, by_rank)
-    return _notes(adapted, format)
+        for reader in READERS.get(format, (format,)):
+            prove(heads, aside, format, reader, kind, by_rank)
+    return _notes(heads, format)
 
 
 def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
@@ -143,6 +144,11 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
             for layer in range(config.num_hidden_layers):
                 tensors.setdefault(f"blocks.{h}.layers.{layer}.bias", torch.zeros(config.hidden_size))
         tensors.pop("lm_head.weight", None)
+    token_map = tensors.pop("token_map", None) if format == "vllm" else None
+    if token_map is not None:
+        config.truncated_vocab_size = config.vocab_size
+        for name in [name for name in tensors if name.startswith("lm_head")]:
+            tensors[name] = _whole(tensors[name], token_map, config.vocab_size)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             tensors[name] = tensor.cpu()
@@ -152,6 +158,14 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         if not tensors[name].isfinite().all():
             raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
     return assembled(config, tensors)
+
+
+def _whole(weight_DH: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
+    """Return a head of all tokens, (V, H): the rows of others than the map's are the mean of those there are."""
+    mean_H = weight_DH.mean(0, dtype=torch.float64).to(weight_DH.dtype)
+    weight_VH = mean_H.expand(vocab_size, -1).clone()
+    weight_VH[token_map] = weight_DH
+    return weight_VH
 
 
 def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
@@ -180,17 +194,28 @@ def _config(heads: MedusaHeads, format: str) -> dict[str, Any]:
         medusa = {"num_medusa_heads": config.num_heads, "num_medusa_layers": config.num_hidden_layers}
         return {"medusa": medusa, "hidden_size": config.hidden_size, "vocab_size": config.vocab_size, **common}
     fields = {"medusa_num_heads": config.num_heads, "medusa_num_layers": config.num_hidden_layers, **common}
+    # FasterDecoding reads these of the target; vLLM, which reads the directory too, knows them from here alone.
+    fields |= {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size, "medusa_fc_bias": True}
     return fields if config.medusa_choices is None else {**fields, "medusa_choices": config.medusa_choices}
 
 
 def _notes(heads: MedusaHeads, format: str) -> list[str]:
-    config = heads.config
-    if config.medusa_choices is None or format in ("own", "fasterdecoding"):
-        return []
-    nodes = len(config.medusa_choices)
-    if format == "vllm":
-        return [f"vLLM drafts the chain of each head's most likely token: the tree of {nodes} tokens is not written"]
-    return [f"the tree of {nodes} tokens has no place in this format: give its reader medusa_choices"]
+    config, notes = heads.config, []
+    if format == "vllm" and config.truncated_vocab_size < config.vocab_size:
+        notes.append(
+            f"vLLM 0.32 loads no cut vocabulary: heads of {config.truncated_vocab_size} tokens are written with all "
+            f"{config.vocab_size}, the further ones never the most likely; they draft the same, but save no memory"
+        )
+    if format == "fasterdecoding":
+        notes.append("vLLM 0.32 reads this directory too, with its medusa method, as a chain")
+    if config.medusa_choices is not None and format in ("vllm", "modelopt"):
+        nodes = len(config.medusa_choices)
+        notes.append(
+            f"vLLM drafts the chain of each head's most likely token: the tree of {nodes} tokens is not written"
+            if format == "vllm"
+            else f"the tree of {nodes} tokens has no place in this format: give its reader medusa_choices"
+        )
+    return notes
 
 
 def check_output(directory: Path) -> None:
@@ -219,61 +244,6 @@ def _aside(directory: Path) -> Iterator[Path]:
         if "PytorchStreamWriter" not in str(error):
             raise
         raise InputError(f"output: expected to write in {directory}, found no space left") from error
-
-
-@torch.no_grad()
-def _prove(heads: MedusaHeads, directory: Path, format: str, dtype: torch.dtype, by_rank: bool) -> None:
-    """Raise a RuntimeError unless another process, which knows the format alone, computes the same logits."""
-    config, generator = heads.config, torch.Generator().manual_seed(0)
-    hidden_NH = torch.randn(4, config.hidden_size, generator=generator)
-    embeddings_NKH = torch.randn(4, config.num_heads, config.hidden_size, generator=generator)
-    logits_NKV = read_apart(format, directory, hidden_NH, embeddings_NKH)
-    shape = (4, config.num_heads, config.vocab_size)
-    for k in range(config.num_heads):
-        expected = _rounded_logits(heads, k, format, dtype, by_rank, hidden_NH, embeddings_NKH)
-        there = expected.isfinite()
-        if logits_NKV.shape != shape or not (logits_NKV[:, k].isfinite() == there).all():
-            raise RuntimeError(f"export: expected {format} to read logits of shape {shape} for head {k}")
-        error = float((logits_NKV[:, k] - expected)[there].abs().max() / expected[there].abs().max().clamp_min(1e-30))
-        if not error <= TOLERANCE:
-            raise RuntimeError(f"export: expected {format} to read the same logits, found head {k} off by {error:.1e}")
-
-
-def read_apart(format: str, directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Tensor:
-    """Return the logits that `readers` compute in a fresh process, (N, K, V).
-
-    Raises:
-        RuntimeError: it could not read them.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        inputs, output = Path(scratch) / "inputs.safetensors", Path(scratch) / "output.safetensors"
-        save_file({"hidden": hidden_NH, "embeddings": embeddings_NKH}, inputs)
-        # -P keeps the folder of the file, which has other modules, out of the path.
-        command = [sys.executable, "-P", str(Path(readers.__file__)), format, str(directory), str(inputs), str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            messages = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-            raise RuntimeError(f"export: expected a fresh process to read {format}, found: {messages[-1]}")
-        return load_file(output)["logits"]
-
-
-def _rounded_logits(
-    heads: MedusaHeads,
-    k: int,
-    format: str,
-    dtype: torch.dtype,
-    by_rank: bool,
-    hidden_NH: Tensor,
-    embeddings_NKH: Tensor,
-) -> Tensor:
-    """Return the float32 logits of head k, (N, V), as it is here but for its weights, which are rounded."""
-    block = copy.deepcopy(heads.blocks[k]).to("cpu", dtype).float()
-    lm_head = copy.deepcopy(heads.lm_head_of(k)).to("cpu", dtype).float()
-    head, dropped = heads.head(k), by_rank and format != "own"
-    scale = 1.0 if dropped and format != "vllm" else head.scale
-    finished = OutputHead(lm_head.weight, lm_head.bias, scale, None if dropped else head.softcap)
-    logits = finished(block(hidden_NH, heads.seen(k, embeddings_NKH)))
-    return heads.widened(logits.to(heads.device)).cpu()
 
 
 def _equal_layers(block: torch.nn.Module) -> bool:

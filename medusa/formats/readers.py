@@ -39,26 +39,64 @@ def own(directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Iterator[
 
 
 def vllm(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
-    """Read as vLLM's `MedusaConfig` and `Medusa` do, renamed keys and ignored tensors included."""
-    config = json.loads((directory / "config.json").read_text())
-    assert config["model_type"] == "medusa" and config["architectures"] == ["MedusaModel"]
+    """Read as vLLM 0.32 does: `transformers_utils/configs/medusa.py`, `model_executor/models/medusa.py`.
+
+    Keys of the config are renamed, and names of tensors; tensors that the model lacks are skipped, and those that it
+    has and are missing are an error, as is every `token_map`: own heads have the whole vocabulary there, and what a
+    shared one is cut by counts as a weight that was not loaded.
+    """
+    config = {"hidden_size": 4096, "num_heads": 5, "num_hidden_layers": 1}
+    config |= json.loads((directory / "config.json").read_text())
     for key in list(config):
         if "num" in key and "heads" in key:
             config["num_heads"] = config.pop(key)
         elif "num" in key and "layers" in key:
             config["num_hidden_layers"] = config.pop(key)
-    tensors = load_file(directory / "model.safetensors")
-    narrow, wide = config["truncated_vocab_size"], config["vocab_size"]
-    for k in range(config["num_heads"]):
+    heads, layers, hidden, wide = (
+        config[name] for name in ("num_heads", "num_hidden_layers", "hidden_size", "vocab_size")
+    )
+    shared, bias = config.get("original_lm_head", False), config.get("medusa_fc_bias", False)
+    shapes: dict[str, tuple[int, ...]] = {}
+    shapes |= {f"blocks.{k}.layers.{i}.weight": (hidden, hidden) for k in range(heads) for i in range(layers)}
+    shapes |= {f"blocks.{k}.layers.{i}.bias": (hidden,) for k in range(heads) for i in range(layers) if bias}
+    shapes |= {name: (wide, hidden) for name in (["lm_head.weight"] if shared else _own_heads(heads))}
+    tensors = {}
+    for name, tensor in _vllm_files(directory).items():
+        ours = _vllm_name(name.replace("medusa_heads.", ""))
+        ours = "lm_head.weight" if shared and ours == "lm_heads.0.weight" else ours
+        assert ours != "token_map" or config.get("truncated_vocab_size", wide) == wide, "not initialized: token_map"
+        if ours in shapes:
+            assert tensor.shape == shapes[ours], f"{name}: expected {shapes[ours]}, found {tuple(tensor.shape)}"
+            tensors[ours] = tensor.float()
+    assert not shapes.keys() - tensors, f"not initialized: {sorted(shapes.keys() - tensors)}"
+    for k in range(heads):
         x = hidden_NH
-        for layer in range(config["num_hidden_layers"]):
+        for layer in range(layers):
             name = f"blocks.{k}.layers.{layer}"
-            bias = tensors[f"{name}.bias"].float() if config.get("medusa_fc_bias", False) else None
-            x = x + silu(linear(x, tensors[f"{name}.weight"].float(), bias))
-        weight = tensors["lm_head.weight" if config.get("original_lm_head", False) else f"lm_heads.{k}.weight"]
-        assert weight.shape == (narrow, config["hidden_size"])
-        logits = linear(x, weight.float()) * config.get("logit_scale", 1.0)
-        yield widened(logits, tensors["token_map"] if narrow < wide else None, wide)
+            x = x + silu(linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias")))
+        yield linear(x, tensors["lm_head.weight" if shared else f"lm_heads.{k}.weight"]) * config.get("logit_scale", 1)
+
+
+def _own_heads(heads: int) -> list[str]:
+    return [f"lm_heads.{k}.weight" for k in range(heads)]
+
+
+def _vllm_files(directory: Path) -> dict[str, Tensor]:
+    """Return what lies in the safetensors, or where there are none in FasterDecoding's file."""
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        return torch.load(directory / "medusa_lm_head.pt", map_location="cpu", weights_only=True)
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def _vllm_name(name: str) -> str:
+    """Return vLLM's name for one of FasterDecoding's: {head}.{layer}.linear.weight, and {head}.{layers}.weight."""
+    head, layer, *rest = [*name.split("."), ""]
+    if not (head.isdigit() and layer.isdigit()):
+        return name
+    if rest[0] == "linear":
+        return f"blocks.{head}.layers.{layer}.{rest[1]}"
+    return f"lm_heads.{head}.{rest[0]}"
 
 
 def fasterdecoding(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:

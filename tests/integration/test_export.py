@@ -14,15 +14,17 @@ import pytest
 import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
+from transformers import Gemma3Config, LlamaConfig
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.formats import export as formats
-from draftsmith.medusa.formats import readers
+from draftsmith.medusa.formats import proof, readers
 from draftsmith.medusa.formats.export import export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts import cli
+from draftsmith.scripts.export import vocabulary_override
 from draftsmith.train.models import load_model
-from draftsmith.train.runs import save_model
+from draftsmith.train.runs import save_model, vllm_command
 
 K = 3
 
@@ -52,7 +54,7 @@ def heads_dir(tmp_path, pair_dirs) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(formats, "read_apart", readers.logits)
+    monkeypatch.setattr(proof, "read_apart", readers.logits)
 
 
 def logits(heads: MedusaHeads) -> torch.Tensor:
@@ -176,12 +178,24 @@ def test_a_draft_for_vllm_and_sglang(pair_dirs, tmp_path, capsys):
     )
     assert "draft_sample_method" in lines[1]
     lines, _ = ran(capsys, "--draft", draft, "--format", "sglang")
+    assert "cannot draw" in lines[1] and "greedy" in lines[1]
     assert shlex.split(lines[-1]) == [
         "python", "-m", "sglang.launch_server", "--model-path", "TARGET", "--speculative-algorithm", "STANDALONE",
         "--speculative-draft-model-path", str(draft), "--speculative-num-steps", "4", "--speculative-eagle-topk", "1",
         "--speculative-num-draft-tokens", "5",
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_a_target_whose_vocabulary_vllm_does_not_find():
+    """Configs of several modalities have vocab_size in their text_config alone; vLLM's medusa reads the top."""
+    assert vocabulary_override(LlamaConfig(vocab_size=97)) == {}
+    config = Gemma3Config(text_config={"vocab_size": 97, "hidden_size": 32})
+    override = vocabulary_override(config)
+    assert override == {"vocab_size": 97}
+    command = shlex.split(vllm_command("a target", {"method": "medusa"}, override))
+    assert command[:4] == ["vllm", "serve", "a target", "--hf-overrides"] and json.loads(command[4]) == override
+    assert speculative(shlex.join(command))[1] == {"method": "medusa"}
 
 
 def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
@@ -194,8 +208,9 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
     refused("draft: expected a directory, found none at nowhere/x", "--draft", "nowhere/x")
     other = tmp_path / "other"
     save_model(tiny_llama(1, len(tokenizer) + 7, layers=1), tokenizer, other)
-    refused(f"the target's vocab_size {len(tokenizer)}, which vLLM requires", "--draft", other, "--target", target)
-    ran(capsys, "--format", "sglang", "--draft", other, "--target", target)
+    for format, server in (("vllm", "vLLM"), ("sglang", "SGLang")):
+        message = f"the target's vocab_size {len(tokenizer)}, which {server} requires, found {len(tokenizer) + 7}"
+        refused(message, "--draft", other, "--target", target, format=format)
     file = tmp_path / "t.json"
     tokenizer.backend_tokenizer.save(str(file))
     changed = json.loads(file.read_text())
