@@ -65,19 +65,11 @@ class DraftLine(threading.Thread):
         timeout: seconds that a call waits at most.
         key: sent as `Authorization: Bearer KEY`, if not empty.
         log: where it says that the service is there, and why it is not.
-        pauses: see `PAUSES`.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        timeout: float,
-        key: str = "",
-        log: logging.Logger | None = None,
-        pauses: tuple[float, ...] = PAUSES,
-    ):
+    def __init__(self, address: Address, timeout: float, key: str = "", log: logging.Logger | None = None):
         super().__init__(name="draft-line", daemon=True)
-        self._address, self.timeout, self._pauses = address, timeout, pauses
+        self._address, self.timeout = address, timeout
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._say = Seldom(log or logging.getLogger(__name__))
         self._connection: http.client.HTTPConnection | None = None
@@ -119,7 +111,7 @@ class DraftLine(threading.Thread):
         while True:
             if self.service is None:
                 if self._failed:
-                    time.sleep(self._pauses[min(self._failed, len(self._pauses)) - 1])
+                    time.sleep(PAUSES[min(self._failed, len(PAUSES)) - 1])
                 self._look()
                 continue
             with self._changed:

@@ -1,0 +1,182 @@
+"""A draft service behind a real vLLM: the same texts and counts as ever, and plain decoding while it is away."""
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from draft_service import start_draft_service, totals
+from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
+
+from draftsmith.decode import DraftModelProposer, speculative_generate
+from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.measurement.server_counts import pooled, vllm_counts
+from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts.pair import left_padded
+from draftsmith.scripts.serving.client import Client
+from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.models import load_model, load_tokenizer
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+GAMMA, TOKENS = 4, 64
+CLASS = "draftsmith.scripts.serving.remote_draft.RemoteDraft"
+
+
+@dataclass
+class Pair:
+    """A vLLM that asks a draft service."""
+
+    server: Served
+    draft: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    """The service's, as is the port."""
+
+    @property
+    def service(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def restart(self) -> None:
+        self.draft = start_draft_service(DRAFT, self.port, self.log)
+        wait_for(f"{self.service}/health", self.draft, self.log)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder, port = tmp_path_factory.mktemp("remote"), free_port()
+    log = folder / "draft.log"
+    speculative = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": GAMMA}
+    environment = {
+        "DRAFT_ENDPOINT": f"http://127.0.0.1:{port}",
+        "DRAFT_TIMEOUT_MS": "60000",  # counts must not depend on how busy the machine is
+        "PYTHONPATH": str(ROOT / ".typing"),  # this tree's draftsmith, whichever the engine's environment has
+        "PROMETHEUS_MULTIPROC_DIR": str(folder),
+    }
+    draft = start_draft_service(DRAFT, port, log)  # it comes up while the server does
+    pair = None
+    try:
+        with vllm_server(TARGET, folder / "log", speculative, environment=environment) as server:
+            pair = Pair(server, draft, port, log)
+            wait_for(f"{pair.service}/health", draft, log)
+            yield pair
+    finally:
+        end(pair.draft if pair else draft)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    tokenizer = load_tokenizer(TARGET)
+    return [tokenizer(record["prompt"])["input_ids"][-48:] for record in stdlib_prompts(64, heldout=True)]
+
+
+def request(model: str, prompt: list[int], tokens: int = TOKENS) -> dict:
+    return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+
+
+async def write(url: str, prompts: list[list[int]], tokens: int = TOKENS, at_once: int = 4, before=None) -> list:
+    """Return what a server writes behind each prompt; `before` is awaited before each request."""
+    slots = asyncio.Semaphore(at_once)
+    async with Client(url) as client:
+        model = await client.model()
+
+        async def one(prompt: list[int]) -> list[int]:
+            async with slots:
+                if before is not None:
+                    await before()
+                return (await client.complete(request(model, prompt, tokens))).token_ids
+
+        return await asyncio.gather(*map(one, prompts))
+
+
+async def counters(url: str):
+    async with Client(url) as client:
+        return await client.counters()
+
+
+async def metrics(url: str, prefix: str) -> dict[str, float]:
+    async with Client(url) as client:
+        return totals(await client.get_text("/metrics"), prefix)
+
+
+async def until_drafting(url: str) -> None:
+    """Have short texts written until one of them was drafted for: the line to the service is up then."""
+    before = await counters(url)
+    async with asyncio.timeout(60):
+        while (await counters(url) - before).num_drafts == 0:
+            await write(url, [[5, 6, 7]], 8)
+
+
+def test_texts_are_plain_decoding_s_and_counts_are_those_computed(pair, plain, prompts):
+    """32 prompts × 64 tokens: as of plain vLLM and of our decoder; counted as replay says, integer for integer."""
+    prompts = prompts[:32]
+
+    async def ask():
+        await until_drafting(pair.server.url)
+        before = await counters(pair.server.url)
+        texts = await write(pair.server.url, prompts)
+        return texts, await counters(pair.server.url) - before
+
+    texts, counted = asyncio.run(ask())
+    longer = asyncio.run(write(plain.url, prompts, TOKENS + GAMMA))
+    assert texts == [text[:TOKENS] for text in longer]
+
+    target, draft = load_model(TARGET, dtype="float32"), DraftModelProposer(load_model(DRAFT, dtype="float32"))
+    target.generation_config.eos_token_id = None
+    ours = []
+    for start in range(0, len(prompts), 8):
+        ids, mask = left_padded(prompts[start : start + 8], target.device)
+        out = speculative_generate(target, draft, ids, mask, draft_length=GAMMA, max_new_tokens=TOKENS)
+        ours += out.sequences[:, ids.shape[1] :].tolist()
+    assert texts == ours
+
+    sequences = [torch.tensor([*prompt, *text]) for prompt, text in zip(prompts, longer, strict=True)]
+    lengths = [len(prompt) for prompt in prompts]
+    replay = replay_drafters(target, {"": draft}, sequences, lengths, [GAMMA], Sampler.of(0.0), rounds_of=GAMMA)[""]
+    expected = pooled([vllm_counts(text.rounds, TOKENS, GAMMA) for text in replay.texts])
+    assert counted.num_drafts == expected.num_drafts
+    assert counted.num_draft_tokens == expected.num_draft_tokens
+    assert counted.num_accepted_tokens == expected.num_accepted_tokens > counted.num_drafts / 4
+    assert counted.num_accepted_tokens_per_pos == expected.num_accepted_tokens_per_pos
+
+
+def test_a_service_that_is_killed_and_comes_back(pair, plain, prompts):
+    """64 requests, 4 at a time, SIGKILL in between: all texts whole, acceptance falls to zero and comes back."""
+    url, begun, snapshots, lock = pair.server.url, 0, [], asyncio.Lock()
+
+    async def before() -> None:
+        nonlocal begun
+        async with lock:
+            begun += 1
+            if begun == 20:  # three others are being written
+                snapshots.append(await counters(url))
+                pair.draft.kill()
+                pair.draft.wait()
+            elif begun == 28:  # what was being written then has ended
+                snapshots.append(await counters(url))
+            elif begun == 40:
+                snapshots.append(await counters(url))
+                await asyncio.to_thread(pair.restart)
+                await until_drafting(url)
+
+    async def ask():
+        await until_drafting(url)
+        counts = [await counters(url)]
+        texts = await write(url, prompts, before=before)
+        counts += [*snapshots, await counters(url)]
+        ours = await metrics(url, "draftsmith_remote_draft_")
+        return texts, counts, ours, await metrics(pair.service, "draftsmith_draft_")
+
+    texts, counts, ours, service = asyncio.run(ask())
+    assert texts == asyncio.run(write(plain.url, prompts))
+    with_it, _, without, after = (later - sooner for sooner, later in pairwise(counts))
+    assert with_it.num_accepted_tokens > 0 and after.num_accepted_tokens > 0
+    assert without.num_drafts == without.num_accepted_tokens == 0
+    assert ours["failures_total"] >= 1 and ours["plain_rounds_total"] > TOKENS and ours["rounds_total"] > TOKENS
+    # The second service was told what the client had counted while there was none.
+    assert service["client_failures_total"] >= 1 and service["client_plain_rounds_total"] > TOKENS
+    assert "decoding goes on plainly" in pair.server.log.read_text()

@@ -1,0 +1,229 @@
+"""The draft service: what it answers to many at once, what it refuses, and how it ends."""
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import httpx2
+import pytest
+import torch
+from conftest import tiny_llama
+from draft_service import draft_service, totals
+from engine import free_port
+from prometheus_client import generate_latest
+
+from draftsmith.scripts.serve_draft.app import DraftApp
+from draftsmith.scripts.serve_draft.metrics import PREFIX, Metrics
+from draftsmith.scripts.serve_draft.texts import DraftTexts
+from draftsmith.scripts.serve_draft.worker import Work, Worker
+from draftsmith.scripts.serving import draft_protocol as protocol
+from draftsmith.scripts.serving.draft_protocol import Report, Request, Row, Service
+
+MAX_LENGTH = 200
+
+
+@torch.inference_mode()
+def chain(model, text: list[int], length: int) -> list[int]:
+    whole = list(text)
+    for _ in range(length):
+        whole.append(int(model(torch.tensor([whole]), use_cache=False).logits[0, -1].argmax()))
+    return whole[len(text) :]
+
+
+def request(client: str, *rows: Row, ended: tuple[int, ...] = ()) -> Request:
+    return Request(client, list(rows), list(ended), Report())
+
+
+class Inside:
+    """A service without a process of its own; the worker is started by the test."""
+
+    def __init__(self, model, max_waiting: int = 8, max_batch: int = 8, timeout: float = 60.0, key: str = ""):
+        self.metrics = Metrics()
+        self.texts = DraftTexts(model, MAX_LENGTH, 8, 4096)
+        self.worker = Worker(self.texts, max_batch, max_waiting, self.metrics)
+        service = Service(protocol.VERSION, "tiny", self.texts.vocab_size, MAX_LENGTH, max_batch, 8)
+        self.app = DraftApp(self.worker, service, self.metrics, timeout, key).app
+
+    def ask(self, *bodies: bytes, **headers: str | bytes) -> list[httpx2.Response]:
+        async def all_at_once() -> list[httpx2.Response]:
+            transport = httpx2.ASGITransport(self.app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://inside") as client:
+                return await asyncio.gather(
+                    *(client.post("/propose", content=body, headers=headers) for body in bodies)
+                )
+
+        return asyncio.run(all_at_once())
+
+    def counted(self) -> dict[str, float]:
+        return totals(generate_latest(self.metrics.registry).decode(), f"{PREFIX}_")
+
+
+def test_what_waits_is_drafted_together(draft):
+    inside = Inside(draft)
+    works = [Work(request(name, Row(1, 0, [5, 6, len(name)], 4), Row(2, 0, [7], 2))) for name in ("a", "bb", "ccc")]
+    assert all(inside.worker.submit(work) for work in works)
+    again = Work(request("a", Row(1, 3, [9], 4)))  # the same text once more: not in one batch with its beginning
+    inside.worker.submit(again)
+    inside.worker.start()
+    for work in works:
+        rows = work.request.rows
+        assert work.answer.result(60) == [chain(draft, row.tokens, row.want) for row in rows]
+    assert again.answer.result(60) == [chain(draft, [5, 6, 1, 9], 4)]
+    inside.worker.stop()
+    counted = inside.counted()
+    assert (counted["batch_rows_count"], counted["batch_rows_sum"], counted["rows_total"]) == (2, 7, 7)
+    assert counted["tokens_total"] == 3 * (4 + 2) + 4 and counted["texts"] == 6
+
+
+def test_a_batch_has_no_more_rows_than_allowed(draft):
+    inside = Inside(draft, max_batch=3)
+    works = [Work(request(name, Row(1, 0, [5], 1), Row(2, 0, [6], 1))) for name in ("a", "b")]
+    for work in works:
+        inside.worker.submit(work)
+    inside.worker.start()
+    assert all(len(work.answer.result(60)) == 2 for work in works)
+    inside.worker.stop()
+    assert inside.counted()["batch_rows_count"] == 2
+    (answer,) = inside.ask(protocol.encode_request(request("a", *(Row(i, 0, [5], 1) for i in range(4)))))
+    assert (answer.status_code, answer.text) == (400, "rows: expected at most 3, found 4\n")
+
+
+def test_a_full_queue_and_a_late_answer(draft):
+    """With a worker that has not begun: two wait until their time is over, the third finds no room."""
+    inside = Inside(draft, max_waiting=2, timeout=0.3)
+    body = protocol.encode_request(request("a", Row(1, 0, [5], 1)))
+    answers = inside.ask(body, body, body)
+    assert sorted(answer.status_code for answer in answers) == [503, 504, 504]
+    assert {answer.text for answer in answers} == {
+        "service: expected room for a request, found a full queue\n",
+        "timeout: expected drafts within 0.3 s, found none\n",
+    }
+    inside.worker.start()
+    inside.worker.stop()  # nobody waits for those two any more: they are left out
+    assert len(inside.texts) == 0 and inside.counted()["rows_total"] == 0
+
+
+def test_an_error_is_an_answer_and_the_next_request_finds_a_clean_service(draft, monkeypatch, caplog):
+    inside = Inside(draft)
+    inside.worker.start()
+    ask = protocol.encode_request(request("a", Row(1, 0, [5, 6], 2)))
+    assert inside.ask(ask)[0].status_code == 200
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftTexts, "_chains", lambda *_: 1 / 0)
+        (answer,) = inside.ask(ask)
+    assert (answer.status_code, answer.text) == (500, "service: expected drafts, found ZeroDivisionError\n")
+    assert "all texts are forgotten" in caplog.text
+    (answer,) = inside.ask(protocol.encode_request(request("a", Row(1, 2, [7], 2))))
+    assert answer.json() == {"version": 1, "drafts": [None]}
+    inside.worker.stop()
+
+
+def test_other_bodies_and_other_keys_are_refused(draft):
+    inside = Inside(draft, key="sesame")
+    inside.worker.start()
+    good = protocol.encode_request(request("a", Row(1, 0, [5], 1)))
+    (answer,) = inside.ask(good)
+    assert answer.status_code == 401 and "sesame" not in answer.text
+    assert inside.ask(good, Authorization="Bearer sesamé".encode())[0].status_code == 401
+    bodies = [good, b"{}", b"x" * (protocol.MOST_BYTES + 1)]
+    answers = inside.ask(*bodies, Authorization="Bearer sesame")
+    assert [answer.status_code for answer in answers] == [200, 400, 413]
+    assert all(answer.text.count("\n") == 1 for answer in answers[1:])
+    inside.worker.stop()
+
+
+def test_ended_texts_are_forgotten(draft):
+    inside = Inside(draft)
+    inside.worker.start()
+    inside.ask(protocol.encode_request(request("a", Row(1, 0, [5], 1), Row(2, 0, [6], 1))))
+    inside.ask(protocol.encode_request(request("b", Row(1, 0, [5], 1), ended=(2,))))
+    assert len(inside.texts) == 3  # another client's 2 is another text
+    inside.ask(protocol.encode_request(request("a", Row(1, 1, [5], 1), ended=(2,))))
+    inside.worker.stop()
+    assert len(inside.texts) == 2
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("draft")
+    tiny_llama(3).save_pretrained(folder)
+    return folder
+
+
+def post(url: str, body: bytes, **headers: str) -> httpx2.Response:
+    return httpx2.post(f"{url}/propose", content=body, headers=headers, timeout=60)
+
+
+@pytest.mark.slow
+def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
+    port, model, failures = free_port(), tiny_llama(3), []
+    url = f"http://127.0.0.1:{port}"
+
+    def client(name: str, first: int) -> None:
+        text, told = [first, first + 1], 0
+        for _ in range(6):
+            answer = post(url, protocol.encode_request(request(name, Row(9, told, text[told:], 3))))
+            (drafted,) = answer.json()["drafts"]
+            if drafted != chain(model, text, 3):
+                failures.append((name, text, drafted))
+            told = len(text)
+            text += [*drafted[: first % 4], first]
+
+    with draft_service(tiny, port, tmp_path / "log", "--max-batch", "4", "--cache_tokens", "600") as process:
+        threads = [threading.Thread(target=client, args=(f"c{i}", i)) for i in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        assert httpx2.get(f"{url}/health").json() == {
+            "version": 1, "model": tiny.name, "vocab_size": 97, "max_length": 512, "max_rows": 4, "max_draft_length": 16
+        }  # fmt: skip
+        assert httpx2.get(f"{url}/propose").status_code == 405 and httpx2.get(f"{url}/docs").status_code == 404
+        assert post(url, b"{").status_code == 400
+        counted = totals(httpx2.get(f"{url}/metrics").text, f"{PREFIX}_")
+        assert counted["requests_total"] == 31 and counted["rows_total"] == 30 and counted["unknown_rows_total"] == 0
+        taken = subprocess.run(command("--draft", str(tiny), "--port", str(port)), capture_output=True, text=True)
+        assert taken.returncode == 2 and taken.stderr.startswith(
+            f"error: port: expected a free one at 127.0.0.1, found {port}"
+        )
+        process.terminate()
+        assert process.wait(30) == 0
+    log = (tmp_path / "log").read_text()
+    assert f"on {url}: texts of up to 512 tokens, a cache of 600 tokens (0 MiB)" in log and log.endswith("ended\n")
+
+
+def command(*flags: str) -> list[str]:
+    return [sys.executable, "-m", "draftsmith.scripts.cli", "serve-draft", *flags]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--draft", "nowhere"], "draft: expected"),
+        (["--draft", "d", "--port", "70000"], "port: expected"),
+        (["--draft", "d", "--device", "auto"], "device: expected"),
+        (["--draft", "d", "--timeout", "0"], "timeout: expected more than 0"),
+        (
+            ["--draft", "d", "--max-length", "100", "--cache-tokens", "99"],
+            "cache_tokens: expected room",
+        ),
+        (["--draft", "d", "--key-env", "NO_SUCH_VARIABLE"], "key_env: expected an API key"),
+        (
+            ["--draft", "TINY", "--max-length", "513"],
+            "max_length: expected at most the draft's 512 positions",
+        ),
+        (
+            ["--draft", "TINY", "--cache-tokens", "511"],
+            "cache_tokens: expected room for a text of 512 tokens",
+        ),
+    ],
+)
+def test_bad_input_is_a_line(flags, words, tiny, capsys):
+    from draftsmith.scripts import cli
+
+    port = [] if "--port" in flags else ["--port", "0"]
+    assert cli.main(["serve-draft", *port, *(str(tiny) if flag == "TINY" else flag for flag in flags)]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {words}" in error and len(error.splitlines()) <= 2

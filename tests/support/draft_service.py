@@ -1,0 +1,46 @@
+"""`draftsmith serve-draft` as a subprocess."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine import ENVIRONMENT, end, wait_for
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def start_draft_service(draft: Path, port: int, log: Path, *flags: str) -> subprocess.Popen[bytes]:
+    """Start it, and do not wait until it answers."""
+    command = [sys.executable, "-m", "draftsmith.scripts.cli", "serve-draft", "--draft", str(draft)]
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [*command, "--port", str(port), "--dtype", "float32", "--threads", "1", *flags],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "OMP_NUM_THREADS": ENVIRONMENT["OMP_NUM_THREADS"]},
+            start_new_session=True,
+        )
+
+
+@contextmanager
+def draft_service(draft: Path, port: int, log: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start it, wait until it answers, and end it."""
+    process = start_draft_service(draft, port, log, *flags)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process, log)
+        yield process
+    finally:
+        end(process)
+
+
+def totals(metrics: str, prefix: str) -> dict[str, float]:
+    """Return the samples of a `/metrics` whose names begin so, by the rest of the name, summed over labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            if sample.name.startswith(prefix):
+                name = sample.name.removeprefix(prefix)
+                found[name] = found.get(name, 0.0) + sample.value
+    return found
