@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     ray.init(
         address="local",  # never a cluster that happens to be there
+        num_cpus=1,  # Ray starts a worker for each
         include_dashboard=False,
         _node_ip_address="127.0.0.1",
         object_store_memory=OBJECTS,
