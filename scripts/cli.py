@@ -36,7 +36,10 @@ COMMANDS = {
         "one prompt in the terminal, every token in the colour of how it came about",
         "configs:GenerateConfig",
     ),
-    "measure": ("go or no-go: acceptance, speed-up and costs of drafters, on one page", "measure.config:MeasureConfig"),
+    "measure": (
+        "go or no-go: acceptance, speed-up and costs of drafters, or of a server that runs, on one page",
+        "measure.config:measure_config",
+    ),
     "certify": (
         "does a server write what its target would? token for token at T=0, by tests of its law under sampling",
         "certify.config:CertifyConfig",
@@ -119,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         if name != "plan":  # which is of runs on other machines: what they have is not looked for on this one
-            parse_config(config_class(name), rest)  # what is wrong with it is said before seconds of imports
+            parse_config(config_class(name, rest), rest)  # what is wrong with it is said before seconds of imports
         code: int = import_module(f"draftsmith.scripts.{module}").main(rest)
         return code
 
@@ -127,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def config_class(name: str, arguments: Sequence[str] = ()) -> type[Any]:
-    """Return the dataclass of a command's fields; what is planned is said by the arguments."""
+    """Return the dataclass of a command's fields; what is planned, or measured, is said by the arguments."""
     module, _, cls = COMMANDS[name][1].partition(":")
     home = "" if module.split(".")[0] in ("train", *TRAINING) else "scripts."
     config: Any = getattr(import_module(f"draftsmith.{home}{module}"), cls)

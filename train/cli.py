@@ -123,6 +123,17 @@ def _require_unique_keys(file: str) -> None:
             nodes.append(value)
 
 
+def keys_of(file: str) -> set[str]:
+    """Return the fields that a YAML file sets; none where it cannot be read, which its parser will say."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return set()
+    return set(map(str, content)) if isinstance(content, dict) else set()
+
+
 def numbers(value: Any, kind: Callable[[Any], Any], name: str) -> list[Any]:
     """Return the numbers of a field that takes one, a list, or several with commas; an empty list stays empty.
 

@@ -122,6 +122,11 @@ def rate_ratio(
     return _estimates(_quotient, [numerators], [denominators], [other_numerators], [other_denominators])[0]
 
 
+def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], confidence: float) -> Interval | None:
+    """Return the interval of `ratio` at another confidence level."""
+    return _estimates(_ratio, [numerators], [denominators], confidence=confidence)[0].ci95
+
+
 def difference_interval(*columns: Sequence[float], confidence: float) -> Interval | None:
     """Return the interval of `ratio_difference`, for the same arguments, at another confidence level."""
     return _estimates(_difference, *([values] for values in columns), confidence=confidence)[0].ci95

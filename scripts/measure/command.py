@@ -1,6 +1,5 @@
 """`draftsmith measure`: does a drafter pay? Acceptance by replay, speed by the clock, and costs, which join the two."""
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,18 +17,20 @@ from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.certify import certify_runs
-from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.every_round import deepest, expected_texts, rounds_settings
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
 from draftsmith.scripts.measure.rounds import ROUNDS, ExpectedText, write_rounds
+from draftsmith.scripts.measure.server.command import main as server_main
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
 from draftsmith.scripts.pair import MEDUSA, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, short_names
 from draftsmith.scripts.report.page import write_page
-from draftsmith.scripts.report.summary import markdown
+from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report, TreePicture, Verifier
 from draftsmith.scripts.settings import Settings, load_fastest
@@ -270,19 +271,18 @@ def _sequences(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print table and verdict, and say where the report is.
+    """Measure drafters, or a server; print table and verdict, and say where the report is.
 
     Returns:
         0; 3 where a gate did not pass; where parts failed, 2 if input or memory is to blame for all of them, else 1.
     """
+    if measure_config(sys.argv[1:] if argv is None else argv) is MeasureServerConfig:
+        return server_main(argv)
     config = parse_config(MeasureConfig, argv, prog="draftsmith measure")
     report = measure(config)
     print_report(report)
     print(f"report: {Path(config.output) / 'report.html'}, and report.json and summary.md beside it")
-    steps = os.environ.get("GITHUB_STEP_SUMMARY")
-    if steps:
-        with open(steps, "a", encoding="utf-8") as file:
-            file.write(markdown(report))
+    append_summary(report)
     if report.failures:
         return min(failure.exit_code for failure in report.failures)
     return 3 if report.gate is not None and not report.gate.passed else 0

@@ -1,12 +1,15 @@
 """What `draftsmith measure` is told."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
-from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.train.cli import Floats, Ints, keys_of, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
 
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
@@ -97,3 +100,15 @@ class MeasureConfig(Filters, PromptOptions):
             "compiled": bool(self.compiled),
             **self.at(temperature).generate_kwargs(),
         }
+
+
+def measure_config(arguments: Sequence[str]) -> type[Any]:
+    """Return the config of the measurement that is asked for: of a server where one is named, by a flag or in a file.
+
+    A file that cannot be read is left to the parser.
+    """
+    words = [part for argument in arguments for part in argument.split("=", 1)]
+    named = "--server" in words
+    for flag, file in pairwise([*words, ""]):
+        named |= flag == "--config" and "server" in keys_of(file)
+    return MeasureServerConfig if named else MeasureConfig

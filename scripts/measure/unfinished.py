@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -31,7 +31,42 @@ IDENTIFIED = ("target", "prompts", "draft", "baseline_draft", "medusa", "dtype",
 logger = logging.getLogger(__name__)
 
 
-class Unfinished:
+class Kept:
+    """Finished units of work, a file each in a hidden directory of the output."""
+
+    def __init__(self, output: str, manifest: dict[str, Any]):
+        """Begin, or go on with what an earlier run of the same settings left there.
+
+        Args:
+            output: the output directory.
+            manifest: says what determines every figure of the run.
+
+        Raises:
+            InputError: it was of other settings, models, prompts, libraries or another device; names the first.
+        """
+        self._directory = Path(output) / DIRECTORY
+        settle_manifest(self._directory, manifest)
+
+    def kept(self, *key: object) -> Any:
+        """Return what a finished unit of work gave, in plain JSON types; None where it is not finished, or damaged."""
+        try:
+            return parse_json(self._path(key).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def keep(self, *key: object, value: Any) -> None:
+        """Write down what a unit of work gave, in plain JSON types."""
+        write_aside(self._path(key), json.dumps(value))
+
+    def remove(self) -> None:
+        """Remove them all."""
+        remove(self._directory)
+
+    def _path(self, key: tuple[object, ...]) -> Path:
+        return self._directory / f"{quote('-'.join(map(str, key)), safe='')}.json"
+
+
+class Unfinished(Kept):
     """The finished units of work of a run, a file each in a hidden directory, and the failures.
 
     Whatever was timed together is one unit, so that no speed-up is of two processes.
@@ -45,8 +80,7 @@ class Unfinished:
         """
         self.failures: list[Failure] = []
         self.errors: list[Exception] = []
-        self._directory = self.directory(config)
-        settle_manifest(self._directory, _manifest(config, pair, prompts, encoded))
+        super().__init__(config.output, _manifest(config, pair, prompts, encoded))
 
     @staticmethod
     def directory(config: MeasureConfig) -> Path:
@@ -57,17 +91,6 @@ class Unfinished:
     def settings(self) -> Path:
         """The file of what was found to be fastest: a run that goes on does not ask again."""
         return self._directory / SETTINGS
-
-    def kept(self, *key: object) -> Any:
-        """Return what a finished unit of work gave, in plain JSON types; None where it is not finished, or damaged."""
-        try:
-            return parse_json(self._path(key).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            return None
-
-    def keep(self, *key: object, value: Any) -> None:
-        """Write down what a unit of work gave, in plain JSON types."""
-        write_aside(self._path(key), json.dumps(value))
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:
@@ -85,10 +108,7 @@ class Unfinished:
     def end(self) -> None:
         """Remove the files, unless something failed that another run may finish."""
         if not self.failures:
-            remove(self._directory)
-
-    def _path(self, key: tuple[object, ...]) -> Path:
-        return self._directory / f"{quote('-'.join(map(str, key)), safe='')}.json"
+            self.remove()
 
 
 def _manifest(
@@ -98,16 +118,13 @@ def _manifest(
     settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
     here = environment(pair.target.device, pair.dtype)
     sha = here.pop("git_sha")
-    digest = hashlib.sha256()
-    for prompt, ids in zip(prompts, encoded, strict=True):
-        digest.update(json.dumps([prompt.category, ids]).encode())
     models = {"target": config.target} | {
         d.name if d.kind == d.name else f"{d.kind} {d.name}": d.path for d in pair.drafters
     }
     return {
         "schema": SCHEMA,
         "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
-        "prompts": {"path": config.prompts, "sha256": digest.hexdigest(), "count": len(prompts)},
+        "prompts": identified_prompts(config.prompts, zip(prompts, encoded, strict=True)),
         **{
             name: {"path": path} | identity(path, trust_remote_code=config.trust_remote_code)
             for name, path in models.items()
@@ -115,3 +132,17 @@ def _manifest(
         },
         "versions": {"draftsmith": version("draftsmith"), "git_sha": sha},
     }
+
+
+def identified_prompts(path: str, prompts: Iterable[tuple[Prompt, object]]) -> dict[str, Any]:
+    """Return what tells prompts from others.
+
+    Args:
+        path: where they were read.
+        prompts: each, and what of it is sent to a model, in plain JSON types.
+    """
+    digest, count = hashlib.sha256(), 0
+    for prompt, sent in prompts:
+        digest.update(json.dumps([prompt.category, sent]).encode())
+        count += 1
+    return {"path": path, "sha256": digest.hexdigest(), "count": count}

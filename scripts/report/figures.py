@@ -32,6 +32,13 @@ def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value
     return None if draft_length is None else by_length.get(draft_length)
 
 
+def setting_words(report: Report, batch: int) -> str:
+    """Say how many texts were decoded together, or asked of a server."""
+    if report.server is None:
+        return f"batch size {batch}"
+    return "one request at a time" if batch == 1 else f"{batch} requests at once"
+
+
 def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     """Draw predicted and measured speed-ups over γ, a panel for each batch size and temperature."""
     chosen, panels = report.recommendation, []
@@ -44,7 +51,7 @@ def speedup_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
         for name, runs in _runs(report, temperature, batch).items():
             ringed = chosen.draft_length if here and chosen.proposer == name else None
             series.append(Series(style[name], {run.draft_length: run.speedup for run in runs}, "points", ringed))
-        panels.append((f"T = {temperature:g}, batch size {batch}", series))
+        panels.append((f"T = {temperature:g}, {setting_words(report, batch)}", series))
     return _lines(panels, "speed-up over γ", "γ", "speed-up", level=1.0)
 
 
@@ -100,7 +107,7 @@ def category_panels(report: Report, style: Mapping[str, Style], draft_length: in
                     for category, figures in by_category.items()
                     if has_value(figures.speedup)
                 ]
-            drawn.append(("speed-up", f"T = {temperature:g}, batch size {batch}", marks))
+            drawn.append(("speed-up", f"T = {temperature:g}, {setting_words(report, batch)}", marks))
     panels = []
     for x, title, marks in drawn:
         if marks:

@@ -18,6 +18,7 @@ from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
+from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
 from draftsmith.scripts.summary import size
 from draftsmith.train.files import write_aside
@@ -26,6 +27,15 @@ NONE = "–"
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
 KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "medusa": "Medusa heads", "prompt_lookup": "n-grams"}
+KINDS |= {"server": "what drafts on the server"}
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
+SOURCES = {
+    "answers": "each answer, counted by the server",
+    "parts": "the server's counters; intervals by the parts that answers came in, which match them step by step",
+    "counters": "the server's counters of all requests together",
+    "means": "a mean of the server's own means",
+}
+"""What acceptance rests on."""
 
 
 def write_page(report: Report, path: Path) -> None:
@@ -48,11 +58,17 @@ def render_page(report: Report) -> str:
         style=style,
         opening=opening,
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
-        plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.baseline.by_temperature},
+        plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
         lossless=partial(lossless, report=report),
         kinds=KINDS,
-        speedups=figures.speedup_panels(report, style),
-        lengths=figures.length_panels(report, style),
+        servers=SERVERS,
+        sources=SOURCES,
+        setting_words=partial(figures.setting_words, report),
+        latency=partial(_latency, report),
+        milliseconds=lambda seconds: number(seconds and 1000 * seconds, ",.1f"),
+        # A server has one γ, of which tables say more than charts over γ.
+        speedups=[] if report.server else figures.speedup_panels(report, style),
+        lengths=[] if report.server else figures.length_panels(report, style),
         positions=figures.position_panels(report, style),
         categories=figures.category_panels(report, style, opening.run.draft_length if opening.run else None),
         costs=figures.cost_panels(report, style),
@@ -134,6 +150,13 @@ def _opening(report: Report) -> Opening:
         return Opening("", None)
     run = max(timed, key=lambda run: run.speedup.value or 0.0)
     return Opening("Fastest setting measured", run, run.predicted_speedup, run.speedup)
+
+
+def _latency(report: Report, temperature: float, concurrency: int) -> Latency | None:
+    """Return what requests to the server waited for in a setting."""
+    latencies = report.server.latencies if report.server else ()
+    settings = {(one.temperature, one.concurrency): one for one in latencies if one.role == "server"}
+    return settings.get((temperature, concurrency))
 
 
 def _certificate(report: Report) -> list[dict[str, Any]]:

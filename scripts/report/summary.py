@@ -1,5 +1,7 @@
 """The report in a few lines of markdown, which a pull request can show."""
 
+import os
+
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
 
@@ -7,12 +9,13 @@ from draftsmith.scripts.report.types import Report
 def markdown(report: Report) -> str:
     """Return the verdict, the runs and the settings."""
     chosen, gate = report.recommendation, report.gate
-    lines = [f"## draftsmith: {'GO' if chosen.go else 'NO-GO'}", "", chosen.reason, ""]
+    lines = [f"## draftsmith: {report.verdict}", "", chosen.reason, ""]
     if report.failures:
         lines += [*(f"* Failed: {failure.what}: {failure.error}" for failure in report.failures), ""]
     if gate is not None:
         asked = [f"speed-up above {gate.min_speedup:g}"] if gate.min_speedup is not None else []
         asked += [f"gain of τ over stock above {gate.min_gain:g}"] if gate.min_gain is not None else []
+        asked += [f"α above {gate.min_alpha:g}"] if gate.min_alpha is not None else []
         result = "passed" if gate.passed else "failed"
         lines += [f"Gate: {' and '.join(asked)}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
@@ -29,11 +32,26 @@ def markdown(report: Report) -> str:
             format_estimate(run.predicted_speedup, unit="×", spread="none"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    environment, prompts = report.environment, report.prompts
-    lines += [
-        "",
-        f"{prompts.count} prompts decoded, {prompts.replayed} replayed; {environment.device}, "
-        f"{environment.dtype}, {environment.threads} threads. τ: tokens a target forward, bonus included; 95 % "
-        "intervals over prompts.",
-    ]
+    lines += ["", f"{_measured(report)} τ: tokens a target forward, bonus included; 95 % intervals over prompts."]
     return "\n".join(lines) + "\n"
+
+
+def _measured(report: Report) -> str:
+    """Say what the figures are of."""
+    environment, prompts = report.environment, report.prompts
+    if report.server is None:
+        return (
+            f"{prompts.count} prompts decoded, {prompts.replayed} replayed; {environment.device}, {environment.dtype}, "
+            f"{environment.threads} threads."
+        )
+    of = [f"{s.kind} {s.version or ''} at {s.url}".replace("  ", " ") for s in report.server.servers]
+    warned = "".join(f" {warning}" for warning in report.server.warnings)
+    return f"{prompts.count} prompts asked of {' and '.join(of)}; B: requests at once.{warned}"
+
+
+def append_summary(report: Report) -> None:
+    """Append the summary to a GitHub job's, where there is one."""
+    steps = os.environ.get("GITHUB_STEP_SUMMARY")
+    if steps:
+        with open(steps, "a", encoding="utf-8") as file:
+            file.write(markdown(report))

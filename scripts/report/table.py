@@ -10,24 +10,29 @@ from draftsmith.scripts.summary import figures_table
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """Print the report's main figures, a row for plain decoding and one for each run; it fits 80 columns."""
-    environment = report.environment
     has_tree = any(run.proposer.verified_nodes(run.draft_length) != run.draft_length for run in report.runs)
     batched = any(run.batch_size > 1 for run in report.runs)
-    columns = ["T", *(["B"] if batched else []), "drafter", "γ", "α", "acc.", "τ", "tok/s", "speed-up", "τ over stock"]
+    last = "τ over stock" if report.server is None else "TTFT, ms"
+    columns = ["T", *(["B"] if batched else []), "drafter", "γ", "α", "acc.", "τ", "tok/s", "speed-up", last]
     table = figures_table(
         columns,
         "drafter",
-        f"{_prompts(report)}, {environment.dtype}, {environment.device}, {environment.threads} threads",
-        "α: 1 - TV(p, q). acc.: accepted ÷ drafted tokens. τ: tokens per target forward.\n"
+        _title(report),
+        ("α: 1 - TV(p, q)." if report.server is None else "α: accepted ÷ tried tokens.")
+        + " acc.: accepted ÷ drafted tokens. τ: tokens per target forward.\n"
         "±: half of the 95 % interval, bootstrapped over prompts."
-        + ("\nmedusa/n: heads that draft a tree of n nodes; a round accepts one path." if has_tree else ""),
+        + ("\nmedusa/n: heads that draft a tree of n nodes; a round accepts one path." if has_tree else "")
+        + ("" if report.server is None else "\nB: requests at once. TTFT: median time to the first token."),
     )
-    for plain in report.baseline.by_temperature:
-        setting = [f"{plain.temperature:g}", *([str(plain.batch_size)] if batched else [])]
-        speed = f"{plain.tokens_per_second.value:.0f}"
-        table.add_row(*setting, "plain", "", "", "", "1.00", speed, "1.00×", "", style="dim")
+    plain = {(run.temperature, run.batch_size): run for run in report.plain_runs()}
+    for temperature, rows in dict.fromkeys([*plain, *((run.temperature, run.batch_size) for run in report.runs)]):
+        setting = [f"{temperature:g}", *([str(rows)] if batched else [])]
+        if (temperature, rows) in plain:
+            speed = f"{plain[temperature, rows].tokens_per_second.value:.0f}"
+            end = _first_token(report, "baseline_server", temperature, rows)
+            table.add_row(*setting, "plain", "", "", "", "1.00", speed, "1.00×", end, style="dim")
         for run in report.runs:
-            if (run.temperature, run.batch_size) == (plain.temperature, plain.batch_size):
+            if (run.temperature, run.batch_size) == (temperature, rows):
                 gains = run.gain_over_baseline_draft
                 table.add_row(
                     *setting,
@@ -38,14 +43,34 @@ def print_report(report: Report, console: Console | None = None) -> None:
                     format_estimate(run.mean_acceptance_length),
                     f"{run.tokens_per_second.value:.0f}",
                     format_estimate(run.speedup, unit="×"),
-                    "" if gains is None else format_estimate(gains.mean_acceptance_length, "+.2f"),
+                    _first_token(report, "server", temperature, rows)
+                    if gains is None
+                    else format_estimate(gains.mean_acceptance_length, "+.2f"),
                 )
         table.add_section()
     console = console or Console()
     console.print(table)
     chosen = report.recommendation
-    word = ("GO  ", "bold green") if chosen.go else ("NO-GO  ", "bold red")
-    console.print(Text.assemble(word, chosen.reason))  # as one text, for it wraps by its whole width
+    style = {"GO": "bold green", "NO-GO": "bold red"}.get(report.verdict, "bold")
+    console.print(Text.assemble((f"{report.verdict}  ", style), chosen.reason))  # as one text, for it wraps as a whole
+    for warning in report.server.warnings if report.server else ():
+        console.print(Text.assemble(("warning  ", "yellow"), warning))
+
+
+def _first_token(report: Report, role: str, temperature: float, rows: int) -> str:
+    """Return a server's median time to the first token, in milliseconds; nothing of other measurements."""
+    for latency in report.server.latencies if report.server else ():
+        if (latency.role, latency.temperature, latency.concurrency) == (role, temperature, rows):
+            return "–" if latency.first_token.p50 is None else f"{1000 * latency.first_token.p50:.0f}"
+    return ""
+
+
+def _title(report: Report) -> str:
+    environment = report.environment
+    if report.server is None:
+        return f"{_prompts(report)}, {environment.dtype}, {environment.device}, {environment.threads} threads"
+    served = report.server.servers[0]
+    return f"{_prompts(report)}, {served.model} at {served.url}"
 
 
 def _drafter(run: Run) -> str:
@@ -54,5 +79,5 @@ def _drafter(run: Run) -> str:
 
 
 def _prompts(report: Report) -> str:
-    decoded, replayed = report.prompts.count, report.prompts.replayed
+    decoded, replayed = report.prompts.count, report.prompts.replayed or 0
     return f"{decoded} prompts" + (f" ({replayed} for α, τ over stock)" if replayed > decoded else "")

@@ -6,45 +6,32 @@ Names of fields are the keys of the file. A value that is missing is None, in th
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Literal
 
 from draftsmith.decode import Counts
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts.report.entry import (
+    AboveZero,
+    ByNumber,
+    Count,
+    Entry,
+    Name,
+    NotNegative,
+    Positive,
+    Says,
+    Share,
+    Some,
+    Temperature,
+)
+from draftsmith.scripts.report.serving_types import Serving
 
 SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
 
 
-class Says:
-    """What the JSON Schema says of a value beyond its type."""
-
-    def __init__(self, **keywords: Any):
-        self.keywords = keywords
-
-    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
-        return handler(schema) | self.keywords
-
-
-class Entry:
-    """A part of a report: the schema forbids other keys, and takes its descriptions from the docstrings."""
-
-    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
-
-
-Value = TypeVar("Value")
-ByNumber = Annotated[Mapping[int, Value], Says(propertyNames={"pattern": "^[1-9][0-9]*$"})]
-"""By batch size, draft length or tokens of a forward."""
-Name = Annotated[str, Says(minLength=1)]
-"""A drafter's, short and unique."""
-Some = Annotated[Sequence[Value], Says(minItems=1)]
-Count = Annotated[int, Says(minimum=0)]
-Positive = Annotated[int, Says(minimum=1)]
-NotNegative = Annotated[float, Says(minimum=0)]
-AboveZero = Annotated[float, Says(exclusiveMinimum=0)]
-Share = Annotated[float, Says(minimum=0, maximum=1)]
-Temperature = NotNegative
-Kind = Literal["draft", "baseline_draft", "medusa", "prompt_lookup"]
+Kind = Literal["draft", "baseline_draft", "medusa", "prompt_lookup", "server"]
+"""server: whatever drafts on a server that was measured from outside."""
 Verifier = Literal["probabilistic", "greedy"]
 """probabilistic: of drafts drawn from q; greedy: of the draft's argmax, which servers draft by default. At T=0 they are
 the same, listed as probabilistic."""
@@ -57,12 +44,13 @@ class Environment(Entry):
     python: str
     torch: str
     transformers: str
-    device: str
+    device: str | None
+    """Null of a server, as are dtype, threads and compiled: it does not say."""
     cores: Positive | None
-    dtype: str
-    threads: Positive
+    dtype: str | None
+    threads: Positive | None
     git_sha: str | None
-    compiled: bool
+    compiled: bool | None
     """Whether forwards ran through `torch.compile`, plain decoding's too."""
     draft_dtypes: list[str]
     """Of the draft models."""
@@ -75,8 +63,9 @@ class Target(Entry):
     """The target."""
 
     path: str
-    parameters: Count
-    dtype: str
+    """On a server, its name there."""
+    parameters: Count | None
+    dtype: str | None
 
 
 @dataclass(frozen=True)
@@ -86,9 +75,10 @@ class Prompts(Entry):
     path: str
     count: Positive
     """Prompts that were decoded."""
-    replayed: Positive
+    replayed: Positive | None
+    """Null of a server."""
     categories: Mapping[str, Positive]
-    """Replayed prompts by category."""
+    """Replayed prompts by category; of a server those that were decoded."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +114,8 @@ class ProposerEntry(Entry):
     name: Name
     kind: Kind
     path: str | None
-    parameters: Count
-    bytes: Count
+    parameters: Count | None
+    bytes: Count | None
     """Of its weights."""
     heads: Positive | None = None
     """Of Medusa heads, how many there are."""
@@ -175,10 +165,11 @@ class Run(Entry):
     rule: Literal["exact"]
     temperature: Temperature
     batch_size: Positive
-    counts: Counts
-    """Integers that add up over prompts, ranks and runs; the names are vLLM's."""
+    """Of a server, requests under way at once."""
+    counts: Counts | None
+    """Integers that add up over prompts, ranks and runs; the names are vLLM's. Null where a server gives means."""
     alpha: Estimate | None
-    """Replayed; of a tree under sampling its first head's."""
+    """Replayed; of a tree under sampling its first head's; of a server, accepted ÷ tried positions."""
     draft_acceptance_rate: Estimate
     mean_acceptance_length: Estimate
     """τ, bonus tokens included."""
@@ -361,6 +352,7 @@ class Gate(Entry):
     confidence: Annotated[float, Says(exclusiveMinimum=0, exclusiveMaximum=1)]
     passed: bool
     failures: Sequence[str]
+    min_alpha: float | None = None
 
 
 @dataclass(frozen=True)
@@ -400,14 +392,16 @@ class Report(Entry):
     environment: Environment
     target: Target
     prompts: Prompts
-    baseline: Baseline
+    baseline: Baseline | None
+    """Null of a server without another to compare it with."""
     runs: Some[Run]
     curves: Sequence[Curve]
     comparisons: Sequence[Comparison]
     costs: Costs | None
     planner_check: PlannerCheck | None
     """Null where costs are unknown."""
-    memory: Memory
+    memory: Memory | None
+    """Null of a server."""
     rejections: Rejections | None
     """Null where nothing was replayed."""
     trees: Sequence[TreePicture]
@@ -416,6 +410,20 @@ class Report(Entry):
     recommendation: Recommendation
     failures: Sequence[Failure] = ()
     """What failed: the report is partial then, and no GO."""
+    server: Serving | None = None
+    """Of a server that was measured from outside."""
+
+    @property
+    def verdict(self) -> str:
+        """GO, NO-GO or, where a server was measured and there is nothing to decide, MEASURED."""
+        if self.recommendation.go:
+            return "GO"
+        decided = self.gate is not None or self.baseline is not None or self.failures
+        return "NO-GO" if decided else "MEASURED"
+
+    def plain_runs(self) -> Sequence[PlainRun]:
+        """Return plain decoding's runs; none of a server without another to compare it with."""
+        return () if self.baseline is None else self.baseline.by_temperature
 
     def proposers(self) -> dict[str, ProposerEntry]:
         """Return the drafters by name, in order."""

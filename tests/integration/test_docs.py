@@ -103,6 +103,7 @@ def known_flags() -> frozenset[str]:
     names.update(f"training.{field.name}" for field in fields(TrainingArguments))
     for command in (*cli.COMMANDS, "draftsmith.scripts.check_lossless"):
         names.update(field_names(config_class(command)))
+    names.update(field_names(config_class("measure", "--server")))
     for path in (ROOT / "scripts" / "bench").glob("*.py"):
         for name, value in vars(import_module(f"{BENCHMARKS}{path.stem}")).items():
             if name.startswith("Bench") and is_dataclass(value):

@@ -12,6 +12,7 @@ from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, Profile
 from draftsmith.scripts.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.train.__main__ import PretrainConfig
@@ -36,6 +37,7 @@ FOLDERS = {
     "serve-draft": ServeDraftConfig,
     "serve": CoordinatorConfig,
 }
+OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig}
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
 FOREIGN_FILES = {Path("serve/compose.yaml"), Path("serve/ray.yaml")}  # tested in tests/integration/test_services.py
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))
@@ -51,6 +53,10 @@ def parse(cls, text: str, tmp_path: Path, *flags: str):
     return parse_config(cls, ["--config", str(path), *flags])
 
 
+def config_of(path: Path):
+    return OF_FILES.get(path, FOLDERS[path.parts[0]])
+
+
 def test_there_are_configs():
     assert {path.parts[0] for path in OURS} <= set(FOLDERS)
     assert len(OURS) >= 2
@@ -64,7 +70,7 @@ def test_every_file_lies_in_a_known_folder(path):
 
 @pytest.mark.parametrize("path", OURS, ids=str)
 def test_it_parses(path):
-    cls = FOLDERS[path.parts[0]]
+    cls = config_of(path)
     # bf16 asks for a GPU, which machines that test need not have.
     flags = ["--training.use_cpu", "true"] if cls in (DistillConfig, MedusaTrainingConfig) else []
     assert isinstance(parse_config(cls, ["--config", str(ROOT / path), *flags]), cls)
@@ -86,7 +92,7 @@ def test_what_the_library_refuses_is_one_line(tmp_path):
 def test_an_unknown_key_is_refused(path, tmp_path):
     """In one file of each command."""
     with pytest.raises(InputError, match="no_such_key") as error:
-        parse(FOLDERS[path.parts[0]], (ROOT / path).read_text() + "\nno_such_key: 1\n", tmp_path)
+        parse(config_of(path), (ROOT / path).read_text() + "\nno_such_key: 1\n", tmp_path)
     assert "\n" not in str(error.value)
 
 

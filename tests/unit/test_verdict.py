@@ -175,10 +175,11 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         "environment": SimpleNamespace(device="cpu", dtype="float32", threads=1),
         "prompts": SimpleNamespace(count=8, replayed=9),
         "failures": [],
+        "server": None,
     }
     for least, word, result in ((1.2, "GO", "passed"), (2.0, "NO-GO", "failed")):
         gate, verdict = case.judge(min_speedup=least, min_gain=0.1)
-        lines = markdown(SimpleNamespace(recommendation=verdict, gate=gate, **rest)).splitlines()
+        lines = markdown(SimpleNamespace(recommendation=verdict, gate=gate, verdict=word, **rest)).splitlines()
         assert lines[0] == f"## draftsmith: {word}" and lines[2] == verdict.reason
         asked = f"speed-up above {least:g} and gain of τ over stock above 0.1, 95% confidence: {result}."
         assert f"Gate: {asked}" in lines
@@ -187,7 +188,7 @@ def test_the_summary_has_the_verdict_the_gate_and_a_line_for_each_run():
         assert len(rows) == 4 and {len(row) for row in rows} == {8}
         assert rows[2][:6] == ["0", "1", "draft", "4", "0.75", "2.50 [2.25, 2.75]"] and rows[2][7] == "1.46×"
         assert rows[3][:5] == ["0.7", "2", "lookup", "4", "–"] and rows[3][7] == "–"
-    assert "Gate" not in markdown(SimpleNamespace(recommendation=verdict, gate=None, **rest))
+    assert "Gate" not in markdown(SimpleNamespace(recommendation=verdict, gate=None, verdict=word, **rest))
 
 
 # Comparisons

@@ -1,0 +1,98 @@
+"""What `draftsmith measure --server` is told."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftsmith.decode.errors import InputError, at_least, at_most, between, finite, more_than, require, require_some
+from draftsmith.decode.options import Filters
+from draftsmith.train.cli import Floats, Ints, numbers
+from draftsmith.train.options import DRAFT_LENGTH
+
+MOST_REQUESTS = 1024
+
+
+@dataclass
+class MeasureServerConfig(Filters):
+    """Measure a vLLM or SGLang server that runs: acceptance from what it counts, latency, and speed-up over another."""
+
+    server: str
+    """The server's URL, such as http://127.0.0.1:8000."""
+    prompts: str
+    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
+    output: str
+    """The directory that receives `report.json`, `report.html` and `summary.md`."""
+    baseline_server: str | None = None
+    """The URL of a second server of the same target without speculation, to be compared with; the two take turns."""
+    model: str | None = None
+    """The model's name on the servers; null: the only one that they list."""
+    drafter: str | None = None
+    """What the report calls the drafter; null: SGLang's algorithm, or `drafter`."""
+    target: str | None = None
+    """The target's directory or hub id, of which the tokenizer is used: it encodes the prompts, and the servers get
+    tokens. Null: plain text goes as it is, and conversations as messages that the servers template."""
+    temperature: Floats = field(default_factory=lambda: [0.0], kw_only=True)
+    """Sampling temperatures, several with commas; 0 is greedy."""
+    max_new_tokens: int = 128
+    """Tokens of a completion at most."""
+    ignore_eos: bool = False
+    """Write on past the end of a text, up to `max_new_tokens`: all texts have one length then."""
+    concurrency: Ints = field(default_factory=lambda: [1])
+    """Requests under way at once, several numbers with commas; with `rate` at most so many."""
+    rate: float | None = None
+    """Requests per second that arrive at random (a Poisson process); null: the next one leaves when one ends."""
+    warm_up: int = 2
+    """Requests to each server before each setting that are not measured."""
+    repeats: int = 1
+    """Ask for each completion so many times."""
+    limit: int | None = None
+    """Read the first so many prompts only."""
+    seed: int = 0
+    """Seeds the sampling, a number a prompt, and the arrivals."""
+    system_prompt: str | None = None
+    """Begins every conversation that has no system turn of its own."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as '{"enable_thinking": false}'."""
+    max_prompt_tokens: int | None = None
+    """Tokens of a prompt at most, with `target`: of longer ones the beginning is cut."""
+    draft_length: int | None = None
+    """γ, drafted tokens a round; null: drafted tokens ÷ drafts, as the server counts them."""
+    min_speedup: float | None = None
+    """A gate: what the speed-up over the baseline server must exceed, by its interval's lower end."""
+    min_alpha: float | None = None
+    """A gate: what α must exceed, by its interval's lower end. Below it is time to train the drafter again."""
+    confidence: float = 0.95
+    """Level of the gates' intervals."""
+    timeout: float = 600.0
+    """Seconds to wait for one whole answer."""
+    server_key_env: str | None = None
+    """The environment variable that holds the server's API key."""
+    baseline_server_key_env: str | None = None
+    """The environment variable that holds the baseline server's API key."""
+    trust_remote_code: bool = False
+    """Run tokenizer code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, kind in (("temperature", float), ("concurrency", int)):
+            setattr(self, name, numbers(getattr(self, name), kind, name))
+            require_some(self, name, "number")
+        require(self, at_least(1), "max_new_tokens", "repeats", "limit", "max_prompt_tokens")
+        require(self, at_least(1) & at_most(MOST_REQUESTS), "concurrency")
+        require(self, at_least(0), "warm_up", "seed")
+        require(self, finite(at_least(0)), "temperature")
+        require(self, finite(more_than(0)), "rate", "timeout", "min_speedup")
+        require(self, between(0, 1), "min_alpha", "confidence")
+        require(self, DRAFT_LENGTH, "draft_length")
+        if self.no_repeat_ngram_size:
+            raise InputError("no_repeat_ngram_size: expected 0, for servers know no such filter, found another number")
+        if self.max_prompt_tokens is not None and self.target is None:
+            raise InputError("max_prompt_tokens: expected a `target`, whose tokenizer counts them, found none")
+        if self.min_speedup is not None and self.baseline_server is None:
+            raise InputError("min_speedup: expected a `baseline_server` to be faster than, found none")
+        if self.drafter == "":
+            raise InputError("drafter: expected a name, found none")
+
+    @property
+    def settings(self) -> list[tuple[float, int]]:
+        """The temperatures and concurrencies that are measured, in order."""
+        return [(temperature, rows) for temperature in self.temperature for rows in self.concurrency]

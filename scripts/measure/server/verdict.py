@@ -1,0 +1,84 @@
+"""The gate and the recommendation of a server that was measured."""
+
+from collections.abc import Mapping, Sequence
+
+from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_estimate
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.observe import Setting
+from draftsmith.scripts.report.types import Gate, Recommendation, Run
+
+Bounded = Mapping[Setting, Estimate]
+"""By setting; the interval is at the gates' level."""
+
+
+def judge(
+    config: MeasureServerConfig, runs: Sequence[Run], speedups: Bounded, alphas: Bounded
+) -> tuple[Gate | None, Recommendation]:
+    """Return the gate, None where none was asked for, and the recommendation.
+
+    Every setting that was measured must pass, by the lower end of its interval: the speed-up over the baseline server
+    above `min_speedup` (1 if there is one and no gate on it), α above `min_alpha`. Without a baseline server and
+    without a gate there is nothing to decide.
+
+    Args:
+        config: the gates.
+        runs: the report's, a setting each.
+        speedups: over the baseline server; empty without one.
+        alphas: of the settings.
+    """
+    by_setting = {(run.temperature, run.batch_size): run for run in runs}
+    failures = []
+    for setting, run in by_setting.items():
+        where = f"at T = {setting[0]:g}, {setting[1]} at once"
+        if config.baseline_server is not None:
+            least = 1.0 if config.min_speedup is None else config.min_speedup
+            failures += _below("the speed-up", speedups[setting], least, config.confidence, where)
+        if config.min_alpha is not None:
+            failures += _below("α", alphas[setting], config.min_alpha, config.confidence, where)
+        if run.lossless.passed is False:
+            failures.append(f"the text is not the baseline server's, {where}: {run.lossless.reason}")
+    gate = None
+    if config.min_speedup is not None or config.min_alpha is not None:
+        gate = Gate(config.min_speedup, None, config.confidence, not failures, failures, min_alpha=config.min_alpha)
+    if gate is None and config.baseline_server is None:
+        return gate, Recommendation(
+            False,
+            "Nothing to decide: neither a baseline server nor a gate was given. The figures below are acceptance and "
+            "latency alone.",
+        )
+    worst = min(runs, key=lambda run: _first(run.speedup, run.alpha))
+    return gate, Recommendation(
+        not failures,
+        f"Don't deploy: {failures[0]}." if failures else f"{_told(config, worst)}.",
+        *worst.setting,
+        measured_speedup=worst.speedup,
+    )
+
+
+def _first(*estimates: Estimate | None) -> float:
+    """Return the first value that is known."""
+    return next((e.value for e in estimates if e is not None and e.value is not None), 0.0)
+
+
+def _told(config: MeasureServerConfig, run: Run) -> str:
+    where = f"T = {run.temperature:g}, {run.batch_size} at once"
+    least = "" if len(config.settings) == 1 else f", the least of {len(config.settings)} settings"
+    if run.speedup.value is not None:
+        times = format_estimate(run.speedup, spread="interval")
+        return f"The server writes {times} times as fast as the baseline server ({where}{least})"
+    return f"Acceptance holds: α is {format_estimate(run.alpha, spread='interval')} ({where}{least})"
+
+
+def _below(what: str, estimate: Estimate, least: float, confidence: float, where: str) -> list[str]:
+    """Return why an estimate's lower end does not exceed a bound, in one sentence or none."""
+    level = f"{confidence:.0%} confidence"
+    if estimate.value is None:
+        return [f"{what} is not known {where}: see the warnings"]
+    if estimate.ci95 is None:
+        if estimate.n >= LEAST:
+            return [f"{what} has no interval {where}: see the warnings"]
+        return [f"{estimate.n} prompts or turns are too few for {level}, which needs {LEAST}, of {what} {where}"]
+    low, high = estimate.ci95
+    if low > least:
+        return []
+    return [f"{what} must exceed {least:g} with {level}, and is {estimate.value:.2f} [{low:.2f}, {high:.2f}] {where}"]

@@ -1,0 +1,34 @@
+"""What the parts of a report are made of: an entry, and the ranges of its values."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+
+class Says:
+    """What the JSON Schema says of a value beyond its type."""
+
+    def __init__(self, **keywords: Any):
+        self.keywords = keywords
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        return handler(schema) | self.keywords
+
+
+class Entry:
+    """A part of a report: the schema forbids other keys, and takes its descriptions from the docstrings."""
+
+    __pydantic_config__: ClassVar = {"extra": "forbid", "use_attribute_docstrings": True}
+
+
+Value = TypeVar("Value")
+ByNumber = Annotated[Mapping[int, Value], Says(propertyNames={"pattern": "^[1-9][0-9]*$"})]
+"""By batch size, draft length or tokens of a forward."""
+Name = Annotated[str, Says(minLength=1)]
+"""A drafter's, short and unique."""
+Some = Annotated[Sequence[Value], Says(minItems=1)]
+Count = Annotated[int, Says(minimum=0)]
+Positive = Annotated[int, Says(minimum=1)]
+NotNegative = Annotated[float, Says(minimum=0)]
+AboveZero = Annotated[float, Says(exclusiveMinimum=0)]
+Share = Annotated[float, Says(minimum=0, maximum=1)]
+Temperature = NotNegative

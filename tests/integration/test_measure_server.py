@@ -1,0 +1,273 @@
+"""`measure --server` against servers that speculate by a known law: the report says what they counted."""
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+from simulated_server import MODEL, simulated_server
+
+from draftsmith.scripts import cli
+from draftsmith.scripts.measure.server import observe
+from draftsmith.scripts.report.schema import report_schema
+
+COUNT, NEW = 12, 40
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(observe, "READ_AGAIN", 0.01)
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"id": f"p{i}", "prompt": f"word {i}", "category": "ab"[i % 2]} for i in range(COUNT)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def chats(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    rows = [{"messages": [{"role": "user", "content": f"word {i}"}]} for i in range(COUNT)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def measure(tmp_path, capsys):
+    def run(server, prompts, *flags, baseline=None) -> tuple[int, dict | None, str]:
+        argv = ["measure", "--server", server.url, "--prompts", str(prompts), "--output", str(tmp_path / "out")]
+        argv += ["--max-new-tokens", str(NEW), "--warm-up", "0", *map(str, flags)]
+        argv += ["--baseline-server", baseline.url] if baseline else []
+        code = cli.main(argv)
+        path = tmp_path / "out" / "report.json"
+        report = json.loads(path.read_text()) if path.exists() else None
+        if report is not None:
+            jsonschema.validate(report, report_schema())
+        out = capsys.readouterr()
+        run.out = out.out
+        return code, report, out.err
+
+    return run
+
+
+def last_line(err: str) -> str:
+    return [line for line in err.replace("\r", "\n").splitlines() if line.strip()][-1]
+
+
+def expected(server) -> dict[str, float]:
+    """What the law's steps say."""
+    drafts, accepted = len(server.steps), sum(server.steps)
+    rejections = sum(step < server.draft_length for step in server.steps)
+    return {"tau": 1 + accepted / drafts, "alpha": accepted / (accepted + rejections), "drafts": drafts}
+
+
+def check_run(run: dict, server) -> None:
+    law = expected(server)
+    assert run["counts"]["num_drafts"] == law["drafts"]
+    assert run["counts"]["num_accepted_tokens"] == sum(server.steps)
+    assert run["mean_acceptance_length"]["value"] == pytest.approx(law["tau"])
+    assert run["alpha"]["value"] == pytest.approx(law["alpha"])
+    low, high = run["alpha"]["ci95"]
+    assert low < law["alpha"] < high and run["alpha"]["n"] == COUNT
+    by_position = [sum(s > i for s in server.steps) / law["drafts"] for i in range(server.draft_length)]
+    assert run["acceptance_per_position"] == pytest.approx(by_position)
+
+
+@pytest.mark.parametrize(
+    "law, source",
+    [
+        ({}, "parts"),
+        ({"counts_answers": True}, "answers"),
+        ({"kind": "sglang"}, "answers"),
+        ({"kind": "sglang", "metrics": False}, "answers"),
+    ],
+    ids=["vllm", "vllm that counts answers", "sglang", "sglang without metrics"],
+)
+def test_what_a_server_counts_is_what_is_reported(measure, prompts, law, source):
+    with simulated_server(**law) as server:
+        code, report, _ = measure(server, prompts)
+    assert code == 0
+    (run,) = report["runs"]
+    check_run(run, server)
+    assert report["server"]["counted"][0]["source"] == source
+    assert run["draft_length"] == 4 and run["proposer"]["kind"] == "server"
+    assert run["counts"]["num_emitted_tokens"] == COUNT * NEW
+    assert report["baseline"] is report["memory"] is report["gate"] is None
+    assert not report["recommendation"]["go"] and "Nothing to decide" in report["recommendation"]["reason"]
+    assert "MEASURED" in measure.out
+    assert report["server"]["servers"][0]["kind"] == law.get("kind", "vllm")
+    assert report["server"]["warnings"] == []
+    assert {name: of["prompts"] for name, of in run["by_category"].items()} == {"a": COUNT / 2, "b": COUNT / 2}
+
+
+def test_the_page_and_the_summary_name_the_server(measure, prompts, tmp_path):
+    with simulated_server() as server, simulated_server(draft_length=0) as plain:
+        measure(server, prompts, "--concurrency", "1,2", baseline=plain)
+        page, summary = ((tmp_path / "out" / name).read_text() for name in ("report.html", "summary.md"))
+        for words in (server.url, plain.url, "vLLM 0.32.0", "Latency", "2 requests at once"):
+            assert words in page
+        assert server.url in summary and "requests at once" in summary
+
+
+def test_steps_that_come_together_leave_no_interval_and_so_no_pass(measure, prompts):
+    with simulated_server(merges=True) as server:
+        code, report, _ = measure(server, prompts, "--min-alpha", "0.1")
+    (run,) = report["runs"]
+    assert report["server"]["counted"][0]["source"] == "counters"
+    assert run["alpha"]["value"] == pytest.approx(expected(server)["alpha"]) and run["alpha"]["ci95"] is None
+    assert code == 3 and "no interval over prompts" in report["server"]["warnings"][0]
+
+
+@pytest.mark.parametrize("newer", [True, False], ids=["verify calls", "a gauge alone"])
+def test_chats_of_sglang_are_not_counted_one_by_one(measure, chats, newer):
+    with simulated_server(kind="sglang", verify_calls=newer) as server:
+        code, report, _ = measure(server, chats)
+    (run,) = report["runs"]
+    assert code == 0 and run["alpha"]["value"] is None and run["mean_acceptance_length"]["ci95"] is None
+    (warning,) = report["server"]["warnings"]
+    if newer:  # the end of a text cuts its last step, which is then shorter than what was accepted
+        written = COUNT * (NEW - 1)
+        assert run["mean_acceptance_length"]["value"] == pytest.approx(written / len(server.steps))
+        assert report["server"]["counted"][0]["source"] == "counters"
+    else:
+        assert run["counts"] is None and 1 < run["mean_acceptance_length"]["value"] < 5
+        assert report["server"]["counted"][0]["source"] == "means" and "mean of means" in warning
+    assert {path for path, _ in server.asked} == {"/v1/chat/completions"}
+
+
+def test_alpha_is_a_gate_for_a_cron_job(measure, prompts):
+    """The lower end of the interval decides: above it 0, below it 3."""
+    with simulated_server(alpha=0.7) as server:
+        report = measure(server, prompts)[1]
+        low, high = report["runs"][0]["alpha"]["ci95"]
+        good, report, _ = measure(server, prompts, "--min-alpha", low - 0.01)
+        assert good == 0 and report["gate"]["passed"] and report["recommendation"]["go"]
+        assert "GO" in measure.out and "Acceptance holds" in report["recommendation"]["reason"]
+        bad, report, _ = measure(server, prompts, "--min-alpha", (low + high) / 2)
+        assert bad == 3 and not report["gate"]["passed"] and not report["recommendation"]["go"]
+        assert report["gate"]["failures"][0].startswith("α must exceed")
+
+
+def test_two_servers_take_turns_and_the_speed_up_is_a_gate(measure, prompts):
+    """No bound here depends on how fast this machine is."""
+    with simulated_server() as server, simulated_server(draft_length=0) as plain:
+        flags = ["--concurrency", "1,2"]
+        code, report, _ = measure(server, prompts, *flags, "--min-speedup", "1e-6", baseline=plain)
+        assert code == 0 and report["recommendation"]["go"] and report["gate"]["passed"]
+        one, two = report["runs"]
+        assert (one["batch_size"], one["speedup"]["n"]) == (1, COUNT)  # over prompts
+        assert (two["batch_size"], two["speedup"]["n"]) == (2, COUNT // 2)  # over turns
+        assert server.busiest == plain.busiest == 2
+        assert all(run["lossless"]["passed"] and run["lossless"]["prompts_identical"] == COUNT for run in (one, two))
+        both = [[body["prompt"] for _, body in each.asked] for each in (server, plain)]
+        assert both[0][:COUNT] == both[1][:COUNT] and sorted(both[0]) == sorted(both[1])
+        assert {each["role"] for each in report["server"]["latencies"]} == {"server", "baseline_server"}
+        code, report, _ = measure(server, prompts, *flags, "--min-speedup", "1e6", baseline=plain)
+        assert code == 3 and "the speed-up must exceed 1e+06" in report["gate"]["failures"][0]
+
+
+def test_requests_arrive_at_a_rate(measure, prompts):
+    with simulated_server() as server:
+        code, report, _ = measure(server, prompts, "--rate", "200", "--concurrency", "8")
+    (run,) = report["runs"]
+    assert code == 0 and report["server"]["rate"] == 200
+    check_run(run, server)
+    assert report["server"]["latencies"][0]["request"]["count"] == COUNT
+
+
+def test_a_server_that_dies_leaves_the_finished_part(measure, prompts):
+    """One setting is whole, the other is not; the same command asks only for what is missing."""
+    with simulated_server(dies_after=COUNT + 5) as server:
+        code, report, err = measure(server, prompts, "--concurrency", "1,2")
+        assert code == 1 and not report["recommendation"]["go"]
+        assert len(report["runs"]) == 1 and report["failures"][0]["exit_code"] == 1
+        line = last_line(err)
+        assert line.startswith("error: server: expected an answer") and "run the same command again" in line
+        asked, server.dies_after = len(server.asked), None
+        code, report, _ = measure(server, prompts, "--concurrency", "1,2")
+        assert code == 0 and len(report["runs"]) == 2 and not report["failures"]
+        assert COUNT - 5 <= len(server.asked) - asked < COUNT
+        assert "earlier run" in report["server"]["warnings"][0]
+
+
+def test_a_server_that_dies_at_once_leaves_no_report(measure, prompts):
+    with simulated_server(dies_after=3) as server:
+        code, report, err = measure(server, prompts)
+        assert code == 1 and report is None and "error: server" in last_line(err)
+        server.dies_after = None
+        assert measure(server, prompts)[0] == 0
+
+
+@pytest.mark.parametrize("reading", [8, 9, 10])
+def test_a_server_that_started_anew_is_not_counted_on(measure, prompts, reading):
+    """During a turn, or between two."""
+    with simulated_server() as server:
+        page, count = server.page, 0
+
+        def forgets():
+            nonlocal count
+            count += 1
+            if count == reading:
+                server.steps, server.generated = [], 0
+            return page()
+
+        server.page = forgets
+        code, _, err = measure(server, prompts)
+    assert code == 1 and "was it started anew?" in last_line(err)
+
+
+def test_the_traffic_of_others_is_seen(measure, prompts):
+    with simulated_server(others=7) as server:
+        code, report, _ = measure(server, prompts)
+    (warning,) = report["server"]["warnings"]
+    assert code == 0 and f"wrote {COUNT * (NEW + 7)} tokens, of which {COUNT * NEW} were ours" in warning
+
+
+def refused(measure, server, prompts, *flags) -> str:
+    code, report, err = measure(server, prompts, *flags)
+    assert code == 2 and report is None
+    return last_line(err)
+
+
+def test_what_cannot_be_measured_is_refused_in_one_line(measure, prompts):
+    with simulated_server() as server:
+        assert "server: expected a model other" in refused(measure, server, prompts, "--model", "other")
+        assert "no_repeat_ngram_size" in refused(measure, server, prompts, "--no_repeat_ngram_size", "2")
+        assert "min_speedup: expected a `baseline_server`" in refused(measure, server, prompts, "--min-speedup", "2")
+        assert "max_prompt_tokens: expected a `target`" in refused(measure, server, prompts, "--max_prompt_tokens", "2")
+        assert "server_key_env" in refused(measure, server, prompts, "--server_key_env", "NO_SUCH_VARIABLE")
+        server.metrics = False
+        assert re.search("found 404", refused(measure, server, prompts))
+    assert "server: expected an answer" in refused(measure, server, prompts)  # it has ended
+    with simulated_server(draft_length=0) as plain:
+        assert "expected one that speculates" in refused(measure, plain, prompts)
+
+
+def test_a_prompt_that_is_too_long_is_named_before_it_is_sent(measure, tmp_path):
+    target = Path(__file__).parents[2] / "assets" / "tiny-target"
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"id": "long", "prompt": "word " * 600}) + "\n")
+    with simulated_server() as server:
+        line = refused(measure, server, path, "--target", target)
+        assert "prompt 'long'" in line and "at most 512 tokens" in line and not server.asked
+
+
+def test_prompts_go_as_tokens_text_or_messages(measure, prompts, chats):
+    target = Path(__file__).parents[2] / "assets" / "tiny-target"
+    with simulated_server() as server:
+        measure(server, prompts, "--temperature", "0.7", "--top_k", "5")
+        path, body = server.asked[0]
+        assert (path, body["prompt"], body["model"]) == ("/v1/completions", "word 0", MODEL)
+        assert (body["temperature"], body["top_k"]) == (0.7, 5) and 0 <= body["seed"] < 2**31
+        server.asked.clear()
+        measure(server, prompts, "--target", target)
+        assert all(isinstance(token, int) for token in server.asked[0][1]["prompt"])
+        server.asked.clear()
+        measure(server, chats, "--system_prompt", "Be brief.")
+        path, body = server.asked[0]
+        assert path == "/v1/chat/completions" and [m["role"] for m in body["messages"]] == ["system", "user"]
