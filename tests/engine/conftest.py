@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 import pytest
-from engine import DRAFT, TARGET, Served, vllm_server
+from draft_service import DraftedFor, start_draft_service
+from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
 
 GAMMA = 4
+CLASS = "draftsmith.scripts.serving.remote_draft.RemoteDraft"
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +23,26 @@ def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     speculative = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": GAMMA}
     with vllm_server(TARGET, tmp_path_factory.mktemp("speculating") / "log", speculative) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftedFor]:
+    """The embedded pair again, its draft in a service of its own."""
+    folder, port = tmp_path_factory.mktemp("remote"), free_port()
+    log = folder / "draft.log"
+    speculative = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": GAMMA}
+    environment = {
+        "DRAFT_ENDPOINT": f"http://127.0.0.1:{port}",
+        "DRAFT_TIMEOUT_MS": "60000",  # counts must not depend on how busy the machine is
+        "PYTHONPATH": str(ROOT / ".typing"),  # this tree's draftsmith, whichever the engine's environment has
+        "PROMETHEUS_MULTIPROC_DIR": str(folder),
+    }
+    draft = start_draft_service(DRAFT, port, log)  # it comes up while the server does
+    pair = None
+    try:
+        with vllm_server(TARGET, folder / "log", speculative, environment=environment) as server:
+            pair = DraftedFor(server, draft, port, log)
+            wait_for(f"{pair.service}/health", draft, log)
+            yield pair
+    finally:
+        end(pair.draft if pair else draft)

@@ -1,16 +1,12 @@
 """A draft service behind a real vLLM: the same texts and counts as ever, and plain decoding while it is away."""
 
 import asyncio
-import subprocess
-from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from draft_service import start_draft_service, totals
-from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
+from draft_service import totals
+from engine import DRAFT, TARGET
 
 from draftsmith.decode import DraftModelProposer, speculative_generate
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -24,48 +20,6 @@ from draftsmith.train.models import load_model, load_tokenizer
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 GAMMA, TOKENS = 4, 64
-CLASS = "draftsmith.scripts.serving.remote_draft.RemoteDraft"
-
-
-@dataclass
-class Pair:
-    """A vLLM that asks a draft service."""
-
-    server: Served
-    draft: subprocess.Popen[bytes]
-    port: int
-    log: Path
-    """The service's, as is the port."""
-
-    @property
-    def service(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def restart(self) -> None:
-        self.draft = start_draft_service(DRAFT, self.port, self.log)
-        wait_for(f"{self.service}/health", self.draft, self.log)
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    folder, port = tmp_path_factory.mktemp("remote"), free_port()
-    log = folder / "draft.log"
-    speculative = {"method": "custom_class", "model": CLASS, "num_speculative_tokens": GAMMA}
-    environment = {
-        "DRAFT_ENDPOINT": f"http://127.0.0.1:{port}",
-        "DRAFT_TIMEOUT_MS": "60000",  # counts must not depend on how busy the machine is
-        "PYTHONPATH": str(ROOT / ".typing"),  # this tree's draftsmith, whichever the engine's environment has
-        "PROMETHEUS_MULTIPROC_DIR": str(folder),
-    }
-    draft = start_draft_service(DRAFT, port, log)  # it comes up while the server does
-    pair = None
-    try:
-        with vllm_server(TARGET, folder / "log", speculative, environment=environment) as server:
-            pair = Pair(server, draft, port, log)
-            wait_for(f"{pair.service}/health", draft, log)
-            yield pair
-    finally:
-        end(pair.draft if pair else draft)
 
 
 @pytest.fixture(scope="module")

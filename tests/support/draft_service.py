@@ -5,9 +5,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from engine import ENVIRONMENT, end, wait_for
+from engine import DRAFT, ENVIRONMENT, Served, end, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -22,6 +23,25 @@ def start_draft_service(draft: Path, port: int, log: Path, *flags: str) -> subpr
             env={**os.environ, "OMP_NUM_THREADS": ENVIRONMENT["OMP_NUM_THREADS"]},
             start_new_session=True,
         )
+
+
+@dataclass
+class DraftedFor:
+    """A vLLM that asks a draft service."""
+
+    server: Served
+    draft: subprocess.Popen[bytes]
+    port: int
+    log: Path
+    """The service's, as is the port."""
+
+    @property
+    def service(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def restart(self) -> None:
+        self.draft = start_draft_service(DRAFT, self.port, self.log)
+        wait_for(f"{self.service}/health", self.draft, self.log)
 
 
 @contextmanager
