@@ -23,6 +23,8 @@ STORED = tuple(name for name in DTYPES if name != "auto")
 """What weights can be written in."""
 SERVERS = ("vllm", "sglang")
 """What loads a draft model as it is."""
+ENGINES = ("vllm",)
+"""What an export can be verified in."""
 MODELS = ("draft", "early_exit")
 """Proposers that are models: their confidence says something, and they can grow trees."""
 CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
@@ -185,11 +187,25 @@ class ExportConfig:
     by_rank: bool = False
     """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
     readers of these formats draft the most likely tokens, which stay the same."""
+    verify: str | None = None
+    """`vllm`: let it decode prompts with what was exported, at temperature 0 in float32, and compare its texts and what
+    it counts with this decoder's. For a draft model or heads in a format that it loads, with their target."""
+    engine: str | None = None
+    """The Python that has vLLM. If not given: the environment variable DRAFTSMITH_ENGINE's, .venv-engine/bin/python in
+    this folder, which `make engine` installs, or this one."""
+    prompts: str | None = None
+    """A file of prompts to verify with; modules of the standard library if not given."""
+    limit: int = 8
+    """Verify with the first so many prompts."""
+    max_new_tokens: int = 64
+    """Tokens of each text that verifies."""
+    timeout: int = 1800
+    """Seconds that vLLM may take in all."""
     trust_remote_code: bool = False
     """Run model code that a repository ships."""
 
     def __post_init__(self) -> None:
-        from draftsmith.medusa.formats.export import FORMATS, check_format
+        from draftsmith.medusa.formats.export import FORMATS, VLLM_READS, check_format
 
         given = [name for name in ("heads", "import_from", "draft") if getattr(self, name) is not None]
         if len(given) != 1:
@@ -210,6 +226,16 @@ class ExportConfig:
         require(self, DRAFT_LENGTH, "draft_length")
         if self.draft_length is not None and self.draft is None and (self.heads is None or self.format != "vllm"):
             raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
+        require(self, one_of(ENGINES), "verify")
+        require(self, at_least(1), "limit", "max_new_tokens", "timeout")
+        if self.verify is not None:
+            if self.import_from is not None or self.format not in VLLM_READS:
+                raise InputError(
+                    f"verify: expected a draft model or heads in a format that {self.verify} loads "
+                    f"({' or '.join(VLLM_READS)}), found {self.format or 'heads to import'}"
+                )
+            if self.target is None:
+                raise InputError("target: expected one to verify with, found none")
 
 
 @dataclass

@@ -2,21 +2,37 @@
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
+from draftsmith.decode import DraftModelProposer, Proposer, Tree
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import check_output, export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
+from draftsmith.scripts.engine.offline import EngineFailure, engine_python
+from draftsmith.scripts.engine.verification import Served, verify
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.models import check_same_tokenizer, empty_model, load_model, load_tokenizer, stored_dtype
+from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.models import (
+    DTYPES,
+    check_same_tokenizer,
+    empty_model,
+    load_config,
+    load_model,
+    load_tokenizer,
+    stored_dtype,
+)
 from draftsmith.train.runs import sglang_command, vllm_command
 
 GAMMA = 4
+PROMPT_TOKENS = 128
+"""Kept of a prompt that is verified with."""
 
 
 def export(config: ExportConfig) -> list[str]:
@@ -61,6 +77,61 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     if format == "modelopt":
         return [*lines, "# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
     return lines
+
+
+def verified(config: ExportConfig, python: Path) -> list[str]:
+    """Decode with what was exported in a real engine, and return what was compared, a line each.
+
+    Raises:
+        InputError: prompts or models that cannot be read.
+        EngineFailure: the engine does not load it, or decodes otherwise: one line.
+    """
+    target, code = str(config.target), config.trust_remote_code
+    tokenizer = load_tokenizer(target, field="target", trust_remote_code=code)
+    prompts = encoded_prompts(config.prompts, tokenizer, config.limit, PROMPT_TOKENS)
+    if not prompts:
+        raise InputError(f"prompts: expected at least one in {config.prompts}, found none")
+    served, drafter = (_served_draft if config.draft is not None else _served_heads)(config)
+
+    def load() -> tuple[PreTrainedModel, Proposer]:
+        model = load_model(target, field="target", dtype="float32", trust_remote_code=code)
+        return model, drafter(model)
+
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "timeout": config.timeout}
+    if config.draft is None:
+        options["overrides"] = vocabulary_override(load_config(target, field="target", trust_remote_code=code))
+    return verify(python, target, served, prompts, load, trust_remote_code=code, **options)
+
+
+def _served_draft(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+    path, code = str(config.draft), config.trust_remote_code
+    speculative = {
+        "method": "draft_model",
+        "model": path,
+        "num_speculative_tokens": GAMMA if config.draft_length is None else config.draft_length,
+    }
+    served = [
+        Served(f"the draft, {method}", {**speculative, "draft_sample_method": method})
+        for method in ("greedy", "probabilistic")
+    ]
+
+    def drafter(_: PreTrainedModel) -> Proposer:
+        return DraftModelProposer(load_model(path, field="draft", dtype="float32", trust_remote_code=code))
+
+    return served, drafter
+
+
+def _served_heads(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+    # What was given, not what was written: so the file is proven, too.
+    heads: Any = import_heads(str(config.heads), "own")
+    count = heads.config.num_heads if config.draft_length is None else config.draft_length
+    speculative = {"method": "medusa", "model": str(config.output), "num_speculative_tokens": count}
+
+    def drafter(model: PreTrainedModel) -> Proposer:
+        rounded = heads if config.dtype is None else heads.to(DTYPES[config.dtype])
+        return MedusaProposer(rounded.to(model.device, model.dtype), Tree.chain(count))
+
+    return [Served("the heads", speculative)], drafter
 
 
 def vocabulary_override(config: PretrainedConfig) -> dict[str, int]:
@@ -121,9 +192,22 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export as the flags say, and print what there is to know, the launch line last."""
-    for line in export(parse_config(ExportConfig, argv, prog="draftsmith export")):
-        print(line)
+    """Export as the flags say, and print what there is to know, the launch line last of what is no comment.
+
+    Returns:
+        0, or 1 where the engine that it is verified in fails or decodes otherwise; what was exported stays.
+    """
+    config = parse_config(ExportConfig, argv, prog="draftsmith export")
+    python = None if config.verify is None else engine_python(config.engine)
+    for line in export(config):
+        print(line, flush=True)
+    if python is not None:
+        try:
+            for line in verified(config, python):
+                print(f"# {line}")
+        except EngineFailure as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -5,12 +5,10 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftsmith.medusa.formats.export import check_format, dtype_name, refusal
+from draftsmith.medusa.formats.export import VLLM_READS, check_format, dtype_name, refusal
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.runs import hub_name, vllm_command
 
-VLLM_READS = ("vllm", "fasterdecoding")
-"""Formats whose directories vLLM 0.32 loads as they are."""
 TEMPLATE = Path(__file__).with_name("card.md.j2")
 
 

@@ -34,8 +34,8 @@ from draftsmith.train.models import DTYPES
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")
 CONFIG, WEIGHTS, PICKLED, LEGACY = "config.json", "model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 PREFIXES = {"fasterdecoding": "", "modelopt": "medusa_heads."}
-READERS = {"fasterdecoding": ("fasterdecoding", "vllm")}
-"""Whose ways of reading a format are tried, where others than its namesake's read it too."""
+VLLM_READS = ("vllm", "fasterdecoding")
+"""Formats whose directories vLLM 0.32 loads as they are."""
 
 
 def check_format(format: str, expected: tuple[str, ...] = FORMATS) -> str:
@@ -125,7 +125,7 @@ def export_heads(
         _write(adapted, aside, format)
         if readme is not None:
             (aside / "README.md").write_text(readme, encoding="utf-8")
-        for reader in READERS.get(format, (format,)):
+        for reader in dict.fromkeys((format, "vllm") if format in VLLM_READS else (format,)):
             prove(heads, aside, format, reader, kind, by_rank)
     return _notes(heads, format)
 

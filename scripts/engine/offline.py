@@ -1,0 +1,158 @@
+"""Jobs for a vLLM in another Python: which Python, the process, its answers. `driver` is what runs there."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.engine import driver
+from draftsmith.scripts.serving.counters import ServerCounters
+
+VARIABLE = "DRAFTSMITH_ENGINE"
+"""The environment variable that names the engine's Python."""
+BESIDE = Path(".venv-engine/bin/python")
+"""Where `make engine` installs one."""
+ANSWER = 60.0
+"""Seconds that a Python may take to say whether it has vllm."""
+
+
+class EngineFailure(RuntimeError):
+    """An engine that failed, or that did what it must not: one line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What vLLM is asked to decode; ends of text are ignored."""
+
+    target: str
+    prompts: Sequence[Sequence[int]]
+    """Token ids."""
+    speculative: dict[str, Any] | None = None
+    """Its `speculative_config`; plain decoding if None."""
+    max_tokens: int = 64
+    """Of each text."""
+    max_model_len: int = 512
+    """Tokens of a prompt and its text, and of the drafts beyond."""
+    temperature: float = 0.0
+    seed: int = 0
+    dtype: str = "float32"
+    max_num_seqs: int = 8
+    """Prompts decoded together."""
+    trust_remote_code: bool = False
+    overrides: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that are added to the target's config, as `--hf-overrides` does."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What vLLM made of a job."""
+
+    token_ids: list[list[int]]
+    """Of each prompt's text."""
+    counters: ServerCounters
+    """What it counted; zeros without drafts."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of some jobs."""
+
+    version: str
+    """vLLM's."""
+    device: str
+    """The kind that it ran on, such as cpu or cuda."""
+    answers: list[Answer | EngineFailure]
+    """One a job: what was decoded, or what failed."""
+
+
+def engine_python(given: str | None = None) -> Path:
+    """Return the absolute path of a Python that has vllm: the one given, `DRAFTSMITH_ENGINE`'s, ours beside, or this.
+
+    Args:
+        given: a path.
+
+    Raises:
+        InputError: it, or what the variable names, is none; or none is found.
+    """
+    named = ("engine", given) if given else (VARIABLE, os.environ.get(VARIABLE))
+    if named[1]:
+        # Not resolved: the link of a virtual environment is what makes it one.
+        python = Path(os.path.abspath(os.path.expanduser(named[1])))
+        if not _has_vllm(python):
+            raise InputError(f"{named[0]}: expected a Python that has vllm, found none at {named[1]}")
+        return python
+    if _has_vllm(BESIDE.absolute()):
+        return BESIDE.absolute()
+    if importlib.util.find_spec("vllm") is not None:
+        return Path(sys.executable)
+    raise InputError(
+        f"engine: expected a Python that has vllm, found none: name one by --engine or {VARIABLE}, or install one with "
+        f"`make engine`"
+    )
+
+
+def _has_vllm(python: Path) -> bool:
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        asked = subprocess.run([str(python), "-P", "-c", question], capture_output=True, timeout=ANSWER, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == 0
+
+
+def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> Run:
+    """Decode jobs in one process of the engine's Python, one after the other.
+
+    Args:
+        python: as `engine_python` returns it.
+        jobs: what to decode.
+        timeout: seconds for all of them, after which the process is ended.
+
+    Raises:
+        EngineFailure: the process ended before its first answer.
+    """
+    with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as scratch:
+        asked, answered, log = (Path(scratch) / name for name in ("jobs.json", "answers.json", "log"))
+        asked.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        ended = _run([str(python), "-P", str(Path(driver.__file__).resolve()), str(asked), str(answered)], log, timeout)
+        content = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {"results": []}
+        if not content["results"]:
+            raise EngineFailure(f"engine: expected answers from {python}, found {ended}")
+    answers = [_answer(result) for result in content["results"]]
+    lost = [EngineFailure(ended)] * (len(jobs) - len(answers))
+    return Run(content["vllm"], content["device"], [*answers, *lost])
+
+
+def _run(command: list[str], log: Path, timeout: float) -> str:
+    """Run a process with all that it starts, and return how it ended, with the last line that it wrote."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            ended = f"exit code {process.wait(timeout)}"
+        except subprocess.TimeoutExpired:
+            ended = f"no end within {timeout:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return f"{ended}: {' '.join(lines[-1].split())[:300]}" if lines else ended
+
+
+def _answer(result: dict[str, Any]) -> Answer | EngineFailure:
+    if "error" in result:
+        return EngineFailure(str(result["error"]))
+    drafts, drafted, accepted = (
+        sum(result.get(f"num_{name}", [])) for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    per_pos = tuple(result.get("num_accepted_tokens_per_pos", []))
+    return Answer(result["token_ids"], ServerCounters(drafts, drafted, accepted, per_pos))

@@ -1,0 +1,169 @@
+"""The proof of an export in vLLM: its texts with the drafter are those without and ours, its counts those of replay.
+
+All at T=0 in float32. The engine decodes first and ends, then the target is loaded here: one device holds one of them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from draftsmith.decode import Proposer
+from draftsmith.decode.measurement.certificate import certify_greedy
+from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
+from draftsmith.decode.measurement.exactness import GREEDY
+from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, vllm_counts
+from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, run_jobs
+from draftsmith.scripts.serving.counters import ServerCounters
+
+BATCH = 8
+"""Prompts decoded together, here and there."""
+WRONG_SAMPLED = "vLLM 0.32 on CPU is known to write wrong text with a draft model there"
+"""Rows share tokens at low temperatures; its plain decoding is right."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """A drafter as vLLM is to use it."""
+
+    name: str
+    """In messages."""
+    speculative: Mapping[str, Any]
+    """Its `speculative_config`."""
+
+    @property
+    def draft_length(self) -> int:
+        """γ."""
+        return int(self.speculative["num_speculative_tokens"])
+
+
+def verify(
+    python: Path,
+    target: str,
+    served: Sequence[Served],
+    prompts: Sequence[Sequence[int]],
+    load: Callable[[], tuple[PreTrainedModel, Proposer]],
+    max_new_tokens: int = 64,
+    timeout: float = 1800.0,
+    trust_remote_code: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Let vLLM decode prompts with each of some configs of one drafter and without, and compare with this decoder.
+
+    Args:
+        python: the engine's, as `engine_python` returns it.
+        target: the model's directory or hub id.
+        served: one γ and one drafter, in several ways.
+        prompts: token ids.
+        load: returns the target in float32 and the drafter, once the engine has ended.
+        max_new_tokens: of each text; ends of text are ignored.
+        timeout: seconds for the engine.
+        trust_remote_code: run model code that a repository ships.
+        overrides: fields that vLLM adds to the target's config.
+
+    Returns:
+        What was found, a line each.
+
+    Raises:
+        EngineFailure: vLLM does not load it, writes another text, or counts otherwise: one line, the first of these.
+        InputError: models that cannot be loaded.
+    """
+    gamma = max(each.draft_length for each in served)
+    # vLLM drafts no further than its context reaches: a round's drafts beyond the last token must fit.
+    room = max(map(len, prompts)) + max_new_tokens + 2 * gamma + 2
+    common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens, "max_model_len": room}
+    common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
+    jobs = [
+        Job(target, speculative=None if each is None else dict(each.speculative), **common) for each in (None, *served)
+    ]
+    run = run_jobs(python, jobs, timeout)
+    vllm, (plain, *answers) = f"vLLM {run.version}", run.answers
+    if isinstance(plain, EngineFailure):
+        raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")
+    model, proposer = load()
+    model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, and nothing that warps logits
+    checks = _Checks(model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens)
+    lines = [f"{vllm} on {run.device}, T=0, float32: {len(prompts)} prompts, {max_new_tokens} tokens each"]
+    lines.append(checks.same("vLLM without a drafter", "draftsmith's plain text", checks.plain, plain.token_ids))
+    lines.append(checks.decoded_here(gamma))
+    for each, answer in zip(served, answers, strict=True):
+        if isinstance(answer, EngineFailure):
+            raise EngineFailure(f"verify: expected {vllm} to decode with {each.name}, found: {answer}")
+        lines.append(checks.same(f"vLLM with {each.name}", "its text without", plain.token_ids, answer.token_ids))
+        lines.append(checks.counted(each, answer))
+    if served[0].speculative["method"] == "draft_model":
+        known = f"; {WRONG_SAMPLED}" if run.device == "cpu" and run.version.startswith("0.32.") else ""
+        lines.append(f"text at T > 0 is not compared here: `draftsmith certify` tests a server's{known}")
+    return lines
+
+
+class _Checks:
+    """Comparisons on some prompts; each returns what it found, or raises an `EngineFailure`."""
+
+    def __init__(self, target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], tokens: int):
+        self.target, self.proposer, self.prompts, self.tokens = target, proposer, prompts, tokens
+        self.plain = self._texts(plain_texts(target, prompts, BATCH, max_new_tokens=tokens))
+
+    def same(self, name: str, of: str, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
+        """Compare texts, token for token; where they part at a tie, that is told."""
+        certificate = certify_greedy(self.target, expected, found, self.prompts)
+        if not certificate.passed:
+            raise EngineFailure(f"verify: expected {name} to write {of}, found {certificate.reason}")
+        told = f"{name}: {certificate.prompts_identical} of {len(self.prompts)} texts are {of}"
+        return told if certificate.reason is None else f"{told}; {certificate.reason}"
+
+    def decoded_here(self, draft_length: int) -> str:
+        """Compare this decoder's text with the drafter with its own without."""
+        whole = [torch.cat([p, p.new_tensor(t)]) for p, t in zip(self.prompts, self.plain, strict=True)]
+        found = list(whole)
+        options = {"draft_length": draft_length, "batch_size": BATCH, "max_new_tokens": self.tokens}
+        for other in compare_greedy(self.target, self.proposer, self.prompts, whole, **options).differences:
+            found[other.prompt] = whole[other.prompt].new_tensor(other.found)
+        return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(found))
+
+    def counted(self, served: Served, answer: Answer) -> str:
+        """Compare what vLLM counted with what replay on its texts says that it must count."""
+        expected, found = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
+        told = f"{served.name}, γ = {served.draft_length}: {_words(found)}"
+        if not same_counts(expected, found):
+            raise EngineFailure(
+                f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(found)}"
+            )
+        return f"{told}, as replay says that vLLM counts"
+
+    def expected_counts(self, texts: Sequence[Sequence[int]], draft_length: int) -> ServerCounts:
+        """Return what vLLM counts while it writes texts: replay on them and on γ tokens behind them, drafted too."""
+        written = [torch.cat([p, p.new_tensor(list(t))]) for p, t in zip(self.prompts, texts, strict=True)]
+        longer = plain_texts(self.target, written, BATCH, max_new_tokens=draft_length)
+        lengths = [len(prompt) for prompt in self.prompts]
+        replay = replay_drafters(
+            self.target, {"": self.proposer}, longer, lengths, [draft_length], GREEDY, rounds_of=draft_length
+        )
+        counts = []
+        for text, replayed in zip(texts, replay[""].texts, strict=True):
+            assert replayed.rounds is not None  # of chains at T=0 there always are
+            counts.append(vllm_counts(replayed.rounds, len(text), draft_length))
+        return pooled(counts)
+
+    def _texts(self, sequences: Sequence[Tensor]) -> list[list[int]]:
+        return [text[len(prompt) :].tolist() for text, prompt in zip(sequences, self.prompts, strict=True)]
+
+
+def same_counts(expected: ServerCounts, found: ServerCounters) -> bool:
+    """Say whether a server's counters are the expected ones, by position too."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    positions = [round(accepted) for accepted in expected.num_accepted_tokens_per_pos]
+    return all(round(getattr(expected, name)) == getattr(found, name) for name in names) and positions == list(
+        found.num_accepted_tokens_per_pos
+    )
+
+
+def _words(counts: ServerCounts | ServerCounters) -> str:
+    accepted, drafted = counts.num_accepted_tokens, counts.num_draft_tokens
+    per_pos = ", ".join(f"{number:.0f}" for number in counts.num_accepted_tokens_per_pos)
+    return f"{counts.num_drafts:.0f} drafts, {accepted:.0f} of {drafted:.0f} tokens accepted [{per_pos}]"
