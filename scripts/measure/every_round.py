@@ -8,12 +8,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.options import Filters
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.measure.rounds import SCHEMA, ExpectedText, Settings
 from draftsmith.scripts.pair import DRAFTS, Pair
+from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.data.decoding import complete
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.models import default_device
@@ -30,7 +32,8 @@ def deepest(config: MeasureConfig, pair: Pair) -> int:
 def rounds_settings(config: MeasureConfig, pair: Pair) -> Settings:
     """Return the first line of a measurement's file."""
     drafters = {drafter.name: {"kind": drafter.kind, "path": drafter.path} for drafter in pair.drafters}
-    return Settings(SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters)
+    filters = {name: getattr(config, name) for name in Filters.__annotations__}
+    return Settings(SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters, filters)
 
 
 def expected_texts(
@@ -74,7 +77,7 @@ def expected_texts(
     margins = None if sampler.do_sample else _margins(pair.target, sequences, lengths, sampler)
     expected = []
     for place, (prompt, ids, text, whole) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
-        accepted: dict[str, dict[str, list[Any]]] = {}
+        accepted: dict[str, dict[Verifier, list[Any]]] = {}
         for (name, verifier), replay in replays.items():
             rounds = replay.texts[place].rounds
             if rounds is not None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.files import parse_json, write_aside
 
 SCHEMA = "draftsmith.rounds/1"
@@ -32,6 +33,8 @@ class Settings:
     """γ up to which acceptance is known."""
     drafters: Mapping[str, Mapping[str, Any]]
     """By name, their kind and path."""
+    filters: Mapping[str, Any]
+    """What was left of the target's distribution: top_k and its like."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +51,11 @@ class ExpectedText:
     """Tokens of the text."""
     margins: Sequence[float] | None
     """At T=0, by how much of the largest logit each token of the text is ahead of the second; null under sampling."""
-    accepted: Mapping[str, Mapping[str, Sequence[Any]]]
+    accepted: Mapping[str, Mapping[Verifier, Sequence[Any]]]
     """By drafter and verifier: of each token the probability that a round accepts it, where that depends on the text
     alone; else, as for heads, a row for each token a round may start at, of its γ drafts."""
 
-    def acceptance(self, drafter: str, verifier: str, draft_length: int) -> np.ndarray | None:
+    def acceptance(self, drafter: str, verifier: Verifier, draft_length: int) -> np.ndarray | None:
         """Return what a round that starts at each token accepts, (T, γ); None where it is not known."""
         values = self.accepted.get(drafter, {}).get(verifier)
         if values is None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from draftsmith.scripts.report.entry import AboveZero, Count, Entry, NotNegative, Positive, Some, Temperature
+from draftsmith.scripts.report.reconciliation import Reconciliation
 
 Role = Literal["server", "baseline_server"]
 Source = Literal["answers", "parts", "counters", "means"]
@@ -74,3 +75,5 @@ class Serving(Entry):
     counted: Some[Counted]
     latencies: Some[Latency]
     warnings: Sequence[str]
+    reconciliations: Sequence[Reconciliation] = ()
+    """Each setting beside the report that was expected."""

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from draftsmith.decode.measurement.intervals import format_estimate
+from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
 from draftsmith.scripts.summary import figures_table
 
@@ -55,6 +56,19 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console.print(Text.assemble((f"{report.verdict}  ", style), chosen.reason))  # as one text, for it wraps as a whole
     for warning in report.server.warnings if report.server else ():
         console.print(Text.assemble(("warning  ", "yellow"), warning))
+    for one in report.server.reconciliations if report.server else ():
+        _print_reconciliation(one, console)
+
+
+def _print_reconciliation(one: Reconciliation, console: Console) -> None:
+    """Say whether a server does what a report expects, and if not, why and what to try."""
+    counted = f"{one.counted.num_accepted_tokens:,.0f} of {one.counted.num_draft_tokens:,.0f} drafted tokens accepted"
+    expected = f"{one.expected.num_accepted_tokens:,.0f} of {one.expected.num_draft_tokens:,.0f}"
+    where = f"T={one.temperature:g}, {one.concurrency} at once: "
+    style = ("as expected  ", "green") if one.agrees else ("departs  ", "bold red")
+    console.print(Text.assemble(style, f"{where}{counted}; {expected} in {one.report}"))
+    for cause in one.causes:
+        console.print(Text.assemble((f"  {cause.name}  ", "yellow"), f"{cause.evidence}. Try: {cause.remedy}"))
 
 
 def _first_token(report: Report, role: str, temperature: float, rows: int) -> str:

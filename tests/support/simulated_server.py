@@ -62,11 +62,14 @@ class Simulated:
     url: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def text(self, prompt: Any, length: int) -> list[list[int]]:
-        """Write a text that depends on the prompt alone, in steps: the prompt's, then a verified draft each."""
+    def text(self, prompt: Any, length: int) -> tuple[list[list[int]], list[int]]:
+        """Write a text that depends on the prompt alone, in steps: the prompt's, then a verified draft each.
+
+        Returns the steps, and what each but the first accepted: beyond the end of the text too, as vLLM counts.
+        """
         law = random.Random(json.dumps(prompt))
         tokens = [law.randrange(5, 900) for _ in range(length)]
-        steps, at = [tokens[:1]], 1
+        steps, counted, at = [tokens[:1]], list[int](), 1
         law = random.Random(json.dumps([prompt, "accepted"]))
         while at < length:
             accepted = 0
@@ -74,13 +77,12 @@ class Simulated:
                 accepted += 1
             steps.append(tokens[at : at + accepted + 1])
             at += accepted + 1
-            with self.lock:
-                if self.draft_length:
-                    self.steps.append(accepted)  # beyond the end of the text too, as vLLM counts
+            counted += [accepted] if self.draft_length else []
         with self.lock:
+            self.steps += counted
             self.generated += length + self.others
             self.requests += 1
-        return steps
+        return steps, counted
 
     def page(self) -> str:
         """Return what `/metrics` says."""
@@ -126,10 +128,7 @@ class Simulated:
         native = path == "/generate"
         prompt = body.get("input_ids") or body.get("prompt") or body.get("text") or body.get("messages")
         length = body["sampling_params"]["max_new_tokens"] if native else body["max_tokens"]
-        with self.lock:
-            before = len(self.steps)
-        steps = self.text(prompt, length)
-        accepted = self.steps[before:] if self.busy == 1 else [len(step) - 1 for step in steps[1:]]
+        steps, accepted = self.text(prompt, length)
         written: list[int] = []
         for i, part in enumerate(self.parts(steps)):
             time.sleep(self.step_seconds)

@@ -22,9 +22,11 @@ from draftsmith.scripts.measure.server.estimates import (
     percentiles,
     token_seconds,
 )
+from draftsmith.scripts.measure.server.expectation import Expectation, reconciled
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.measure.server.verdict import judge
 from draftsmith.scripts.measure.server.warnings import warnings_of
+from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.serving_types import Counted, Latency, ServedBy, Serving
 from draftsmith.scripts.report.types import (
     SCHEMA,
@@ -42,7 +44,7 @@ from draftsmith.scripts.report.types import (
 from draftsmith.train.provenance import git_sha
 
 
-def build_report(observed: Observed) -> Report:
+def build_report(observed: Observed, expectation: Expectation | None = None) -> Report:
     """Return the report of the settings that were finished, at least one; what a server does not tell is None.
 
     Intervals are bootstrapped over prompts, those of throughput over turns; comparisons are paired.
@@ -61,7 +63,8 @@ def build_report(observed: Observed) -> Report:
             paces = (pace(observed, setting, "server"), pace(observed, setting, "baseline_server"))
             bounds = paces[0].speedup_interval(paces[1], config.confidence)
             speedups[setting] = Estimate(estimate.value, bounds, estimate.n)
-    gate, recommendation = judge(config, runs, speedups, alphas)
+    reconciliations = reconciled(expectation, observed, accepted)
+    gate, recommendation = judge(config, runs, speedups, alphas, reconciliations)
     failures = []
     if observed.failure is not None and observed.failed is not None:
         temperature, concurrency = observed.failed
@@ -104,7 +107,7 @@ def build_report(observed: Observed) -> Report:
         gate=gate,
         recommendation=recommendation,
         failures=failures,
-        server=_serving(observed, accepted),
+        server=_serving(observed, accepted, reconciliations),
     )
 
 
@@ -236,7 +239,9 @@ def _baseline(observed: Observed) -> Baseline | None:
     return Baseline(whole.speed(), plain)
 
 
-def _serving(observed: Observed, accepted: dict[Setting, Acceptance]) -> Serving:
+def _serving(
+    observed: Observed, accepted: dict[Setting, Acceptance], reconciliations: Sequence[Reconciliation]
+) -> Serving:
     config = observed.config
     servers = [
         ServedBy(role, observed.urls[role], engine.kind, engine.version, observed.models[role])
@@ -273,4 +278,5 @@ def _serving(observed: Observed, accepted: dict[Setting, Acceptance]) -> Serving
         counted=counted,
         latencies=latencies,
         warnings=warnings_of(observed, accepted),
+        reconciliations=reconciliations,
     )

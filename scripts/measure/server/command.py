@@ -7,6 +7,7 @@ from pathlib import Path
 
 from draftsmith.scripts.measure.server.build import build_report
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.expectation import read_expectation
 from draftsmith.scripts.measure.server.observe import Observed, forget, observe, read_asked
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
@@ -34,12 +35,13 @@ def measure_server(config: MeasureServerConfig, progress: bool = True) -> tuple[
         ServerFailure: a server failed before a whole setting was measured.
     """
     output = require_writable(config.output, *FILES)
+    expectation = read_expectation(config)
     prompts = read_asked(config)
     with output_directory(output, lambda: KEPT):
         observed = asyncio.run(observe(config, prompts, progress=progress))
         if observed.failure is not None and not observed.blocks:
             raise observed.failure
-        report = build_report(observed)
+        report = build_report(observed, expectation)
         write_json(output / "report.json", report)
         write_page(report, output / "report.html")
         write_aside(output / "summary.md", markdown(report))

@@ -3,7 +3,17 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.decode.errors import InputError, at_least, at_most, between, finite, more_than, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    at_least,
+    at_most,
+    between,
+    finite,
+    more_than,
+    one_of,
+    require,
+    require_some,
+)
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import DRAFT_LENGTH
@@ -60,6 +70,11 @@ class MeasureServerConfig(Filters):
     """A gate: what the speed-up over the baseline server must exceed, by its interval's lower end."""
     min_alpha: float | None = None
     """A gate: what α must exceed, by its interval's lower end. Below it is time to train the drafter again."""
+    expect: str | None = None
+    """The report of a local measurement of the same prompts, or its directory: what the server counts must be what that
+    makes it count, to the integer at temperature 0; where it is not, the report says where and why."""
+    expect_verifier: str = "probabilistic"
+    """How the server drafts under sampling: probabilistic, drawn from the draft, or greedy, its likeliest token."""
     confidence: float = 0.95
     """Level of the gates' intervals."""
     timeout: float = 600.0
@@ -83,6 +98,7 @@ class MeasureServerConfig(Filters):
         require(self, finite(more_than(0)), "rate", "timeout", "min_speedup")
         require(self, between(0, 1), "min_alpha", "confidence")
         require(self, DRAFT_LENGTH, "draft_length")
+        require(self, one_of(("probabilistic", "greedy")), "expect_verifier")
         if self.no_repeat_ngram_size:
             raise InputError("no_repeat_ngram_size: expected 0, for servers know no such filter, found another number")
         if self.max_prompt_tokens is not None and self.target is None:

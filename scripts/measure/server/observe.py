@@ -33,7 +33,10 @@ BLOCKS, BLOCKS_WITH_RATE = 10, 2
 """Turns of a setting: enough for an interval over them, and with a rate few, for each begins with an idle server."""
 READ_AGAIN, READ_FOR = 0.1, 5.0
 """Seconds between two readings of counters that must agree, and how long that is waited for."""
-FREE_TO_CHANGE = ("output", "min_speedup", "min_alpha", "confidence", "drafter", "draft_length", "timeout")
+FREE_TO_CHANGE = (
+    *("output", "expect", "expect_verifier", "min_speedup", "min_alpha", "confidence"),
+    *("drafter", "draft_length", "timeout"),
+)
 UNNAMED = ("server", "baseline_server", "server_key_env", "baseline_server_key_env", "prompts", "target")
 """Settings that say where something lies: what lies there is compared."""
 
@@ -76,6 +79,8 @@ class Observed:
     engines: dict[Role, Engine]
     models: dict[Role, str]
     urls: dict[Role, str]
+    lengths: dict[Role, int | None]
+    """Tokens that a text may have there, its prompt included; None where the server does not say."""
     blocks: dict[Setting, dict[Role, list[Block]]] = field(default_factory=dict)
     """Of the settings that are finished: each server's turns, block i of one beside block i of the other."""
     resumed: bool = False
@@ -159,6 +164,7 @@ async def observe(
             {role: door.engine for role, door in doors.items()},
             {role: door.model for role, door in doors.items()},
             {role: door.client.url for role, door in doors.items()},
+            {role: door.length for role, door in doors.items()},
         )
         kept = kept or Kept(config.output, _manifest(observed))
         for setting in config.settings:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_estimate
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.observe import Setting
+from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Gate, Recommendation, Run
 
 Bounded = Mapping[Setting, Estimate]
@@ -12,19 +13,24 @@ Bounded = Mapping[Setting, Estimate]
 
 
 def judge(
-    config: MeasureServerConfig, runs: Sequence[Run], speedups: Bounded, alphas: Bounded
+    config: MeasureServerConfig,
+    runs: Sequence[Run],
+    speedups: Bounded,
+    alphas: Bounded,
+    reconciliations: Sequence[Reconciliation] = (),
 ) -> tuple[Gate | None, Recommendation]:
     """Return the gate, None where none was asked for, and the recommendation.
 
     Every setting that was measured must pass, by the lower end of its interval: the speed-up over the baseline server
-    above `min_speedup` (1 if there is one and no gate on it), α above `min_alpha`. Without a baseline server and
-    without a gate there is nothing to decide.
+    above `min_speedup` (1 if there is one and no gate on it), α above `min_alpha`, and the counts what a
+    report expects. Without a baseline server and without a gate there is nothing to decide.
 
     Args:
         config: the gates.
         runs: the report's, a setting each.
         speedups: over the baseline server; empty without one.
         alphas: of the settings.
+        reconciliations: of the settings, where a report is expected; each must agree.
     """
     by_setting = {(run.temperature, run.batch_size): run for run in runs}
     failures = []
@@ -37,8 +43,9 @@ def judge(
             failures += _below("α", alphas[setting], config.min_alpha, config.confidence, where)
         if run.lossless.passed is False:
             failures.append(f"the text is not the baseline server's, {where}: {run.lossless.reason}")
+    failures += [_departs(one) for one in reconciliations if not one.agrees]
     gate = None
-    if config.min_speedup is not None or config.min_alpha is not None:
+    if config.min_speedup is not None or config.min_alpha is not None or reconciliations:
         gate = Gate(config.min_speedup, None, config.confidence, not failures, failures, min_alpha=config.min_alpha)
     if gate is None and config.baseline_server is None:
         return gate, Recommendation(
@@ -66,7 +73,17 @@ def _told(config: MeasureServerConfig, run: Run) -> str:
     if run.speedup.value is not None:
         times = format_estimate(run.speedup, spread="interval")
         return f"The server writes {times} times as fast as the baseline server ({where}{least})"
+    if config.min_alpha is None:
+        counted = "to the integer" if config.temperature == [0.0] else "within intervals"
+        return f"The server counts what {config.expect} expects, {counted} ({where}{least})"
     return f"Acceptance holds: α is {format_estimate(run.alpha, spread='interval')} ({where}{least})"
+
+
+def _departs(one: Reconciliation) -> str:
+    """Return how the server departs from the report, and the likeliest cause, in one sentence."""
+    cause = f"; {one.causes[0].name}: {one.causes[0].evidence}" if one.causes else ""
+    where = f"T = {one.temperature:g}, {one.concurrency} at once"
+    return f"the server departs from {one.report} at {where}{cause}"
 
 
 def _below(what: str, estimate: Estimate, least: float, confidence: float, where: str) -> list[str]:

@@ -1,0 +1,151 @@
+"""Why a server does otherwise than a report expects: the known causes, what speaks for each, and what to try."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts.measure.pairing import Pairing, ServedText, first_difference
+from draftsmith.scripts.measure.rounds import ExpectedText, Settings
+from draftsmith.scripts.report.reconciliation import Cause
+from draftsmith.scripts.report.types import Verifier
+
+BFLOAT16 = 2.0**-7
+"""The spacing of its numbers just above 1."""
+ROUNDING = 2.0
+"""Units in the last place by which rounding moves the margin of two tokens: seen on the embedded target in bfloat16."""
+SLIGHT = 0.02
+"""A difference of accepted ÷ drafted tokens that another dtype of the draft explains."""
+
+
+def causes_of(
+    pairing: Pairing,
+    settings: Settings,
+    expected: ServerCounts,
+    counted: ServerCounts,
+    others: Sequence[tuple[str, Verifier]],
+) -> list[Cause]:
+    """Return the likely causes, the likeliest first.
+
+    Args:
+        pairing: the answers beside the expected texts.
+        settings: the report's.
+        expected: what the server had to count.
+        counted: what it did count.
+        others: the report's other drafters and verifiers that it may be.
+    """
+    if pairing.prompt_departures:
+        return [_template(pairing)]
+    if pairing.asked.temperature == 0 and pairing.text_departures:
+        return _texts(pairing, settings)
+    return _drafts(pairing, settings, expected, counted, others)
+
+
+def _template(pairing: Pairing) -> Cause:
+    place, at = next(iter(pairing.prompt_departures.items()))
+    wanted, found = pairing.expected[place].prompt_ids, pairing.served[place].prompt_ids or ()
+    evidence = (
+        f"{len(pairing.prompt_departures)} of {len(pairing.served)} prompts have other tokens on the server; prompt "
+        f"{pairing.served[place].prompt!r} has {len(found)} there and {len(wanted)} here, and departs at its token {at}"
+    )
+    return Cause(
+        "template",
+        evidence,
+        "give the server the target's chat template and system prompt (--chat-template), look for a token at the "
+        "beginning that is added twice, or send tokens with --target",
+    )
+
+
+def _texts(pairing: Pairing, settings: Settings) -> list[Cause]:
+    """Return the causes of other texts at T=0."""
+    departures = pairing.text_departures
+    share = f"{len(departures)} of {len(pairing.served)} texts differ at T = 0"
+    right = [place for place in departures if _is_text(pairing.plain[place], pairing.expected[place])]
+    causes = []
+    if right:
+        causes.append(
+            Cause(
+                "not lossless",
+                f"{share}, and of {len(right)} of them the server without speculation writes the expected one",
+                "run `draftsmith certify --server`, and take another version or method of the server",
+            )
+        )
+    # A margin is known of tokens that the text has; where it ends, nothing rounds.
+    margins = [
+        text.margins[at]
+        for place, at in departures.items()
+        if (text := pairing.expected[place]).margins is not None and at < len(text.margins)
+    ]
+    if not margins:
+        return [*causes, Cause("target", f"{share}", "compare the server's target with the report's, file by file")]
+    tie = ROUNDING * BFLOAT16
+    middle = (
+        f"at the first tokens that differ the target's likeliest is ahead by {median(margins):.1%} of its largest logit"
+    )
+    told = f"{middle} (median; at most {max(margins):.1%}), and rounding in bfloat16 moves it by {tie:.1%}"
+    rounding = Cause(
+        "dtype",
+        f"{share}; {told}",
+        f"run the server in {settings.dtype}, the report's dtype, or measure here in the server's",
+    )
+    weights = Cause(
+        "target",
+        f"{share}; {told}",
+        "the server's target is quantised, fine-tuned or another revision than the report's: measure here with its "
+        "weights, and distil the draft again on its texts",
+    )
+    near = max(margins) <= tie
+    return [*causes, rounding, weights] if near else [*causes, weights, *([rounding] if median(margins) <= tie else [])]
+
+
+def _is_text(answer: ServedText | None, text: ExpectedText) -> bool:
+    """Return whether an answer is known to be the expected text."""
+    ids = None if answer is None else answer.token_ids
+    return ids is not None and first_difference(text.tokens[: text.length], ids) is None
+
+
+def _drafts(
+    pairing: Pairing,
+    settings: Settings,
+    expected: ServerCounts,
+    counted: ServerCounts,
+    others: Sequence[tuple[str, Verifier]],
+) -> list[Cause]:
+    """Return the causes of other counts on the right texts."""
+    asked, causes = pairing.asked, []
+    texts = "its texts are the expected ones" if asked.temperature == 0 else "its prompts are the expected ones"
+    for name, verifier in others:
+        if name == asked.drafter:
+            drawn = {"greedy": "the draft's likeliest token", "probabilistic": "tokens that are drawn from the draft"}
+            remedy = {
+                "greedy": 'for drawn drafts set "draft_sample_method":"probabilistic" (vLLM; SGLang has none); for '
+                "greedy ones compare with --expect_verifier greedy",
+                "probabilistic": "compare with --expect_verifier probabilistic, or let the server draft greedily",
+            }
+            causes.append(
+                Cause(
+                    "draft sampling",
+                    f"the counts fit {drawn[verifier]}, and the report's are compared for {drawn[asked.verifier]}",
+                    remedy[verifier],
+                )
+            )
+        else:
+            causes.append(
+                Cause(
+                    "another drafter",
+                    f"{texts}, and the counts are those of the report's {name!r} ({settings.drafters[name]['path']})",
+                    "point the server at the draft that was meant, and start it anew",
+                )
+            )
+    if causes:
+        return causes
+    rates = [counts.draft_acceptance_rate() or 0.0 for counts in (expected, counted)]
+    evidence = f"{texts}, but of the drafted tokens {rates[1]:.1%} were accepted, where {rates[0]:.1%} are expected"
+    path = settings.drafters[asked.drafter]["path"]
+    draft = Cause(
+        "draft",
+        evidence,
+        f"compare the server's draft with {path}: its revision, files and vocabulary; a draft that was trained further "
+        "may lie under the same name",
+    )
+    dtype = Cause("draft dtype", evidence, f"let the server load the draft as the report did, in {settings.dtype}")
+    return [dtype, draft] if abs(rates[0] - rates[1]) <= SLIGHT else [draft]

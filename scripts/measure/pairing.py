@@ -1,0 +1,135 @@
+"""A server's answers beside the texts that a report expects of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
+from draftsmith.scripts.measure.rounds import ExpectedText, Settings
+from draftsmith.scripts.report.types import Verifier
+
+
+@dataclass(frozen=True)
+class ServedText:
+    """One answer of the server."""
+
+    prompt: str
+    """The prompt's id."""
+    tokens: int
+    """Of the answer."""
+    prompt_ids: Sequence[int] | None
+    """The prompt's tokens, as the server had them; None where it does not say."""
+    token_ids: Sequence[int] | None
+    """The answer's."""
+    parts: Sequence[int]
+    """Tokens of each part that it came in; empty where they are no steps."""
+    counts: ServerCounts | None
+    """What the server counted of this answer, if that is known."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is compared."""
+
+    drafter: str
+    """Its name in the report."""
+    verifier: Verifier
+    temperature: float
+    draft_length: int
+    """γ, as the server drafts."""
+    concurrency: int = 1
+    """Requests under way at once."""
+    room: int | None = None
+    """Tokens that the server's context has, prompts included; None where it does not say."""
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Answers beside the texts that are expected of them, in the server's order."""
+
+    asked: Asked
+    served: Sequence[ServedText]
+    expected: Sequence[ExpectedText]
+    plain: Sequence[ServedText | None]
+    """What a server without speculation answered."""
+
+    def expected_counts(self, drafter: str, verifier: Verifier) -> list[ServerCounts] | None:
+        """Return what a server with a drafter must count of each expected text; None where that is not known."""
+        counts = []
+        for text in self.expected:
+            a_TK = text.acceptance(drafter, verifier, self.asked.draft_length)
+            if a_TK is None:
+                return None
+            room = None if self.asked.room is None else self.asked.room - len(text.prompt_ids)
+            counts.append(vllm_counts(a_TK, text.length, self.asked.draft_length, room))
+        return counts
+
+    @cached_property
+    def prompt_departures(self) -> dict[int, int]:
+        """Where the server's prompt first differs, by place."""
+        return {
+            place: at
+            for place, (one, text) in enumerate(zip(self.served, self.expected, strict=True))
+            if one.prompt_ids is not None and (at := first_difference(text.prompt_ids, one.prompt_ids)) is not None
+        }
+
+    @cached_property
+    def text_departures(self) -> dict[int, int]:
+        """Where the server's text first differs, by place."""
+        return {
+            place: at
+            for place, (one, text) in enumerate(zip(self.served, self.expected, strict=True))
+            if one.token_ids is not None
+            and (at := first_difference(text.tokens[: text.length], one.token_ids)) is not None
+        }
+
+    @cached_property
+    def known_texts(self) -> bool:
+        """Whether the server gave the tokens of all answers."""
+        return all(one.token_ids is not None for one in self.served)
+
+
+def paired(
+    settings: Settings,
+    texts: Sequence[ExpectedText],
+    asked: Asked,
+    served: Sequence[ServedText],
+    plain: Sequence[ServedText] = (),
+) -> Pairing:
+    """Put each answer beside its expected text. Arguments and errors are those of `reconcile`."""
+    known = {text.prompt: text for text in texts if text.temperature == asked.temperature}
+    if not known:
+        there = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
+        raise InputError(f"expect: expected a report of T = {asked.temperature:g}, found T = {there or 'none'}")
+    lacking = [one.prompt for one in served if one.prompt not in known]
+    if lacking:
+        raise InputError(
+            f"expect: expected a report of the same prompts, found none of {len(lacking)} of {len(served)} answers, "
+            f"first of prompt {lacking[0]!r}"
+        )
+    if asked.drafter not in settings.drafters:
+        raise InputError(
+            f"drafter: expected one of the report's, {', '.join(settings.drafters)}, found {asked.drafter!r}"
+        )
+    if asked.draft_length > settings.draft_length:
+        raise InputError(
+            f"expect: expected a report of rounds of up to {asked.draft_length} tokens, which the server drafts, found "
+            f"{settings.draft_length}; measure again with --draft_length {asked.draft_length}"
+        )
+    expected = [known[one.prompt] for one in served]
+    if any(text.acceptance(asked.drafter, asked.verifier, asked.draft_length) is None for text in expected):
+        raise InputError(
+            f"expect: expected the rounds of {asked.drafter} ({asked.verifier}) with {asked.draft_length} tokens, "
+            "found none: trees under sampling, n-grams and more tokens than heads are not replayed"
+        )
+    by_prompt = {one.prompt: one for one in plain}
+    return Pairing(asked, served, expected, [by_prompt.get(one.prompt) for one in served])
+
+
+def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    """Return the index of the first token that differs, the shorter length if one begins the other, None if equal."""
+    for at, (one, other) in enumerate(zip(expected, found, strict=False)):
+        if one != other:
+            return at
+    return None if len(expected) == len(found) else min(len(expected), len(found))

@@ -1,0 +1,106 @@
+"""What a report expects of the server that is measured (`--expect`), and whether it does so."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts.measure.pairing import Asked, ServedText
+from draftsmith.scripts.measure.reconcile import reconcile
+from draftsmith.scripts.measure.rounds import ExpectedText, Settings, read_rounds
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.estimates import Acceptance
+from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
+from draftsmith.scripts.report.reconciliation import Reconciliation
+from draftsmith.scripts.report.types import Verifier
+from draftsmith.scripts.serving.counters import ServerCounters
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """A report's rounds, and which of them are the server's."""
+
+    report: str
+    settings: Settings
+    texts: list[ExpectedText]
+    drafter: str
+    verifier: Verifier
+
+
+def read_expectation(config: MeasureServerConfig) -> Expectation | None:
+    """Read what is expected, and require that it is of the settings that are to be measured; None if nothing is.
+
+    Raises:
+        InputError: there are no rounds, or they are of other settings.
+    """
+    if config.expect is None:
+        return None
+    settings, texts = read_rounds(config.expect)
+    wanted = {"max_new_tokens": settings.max_new_tokens, "ignore_eos": False, **settings.filters}
+    for name, value in wanted.items():
+        if getattr(config, name) != value:
+            raise InputError(
+                f"{name}: expected {value}, as in the report that is expected, found {getattr(config, name)}"
+            )
+    for temperature in config.temperature:
+        if temperature not in {text.temperature for text in texts}:
+            there = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
+            raise InputError(f"temperature: expected one of the report's, {there or 'none'}, found {temperature:g}")
+    measured = [name for name, about in settings.drafters.items() if about.get("kind") != "baseline_draft"]
+    drafter = config.drafter or (measured[0] if len(measured) == 1 else "")
+    if drafter not in settings.drafters:
+        names = ", ".join(settings.drafters)
+        raise InputError(f"drafter: expected one of the report's, {names}, found {config.drafter or 'none'}")
+    verifier: Verifier = "greedy" if config.expect_verifier == "greedy" else "probabilistic"
+    return Expectation(config.expect, settings, texts, drafter, verifier)
+
+
+def reconciled(
+    expectation: Expectation | None, observed: Observed, accepted: Mapping[Setting, Acceptance]
+) -> list[Reconciliation]:
+    """Compare each setting that was measured with what is expected of it.
+
+    Raises:
+        InputError: prompts, draft lengths or drafters that the report does not know, or a server that gives means.
+    """
+    if expectation is None:
+        return []
+    found = []
+    for setting, each in accepted.items():
+        length = each.draft_length
+        if each.total is None or length is None or each.tree:
+            raise InputError("expect: expected a server that counts chains of drafts, found means or trees")
+        # At T=0 both verifiers are one.
+        verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
+        room = observed.lengths["server"]
+        asked = Asked(expectation.drafter, verifier, setting[0], length, setting[1], room)
+        served = [_served(observed, setting, role) for role in observed.engines]
+        plain = served[1] if len(served) > 1 else []
+        total = _counts(each.total)
+        found.append(
+            reconcile(expectation.report, expectation.settings, expectation.texts, asked, served[0], total, plain)
+        )
+    return found
+
+
+def _served(observed: Observed, setting: Setting, role: Role) -> list[ServedText]:
+    return [
+        ServedText(
+            observed.prompts[record.prompt].prompt.id,
+            record.tokens,
+            record.prompt_ids,
+            record.token_ids,
+            record.parts,
+            None if record.counts is None else _counts(record.counts),
+        )
+        for record in observed.records(setting, role)
+    ]
+
+
+def _counts(counters: ServerCounters) -> ServerCounts:
+    return ServerCounts(
+        counters.num_drafts,
+        counters.num_draft_tokens,
+        counters.num_accepted_tokens,
+        counters.num_accepted_tokens_per_pos,
+    )
