@@ -6,11 +6,13 @@
 import asyncio
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
@@ -22,7 +24,7 @@ from draftsmith.scripts.coordinate.ingress import Entry, Ingress, refused_respon
 from draftsmith.scripts.coordinate.rates import Rates
 from draftsmith.scripts.coordinate.relay import Outcome
 from draftsmith.scripts.coordinate.request_log import Writer, record, redactor
-from draftsmith.scripts.coordinate.routing import Facts, Lease, Refusal
+from draftsmith.scripts.coordinate.routing import DOWN, Facts, Lease, Refusal
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.server import api_key
 
@@ -34,6 +36,8 @@ OPTIONS: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 1.0,
 }
 DISPATCHER = "dispatcher"
+TRIES = 10
+"""Calls of a dispatcher that may have died, before a request is refused."""
 
 api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
@@ -41,6 +45,11 @@ api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 @api.exception_handler(Refused)
 async def _refused(request: Request, error: Refused) -> JSONResponse:
     return refused_response(error)
+
+
+@api.exception_handler(Exception)
+async def _failed(request: Request, error: Exception) -> JSONResponse:
+    return refused_response(Refused(500, "the coordinator failed", "server_error"))  # its log says how
 
 
 @api.exception_handler(HTTPException)
@@ -101,7 +110,11 @@ class IngressDeployment:
         self.dispatcher = dispatcher
 
         async def choose(facts: Facts, holder: str, tried: list[str]) -> Lease | Refusal:
-            return await dispatcher.acquire.remote(facts, holder, tried)
+            for _ in range(TRIES):
+                with suppress(RayError):  # it died: the next call waits for the one that Serve starts
+                    return await dispatcher.acquire.remote(facts, holder, tried)
+                await asyncio.sleep(0.5)
+            return Refusal(DOWN)
 
         async def heard(holder: str, ended: list[Outcome], held: list[Lease]) -> None:
             await dispatcher.heard.remote(holder, ended, held)

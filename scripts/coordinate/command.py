@@ -3,6 +3,7 @@
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Sequence
 from types import FrameType
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"coordinate: expected Ray Serve, found none ({error}): pip install 'draftsmith[coordinator]'"
         ) from error
     built = application(config)
+    _require_free(config)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     stopped = threading.Event()
 
@@ -61,3 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         ray.shutdown()
     return 0
+
+
+def _require_free(config: CoordinatorConfig) -> None:
+    """Require an address to answer at, before seconds of starting Ray.
+
+    Raises:
+        InputError: it is taken, or none of this machine's.
+    """
+    try:
+        with socket.create_server((config.host, config.port)):
+            pass
+    except OSError as error:
+        found = error.strerror or str(error)
+        raise InputError(f"port: expected a free one at {config.host}:{config.port}, found: {found}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 from coordinating import Exchange, Stub, answer_hello, coordinator, metric, wait_until
 
@@ -35,6 +36,7 @@ class Served:
     def __init__(self, folder: Path):
         self.stubs = {name: Stub() for name in ("a1", "a2", "b", "c")}
         self.log, self.url = folder / "log.jsonl", ""
+        self.process: subprocess.Popen[bytes]
 
     def config(self) -> dict[str, Any]:
         a1, a2, b, c = (stub.url for stub in self.stubs.values())
@@ -79,7 +81,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     for stub in served.stubs.values():
         stub.start()
     with coordinator(served.config(), folder, ENVIRONMENT) as (url, process):
-        served.url = url
+        served.url, served.process = url, process
         yield served
         assert process.poll() is None
     for stub in served.stubs.values():
@@ -284,6 +286,34 @@ def test_without_a_server_that_is_well_it_says_so(served):
         served.stubs["c"].start()
 
 
+def test_a_dispatcher_that_dies_is_replaced_and_told_what_is_under_way(served):
+    go = threading.Event()
+
+    def held(exchange: Exchange) -> None:
+        exchange.begin()
+        exchange.part("first")
+        go.wait(120)
+        exchange.finish()
+
+    def dispatchers() -> list[psutil.Process]:
+        return [p for p in psutil.Process(served.process.pid).children(recursive=True) if "dispatcher" in p.name()
+                or any("dispatcher" in word for word in p.cmdline())]  # fmt: skip
+
+    served.stubs["c"].answer = held
+    with served.stream(model="small") as response:
+        parts = response.iter_bytes()
+        next(parts)
+        (dispatcher,) = dispatchers()
+        dispatcher.kill()
+        dispatcher.wait(60)
+        assert served.ask().status_code == 200
+        wait_until(lambda: metric(served.url, "in_flight", pair="c") == 1)
+        assert served.ask(model="small").status_code == 429
+        go.set()
+        assert b"".join(parts).endswith(b"data: [DONE]\n\n")
+    wait_until(served.idle)
+
+
 def test_the_log_becomes_completions_to_distil_from(served, tmp_path):
     def answer(exchange: Exchange) -> None:
         if not exchange.body.get("stream"):
@@ -355,13 +385,18 @@ def test_a_signal_lets_requests_end_and_the_log_has_them(tmp_path):
 
 
 def test_what_is_wrong_is_said_before_ray_starts(tmp_path, monkeypatch, capsys):
+    stub = Stub()
+    stub.start()
+    taken = stub.port
     a = '[{"name": "a", "models": ["m"], "endpoints": ["http://127.0.0.1:1"], '
     for flags, said in (
         (["--pairs", a + '"key_env": "NO_SUCH_KEY"}]'], "pairs.a.key_env: expected an API key in the environment"),
         (["--pairs", a + f'"report": "{tmp_path}/no.json"}}]'], "pairs.a.report: expected a report of `draftsmith"),
+        (["--pairs", a.rstrip(", ") + "}]", "--port", str(taken)], f"port: expected a free one at 127.0.0.1:{taken}"),
     ):
         assert run(lambda flags=flags: main(flags)) == 2
         assert capsys.readouterr().err.startswith(f"error: {said}")
+    stub.stop()
     line = subprocess.run(
         [str(ROOT / ".venv/bin/draftsmith"), "coordinate", "--pairs", "[]"], capture_output=True, text=True
     )
