@@ -33,6 +33,8 @@ from draftsmith.train.models import identity, load_tokenizer
 from draftsmith.train.provenance import environment, git_sha, write_json
 
 SCHEMA, KEPT_SCHEMA = "draftsmith.certificate/1", "draftsmith.certify/1"
+SERVERS = ("server", "plain_server")
+"""Fields that name a server."""
 CERTIFICATE, KEPT = "certificate.json", ".unfinished"
 ELSEWHERE = ("output", "target", "draft", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
 """Settings that shape no text, or say where something lies that is compared itself."""
@@ -67,16 +69,19 @@ def _report(
     directory: Path,
 ) -> dict[str, Any]:
     ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
-    settle_manifest(directory, _manifest(config, questions))
+    models = asyncio.run(_models(config))
+    if not any(path.stat().st_size for path in directory.glob("*.jsonl")):
+        remove(directory)  # nothing is kept of a run that failed at once: it may be begun otherwise
+    settle_manifest(directory, _manifest(config, questions, models))
     asked = stages(config, len(questions))
     _announce(config, console, len(questions), pair)
     servers: dict[str, Any] = {}
-    found = _ask(config, "server", questions, asked, ends, directory, progress, servers)
+    found = _ask(config, "server", models, questions, asked, ends, directory, progress, servers)
     # With the target here, sampled texts are judged by it, and T=0 alone is compared.
     wanted = [[request for request in stage if pair is None or request.temperature == 0] for stage in asked]
     plain = None
     if config.plain_server is not None:
-        plain = _ask(config, "plain_server", questions, wanted, ends, directory, progress, servers)
+        plain = _ask(config, "plain_server", models, questions, wanted, ends, directory, progress, servers)
     greedy, laws = None, []
     for temperature in config.temperature:
         reference = None if plain is None else plain.of(temperature)
@@ -125,6 +130,7 @@ def _load(config: CertifyConfig) -> Pair | None:
 def _ask(
     config: CertifyConfig,
     name: str,
+    models: dict[str, str],
     questions: list[Question],
     asked: Sequence[Sequence[Request]],
     ends: list[int],
@@ -137,16 +143,15 @@ def _ask(
     most = config.max_new_tokens * sum(map(len, asked))
 
     async def work() -> None:
-        url, key_env = getattr(config, name), getattr(config, f"{name}_key_env")
-        async with Client(url, name, key_env, config.timeout) as client:
-            model, before = await client.model(getattr(config, f"{name}_model")), await _counters(client)
+        async with _client(config, name) as client:
+            before = await _counters(client)
             with tqdm(total=most, desc=f"texts of {name}, tokens", disable=None if progress else True) as bar:
                 bar.update(sum(len(tokens) for tokens, _ in kept.texts.values()))
                 for stage in asked:
-                    await ask(config, client, model, questions, stage, ends, kept, bar.update)
+                    await ask(config, client, models[name], questions, stage, ends, kept, bar.update)
             after = await _counters(client)
             counted = None if before is None or after is None else asdict(after - before)
-            servers[name] = {"url": client.url, "model": model, "counters": counted}
+            servers[name] = {"url": client.url, "model": models[name], "counters": counted}
 
     try:
         asyncio.run(work())
@@ -154,6 +159,21 @@ def _ask(
         error.add_note(f"{len(kept.texts)} texts are kept in {directory}")
         raise
     return kept
+
+
+def _client(config: CertifyConfig, name: str) -> Client:
+    """Return a client of the server, or of the plain one, by its field's name."""
+    return Client(getattr(config, name), name, getattr(config, f"{name}_key_env"), config.timeout)
+
+
+async def _models(config: CertifyConfig) -> dict[str, str]:
+    """Return the model that each server is asked for."""
+    models = {}
+    for name in SERVERS:
+        if getattr(config, name) is not None:
+            async with _client(config, name) as client:
+                models[name] = await client.model(getattr(config, f"{name}_model"))
+    return models
 
 
 async def _counters(client: Client) -> ServerCounters | None:
@@ -224,13 +244,13 @@ def _identity(config: CertifyConfig, path: str) -> dict[str, Any]:
     return identity(path, trust_remote_code=config.trust_remote_code)
 
 
-def _manifest(config: CertifyConfig, questions: Sequence[Question]) -> dict[str, Any]:
+def _manifest(config: CertifyConfig, questions: Sequence[Question], models: dict[str, str]) -> dict[str, Any]:
     """Say what shapes the texts, for a run that goes on."""
     settings = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
     sent = [[question.ids, question.prompt.text, question.prompt.messages] for question in questions]
     return {
         "schema": KEPT_SCHEMA,
-        "settings": settings,
+        "settings": settings | {f"{name}_model": model for name, model in models.items()},
         "target": {} if config.target is None else {"path": config.target} | _identity(config, config.target),
         "prompts": {"path": config.prompts, "sha256": _digest(sent)},
         "versions": {"draftsmith": version("draftsmith"), "git_sha": git_sha()},

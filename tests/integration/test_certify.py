@@ -1,0 +1,293 @@
+"""`draftsmith certify` against a server in vLLM's streaming shape: right ones pass, faults fail, failures keep."""
+
+import json
+import random
+import threading
+from collections import defaultdict
+
+import pytest
+import torch
+from conftest import tiny_llama
+from server_fixtures import server  # noqa: F401
+
+from draftsmith.decode import autoregressive_generate
+from draftsmith.scripts import cli
+from draftsmith.scripts.certify.asking import Kept, Request, companions, stages
+from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.train.runs import save_model
+
+NEW, END, SAMPLED = 16, 5, 2200
+METRICS = """# TYPE vllm:spec_decode_num_drafts counter
+vllm:spec_decode_num_drafts_total {drafts}
+# TYPE vllm:spec_decode_num_draft_tokens counter
+vllm:spec_decode_num_draft_tokens_total {drafts}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    model = tiny_llama(0, len(tokenizer), layers=1)
+    model.generation_config.eos_token_id = END
+    return model
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory, tokenizer, model):
+    root = tmp_path_factory.mktemp("files")
+    save_model(model, tokenizer, root / "target")
+    lines = [{"prompt": f"def f{i}(x): return {'x' * i}"} for i in range(6)]
+    (root / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return root
+
+
+class Writer:
+    """Writes texts as the target does, many of a prompt at a time."""
+
+    def __init__(self, model):
+        self.model, self.lock, self.ready, self.drawn = model, threading.Lock(), defaultdict(list), 0
+
+    def __call__(self, body: dict) -> list[int]:
+        prompt, temperature = tuple(body["prompt"]), body["temperature"]
+        with self.lock:
+            queue = self.ready[prompt, temperature]
+            if not queue:
+                rows = torch.tensor([prompt] * (32 if temperature else 1))
+                options = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+                out = autoregressive_generate(self.model, rows, max_new_tokens=NEW, seed=self.drawn, **options)
+                self.drawn += len(rows)
+                for row, counts in zip(out.sequences[:, len(prompt) :].tolist(), out.row_counts, strict=True):
+                    queue.append(row[: counts.num_emitted_tokens])
+            return queue.pop() if temperature else list(queue[0])
+
+
+def streamed(body: dict, tokens: list[int], **choice) -> tuple[int, dict, bytes]:
+    """An answer in two parts, its usage, and the end."""
+    reason, prompt = "stop" if END in tokens else "length", body["prompt"]
+    first = {"index": 0, "text": "", "token_ids": tokens[:3], "prompt_token_ids": prompt, "finish_reason": None}
+    last = {"index": 0, "text": "", "token_ids": tokens[3:], "finish_reason": reason}
+    parts = [{"choices": [first | choice]}, {"choices": [last | choice]}]
+    parts.append({"choices": [], "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(tokens)}})
+    lines = [*(f"data: {json.dumps(part)}\n\n" for part in parts), "data: [DONE]\n\n"]
+    return 200, {"Content-Type": "text/event-stream"}, "".join(lines).encode()
+
+
+@pytest.fixture
+def writes(server, model):  # noqa: F811
+    """Let the server write what a function makes of the target's texts: (its text, request, number) → tokens."""
+    writer, drafted = Writer(model), iter(range(0, 10_000, 100))
+
+    def let(changed=lambda tokens, body, number: tokens):
+        def answer(path, body, number):
+            if path == "/metrics":
+                return 200, {}, METRICS.format(drafts=next(drafted)).encode()
+            return streamed(body, changed(writer(body), body, number))
+
+        server.answer = answer
+        return server
+
+    return let
+
+
+def unmetered(answer):
+    """A server without counters."""
+    return lambda path, body, number: (404, {}, b"none") if path == "/metrics" else answer(body, number)
+
+
+def certify(files, server, output, *more):  # noqa: F811
+    own = {"server": server.root, "target": files / "target", "prompts": files / "prompts.jsonl", "output": output}
+    own |= {"max_new_tokens": NEW, "sampled_tokens": SAMPLED, "threads": 1}
+    flags = {name: value for name, value in own.items() if f"--no_{name}" not in more}
+    rest = [part for part in more if not part.startswith("--no_t")]
+    return cli.main(["certify", *(part for name, value in flags.items() for part in (f"--{name}", str(value))), *rest])
+
+
+def completions(server):  # noqa: F811
+    return [body for path, _, body in server.requests if path == "/v1/completions"]
+
+
+def test_a_right_server_passes(files, writes, tmp_path, capsys):
+    """A false alarm has probability 1e-3."""
+    server = writes()  # noqa: F811
+    assert certify(files, server, tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "6 texts at T=0; 138 texts, 2208 tokens at most, at T=1; 4 at once" in out
+    assert "T=0: 6 of 6 texts identical" in out and "lossless, as far as tested" in out
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert found["schema"] == "draftsmith.certificate/1" and found["passed"] is True
+    assert found["greedy"]["identical"] is True and found["greedy"]["prompts"] == 6
+    (law,) = found["sampled"]
+    assert law["texts"] == 138 and law["threshold"] == 1e-3 < law["p_value"] and law["impossible"] == 0
+    assert len(law["tests"]) == 12 and 0 < law["finds"]["unlikely_tokens"] < law["finds"]["total_variation"] < 0.2
+    assert found["servers"]["server"]["model"] == "tiny"
+    assert found["servers"]["server"]["counters"]["num_drafts"] == 100
+    assert not (tmp_path / "out" / ".unfinished").exists()
+    asked = completions(server)
+    assert len(asked) == 144 and server.busiest <= 4
+    for body in asked:
+        assert "seed" not in body and body["top_k"] == -1 and body["top_p"] == 1 and body["repetition_penalty"] == 1
+        assert body["stop_token_ids"] == [END] and body["max_tokens"] == NEW
+    assert [body["temperature"] for body in asked[:6]] == [0.0] * 6
+
+
+def test_a_server_is_compared_with_a_plain_one(files, writes, tmp_path):
+    """A false alarm has probability 1e-3. T=0 is the plain server's, and with the target that is all it is asked."""
+    server = writes()  # noqa: F811
+    assert certify(files, server, tmp_path / "both", "--plain-server", server.root) == 0
+    assert len(completions(server)) == 144 + 6
+
+
+def test_texts_of_two_servers_are_told_apart(files, server, tmp_path, capsys):  # noqa: F811
+    """Without the target: prompts go out as text. The plain server is the one without a key."""
+    draws = random.Random(0)
+    server.answer = unmetered(lambda body, number: streamed({"prompt": [1]}, draws.choices((1, 2), k=NEW)))
+    flags = ["--no_target", "--plain-server", server.root, "--temperature", "0.5"]
+    assert certify(files, server, tmp_path / "same", *flags) == 0
+    found = json.loads((tmp_path / "same" / "certificate.json").read_text())
+    assert set(found["sampled"][0]["tests"]) == {"beginnings", "n-grams"} and found["target"] is None
+    assert found["servers"]["plain_server"]["counters"] is None
+    assert completions(server)[0]["prompt"].startswith("def f0") and "stop_token_ids" not in completions(server)[0]
+    server.requests.clear()
+    first = 6 + 138  # are the server's under test
+    server.answer = unmetered(
+        lambda body, number: streamed({"prompt": [1]}, draws.choices((1, 2), (2 if number <= first else 1, 1), k=NEW))
+    )
+    assert certify(files, server, tmp_path / "other", *flags, "--temperature", "0,0.5") == 3
+    out = capsys.readouterr().out
+    assert "T=0: 0 of 6 texts identical" in out and "whether these are ties, the target (--target) would tell" in out
+    assert "its texts are not the plain server's" in out
+
+
+FAULTS = {
+    "greedy": "uniform by",
+    "the same rows": "rows of the same prompt: independent",
+    "behind the end": "texts go on behind their end",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_server_fails(fault, files, writes, model, tmp_path, capsys):
+    greedy, written = Writer(model), {}
+
+    def changed(tokens, body, number):
+        if body["temperature"] == 0:
+            return tokens
+        if fault == "greedy":
+            return greedy(body | {"temperature": 0})
+        if fault == "the same rows":
+            return written.setdefault((*body["prompt"], (number - 7) // 12), tokens)
+        return [*tokens, 7, 8] if tokens[-1] == END else tokens
+
+    assert certify(files, writes(changed), tmp_path / "out") == 3
+    out = capsys.readouterr().out
+    assert FAULTS[fault] in out and "T=0: 6 of 6 texts identical" in out and "not lossless" in out
+    assert json.loads((tmp_path / "out" / "certificate.json").read_text())["passed"] is False
+
+
+def test_a_wrong_token_at_zero_is_named(files, writes, tmp_path, capsys):
+    def changed(tokens, body, number):
+        return [*tokens[:2], (tokens[2] + 1) % 90, *tokens[3:]] if number == 4 else tokens
+
+    assert certify(files, writes(changed), tmp_path / "out", "--temperature", "0", "--concurrency", "1") == 3
+    out = capsys.readouterr().out
+    assert "T=0: 5 of 6 texts identical" in out and "token 2: " in out and "margin" in out
+
+
+def test_what_was_answered_outlives_a_failure(files, writes, tmp_path, capsys):
+    broken = {"from": 50}
+
+    def changed(tokens, body, number):
+        if number > broken["from"]:
+            raise OSError
+        return tokens
+
+    server = writes(changed)  # noqa: F811
+    right = server.answer
+
+    def answer(path, body, number):
+        try:
+            return right(path, body, number)
+        except OSError:
+            return 500, {}, b'{"error": {"message": "out of luck"}}'
+
+    server.answer = answer
+    assert certify(files, server, tmp_path / "out") == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: server: expected an answer from") and "out of luck" in error and "kept" in error
+    kept = sum(1 for line in (tmp_path / "out" / ".unfinished" / "server.jsonl").open() if line.strip())
+    assert kept >= 40
+    assert certify(files, server, tmp_path / "out", "--temperature", "0,0.7,1") == 2
+    assert "temperature: expected [0.0, 1.0], found [0.0, 0.7, 1.0]" in capsys.readouterr().err
+    broken["from"], before = 10**6, len(completions(server))
+    assert certify(files, server, tmp_path / "out") == 0
+    assert len(completions(server)) - before == 144 - kept
+
+
+def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
+    server = writes()  # noqa: F811
+
+    def refused(*more):
+        assert certify(files, server, tmp_path / "out", *more) == 2
+        (line,) = capsys.readouterr().err.strip().splitlines()
+        return line
+
+    assert "target: expected the target or, as `plain_server`" in refused("--no_target")
+    assert "draft: expected none without" in refused("--no_target", "--plain-server", "http://x", "--draft", "d")
+    assert "no_repeat_ngram_size: expected 0" in refused("--no_repeat_ngram_size", "2")
+    assert "sampled_tokens: expected at least 2000" in refused("--sampled_tokens", "100")
+    assert "temperature: expected each number once" in refused("--temperature", "1,1")
+    assert "concurrency: expected at least 1" in refused("--concurrency", "0")
+    assert "server: expected a URL" in refused("--server", "nowhere")
+    server.answer = lambda path, body, number: (400, {}, b'{"error": {"message": "no such thing"}}')
+    assert "no such thing" in refused()
+    server.answer = unmetered(lambda body, number: streamed(body, [1] * NEW, token_ids=None))
+    assert "server: expected token ids" in refused()
+    server.answer = unmetered(lambda body, number: streamed(body | {"prompt": [1]}, [1] * NEW, prompt_token_ids=[2]))
+    assert "tokens as sent" in refused()
+    server.answer = unmetered(lambda body, number: streamed(body, [1] * 4))
+    assert "server: expected room for 16 tokens" in refused()
+
+
+def test_texts_that_end_early_are_too_few(files, server, tmp_path, capsys):  # noqa: F811
+    server.answer = unmetered(lambda body, number: streamed(body, [1, END]))
+    assert certify(files, server, tmp_path / "out", "--temperature", "1") == 2
+    assert (
+        "sampled_tokens: expected texts of at least 2000 tokens to test their law, found 276" in capsys.readouterr().err
+    )
+
+
+def config(**given):
+    return CertifyConfig(server="http://s", prompts="p", output="o", target="t", **given)
+
+
+def test_each_prompt_is_asked_twice_in_a_row():
+    greedy, sampled = stages(config(sampled_tokens=2000, max_new_tokens=200), 3)
+    assert [request.prompt for request in greedy] == [0, 1, 2]
+    assert [request.prompt for request in sampled] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
+    for kind, pairs in companions(len(sampled)).items():
+        same = [sampled[i].prompt == sampled[j].prompt for i, j in pairs]
+        assert pairs and all(same) if kind == "rows of the same prompt" else not any(same)
+
+
+def test_temperatures_can_be_mixed():
+    (mixed,) = stages(config(sampled_tokens=2000, max_new_tokens=200, temperature="0,0.5,1", mixed=True), 5)
+    assert len(mixed) == 25
+    for start in range(0, 25, 5):
+        assert sorted(request.temperature for request in mixed[start : start + 5]) == [0, 0.5, 0.5, 1, 1]
+    assert [request.place for request in mixed if request.temperature == 1] == list(range(10))
+
+
+def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
+    kept = Kept(tmp_path / "texts.jsonl")
+    kept.add(Request(1.0, 0, 0), [1, 2], "length")
+    with (tmp_path / "texts.jsonl").open("a") as file:
+        file.write("\n[1.0, 1, [3")
+    again = Kept(tmp_path / "texts.jsonl")
+    again.add(Request(1.0, 2, 0), [4], "stop")
+    assert Kept(tmp_path / "texts.jsonl").of(1.0) == [([1, 2], "length"), ([4], "stop")]
+
+
+def test_seeds_differ(files, writes, tmp_path):
+    server = writes()  # noqa: F811
+    assert certify(files, server, tmp_path / "out", "--seeded", "--temperature", "1") == 0
+    seeds = [body["seed"] for body in completions(server)]
+    assert len(set(seeds)) == len(seeds) == 138 and max(seeds) < 2**31
