@@ -8,7 +8,7 @@ Shape suffixes: P shuffles, M texts of a prompt from both decoders.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,13 +51,13 @@ def two_sample_tests(
     comparisons: dict[str, Callable[[Sequence[Tokens]], Floats]] = {"beginnings": _beginnings, "n-grams": _grams}
     return {
         name: _permuted(
-            [kernel([*a, *b]) for a, b in zip(first, second, strict=True)], [len(a) for a in first], shuffles, seed
+            (kernel([*a, *b]) for a, b in zip(first, second, strict=True)), [len(a) for a in first], shuffles, seed
         )
         for name, kernel in comparisons.items()
     }
 
 
-def _permuted(kernels: Sequence[Floats], sizes: Sequence[int], shuffles: int, seed: int) -> TwoSamples:
+def _permuted(kernels: Iterable[Floats], sizes: Sequence[int], shuffles: int, seed: int) -> TwoSamples:
     """Return the test of resemblances (M, M); the first so many texts of each prompt are the first decoder's."""
     generator = np.random.default_rng(seed)
     drawn = np.zeros(shuffles)
@@ -84,8 +84,7 @@ def _beginnings(texts: Sequence[Tokens]) -> Floats:
     """Return how many tokens each two texts begin with together, (M, M)."""
     longest = max(map(len, texts), default=0)
     ids_MT = np.array([[*text, *[-1 - i] * (longest - len(text))] for i, text in enumerate(texts)], dtype=np.int64)
-    same = ids_MT[:, None] == ids_MT[None]
-    return np.logical_and.accumulate(same, axis=-1).sum(-1).astype(np.float64)
+    return np.array([np.logical_and.accumulate(ids_MT == ids_T, axis=-1).sum(-1) for ids_T in ids_MT], dtype=np.float64)
 
 
 def _grams(texts: Sequence[Tokens]) -> Floats:

@@ -82,7 +82,7 @@ def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[Certi
         reference = None if plain is None else plain.of(temperature)
         texts = found.of(temperature)
         if temperature == 0:
-            greedy = judge_greedy(config, pair, questions, texts, reference)
+            greedy = judge_greedy(config, pair, questions, texts, reference, servers.ends)
             _show_greedy(console, greedy, len(questions))
         else:
             laws.append(judge_law(config, pair, questions, temperature, texts, reference, servers.ends))

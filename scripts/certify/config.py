@@ -2,13 +2,24 @@
 
 from dataclasses import dataclass, field
 
-from draftsmith.decode.errors import InputError, at_least, at_most, between, finite, more_than, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    Range,
+    at_least,
+    at_most,
+    between,
+    finite,
+    more_than,
+    require,
+    require_some,
+)
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
 from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import PromptOptions
 
 CONCURRENCY = at_least(1) & at_most(256)
+TEMPERATURES = Range("0 or at least 0.01, which vLLM makes of less", lambda value: value == 0 or value >= 0.01)
 
 
 @dataclass
@@ -78,7 +89,11 @@ class CertifyConfig(Filters, PromptOptions):
             )
         self.temperature = numbers(self.temperature, float, "temperature")
         require_some(self, "temperature", "temperature")
-        require(self, finite(at_least(0)), "temperature")
+        require(self, finite(TEMPERATURES), "temperature")
+        if self.min_p and self.top_p < 1:
+            raise InputError(
+                f"min_p: expected 0 beside top_p, which servers apply in another order, found {self.min_p}"
+            )
         require(self, at_least(LEAST_TOKENS) & at_most(10**9), "sampled_tokens")
         require(self, between(0, 1), "false_alarm")
         require(self, CONCURRENCY, "concurrency")

@@ -51,7 +51,12 @@ class Law:
 
 
 def judge_greedy(
-    config: CertifyConfig, pair: Pair | None, questions: Sequence[Question], found: Texts, plain: Texts | None
+    config: CertifyConfig,
+    pair: Pair | None,
+    questions: Sequence[Question],
+    found: Texts,
+    plain: Texts | None,
+    ends: Sequence[int],
 ) -> Certificate:
     """Compare a server's texts at T=0 with the plain server's, or with what the target writes here.
 
@@ -61,10 +66,11 @@ def judge_greedy(
         questions: the prompts.
         found: the server's texts.
         plain: the plain server's; None to decode here.
+        ends: ids that end a text.
     """
-    texts = [tokens for tokens, _ in found]
+    texts, plain_ones = ([_with_end(*text, ends) for text in of or []] for of in (found, plain))
     if pair is None:
-        return _compared(texts, [tokens for tokens, _ in plain or []])
+        return _compared(texts, plain_ones)
     prompts = [torch.tensor(question.ids) for question in questions]
     if plain is None:
         # Penalties change what T=0 writes; temperature and top-k do not.
@@ -72,7 +78,7 @@ def judge_greedy(
         decoded = plain_texts(pair.target, _on(prompts, pair), batch_size=8, **options)
         expected = [text[len(prompt) :].tolist() for text, prompt in zip(decoded, prompts, strict=True)]
     else:
-        expected = [tokens for tokens, _ in plain]
+        expected = plain_ones
     sampler = config.at(0).sampler().on(pair.target.device)
     return certify_greedy(pair.target, expected, texts, _on(prompts, pair), sampler, same_kernels=False)
 
@@ -100,8 +106,8 @@ def judge_law(
     Raises:
         InputError: the texts ended so early that they hold too few tokens.
     """
-    whole = [tokens for tokens, _ in found]
-    texts = [_to_end(tokens, reason, ends)[: config.max_new_tokens] for tokens, reason in found]
+    whole = [_with_end(*text, ends) for text in found]
+    texts = [_up_to_end(tokens, ends)[: config.max_new_tokens] for tokens in whole]
     overrun = sum(len(tokens) > len(text) for tokens, text in zip(whole, texts, strict=True))
     asked = [i // 2 % len(questions) for i in range(len(texts))]
     if pair is not None:
@@ -168,12 +174,14 @@ def _by_target(
     return result.p_value, {name: asdict(test) for name, test in result.tests.items()}, result.num_impossible, reason
 
 
-def _to_end(tokens: list[int], reason: str, ends: Sequence[int]) -> list[int]:
-    """Return a text with its end-of-sequence token, and nothing behind it."""
-    for i, token in enumerate(tokens):
-        if token in ends:
-            return tokens[: i + 1]
-    return [*tokens, ends[0]] if reason == "stop" and ends else tokens
+def _with_end(tokens: list[int], reason: str, ends: Sequence[int]) -> list[int]:
+    """Return a text with its end-of-sequence token, which some servers leave out."""
+    return [*tokens, ends[0]] if reason == "stop" and ends and not set(ends) & set(tokens) else tokens
+
+
+def _up_to_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """Return a text without what stands behind its end-of-sequence token."""
+    return next((tokens[: i + 1] for i, token in enumerate(tokens) if token in ends), tokens)
 
 
 def _compared(found: Sequence[list[int]], plain: Sequence[list[int]]) -> Certificate:

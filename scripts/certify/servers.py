@@ -42,7 +42,7 @@ class Servers:
     models: dict[str, str] = field(default_factory=dict)
     """What each is asked for."""
     counters: dict[str, ServerCounters | None] = field(default_factory=dict)
-    """What each counted of the texts of this run; None of one that shows no counters."""
+    """What each counted of the texts of this run; None of one that shows no counters, or was asked for none."""
 
     def begin(self) -> None:
         """Ask each server for its model, and go on with the texts that an earlier run of the same settings left.
@@ -59,6 +59,9 @@ class Servers:
     def texts(self, name: str, stages: Sequence[Sequence[Request]]) -> Kept:
         """Ask a server for all texts that it has not written yet, stage after stage."""
         kept = Kept(self.directory / f"{name}.jsonl")
+        if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
+            self.counters[name] = None
+            return kept
 
         async def work() -> None:
             async with self._client(name) as client:

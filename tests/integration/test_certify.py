@@ -60,9 +60,10 @@ class Writer:
             return queue.pop() if temperature else list(queue[0])
 
 
-def streamed(body: dict, tokens: list[int], **choice) -> tuple[int, dict, bytes]:
+def streamed(body: dict, tokens: list[int], says_end: bool = True, **choice) -> tuple[int, dict, bytes]:
     """An answer in two parts, its usage, and the end."""
     reason, prompt = "stop" if END in tokens else "length", body["prompt"]
+    tokens = tokens if says_end else [token for token in tokens if token != END]
     first = {"index": 0, "text": "", "token_ids": tokens[:3], "prompt_token_ids": prompt, "finish_reason": None}
     last = {"index": 0, "text": "", "token_ids": tokens[3:], "finish_reason": reason}
     parts = [{"choices": [first | choice]}, {"choices": [last | choice]}]
@@ -132,8 +133,16 @@ def test_a_right_server_passes(files, writes, tmp_path, capsys):
 def test_a_server_is_compared_with_a_plain_one(files, writes, tmp_path):
     """A false alarm has probability 1e-3. T=0 is the plain server's, and with the target that is all it is asked."""
     server = writes()  # noqa: F811
-    assert certify(files, server, tmp_path / "both", "--plain-server", server.root) == 0
-    assert len(completions(server)) == 144 + 6
+    right = server.answer
+    server.answer = lambda path, body, number: right(path, body, number) if number <= 150 else (503, {}, b"")
+    assert certify(files, server, tmp_path / "out", "--plain-server", server.root, "--concurrency", "1") == 1
+    server.answer, before = right, len(completions(server))
+    assert before > 144
+    assert certify(files, server, tmp_path / "out", "--plain-server", server.root, "--concurrency", "1") == 0
+    assert len(completions(server)) - before < 6  # of the plain server; those under test are all kept
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert found["greedy"]["identical"] and found["servers"]["server"]["counters"] is None
+    assert found["servers"]["plain_server"]["counters"]["num_drafts"] == 100
 
 
 def test_texts_of_two_servers_are_told_apart(files, server, tmp_path, capsys):  # noqa: F811
@@ -181,6 +190,13 @@ def test_a_faulty_server_fails(fault, files, writes, model, tmp_path, capsys):
     out = capsys.readouterr().out
     assert FAULTS[fault] in out and "T=0: 6 of 6 texts identical" in out and "not lossless" in out
     assert json.loads((tmp_path / "out" / "certificate.json").read_text())["passed"] is False
+
+
+def test_a_server_may_leave_the_last_token_out(files, writes, model, tmp_path):
+    """A false alarm has probability 1e-3."""
+    server, writer = writes(), Writer(model)  # noqa: F811
+    server.answer = unmetered(lambda body, number: streamed(body, writer(body), says_end=False))
+    assert certify(files, server, tmp_path / "out") == 0
 
 
 def test_a_wrong_token_at_zero_is_named(files, writes, tmp_path, capsys):
@@ -234,6 +250,8 @@ def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
     assert "draft: expected none without" in refused("--no_target", "--plain-server", "http://x", "--draft", "d")
     assert "no_repeat_ngram_size: expected 0" in refused("--no_repeat_ngram_size", "2")
     assert "sampled_tokens: expected at least 2000" in refused("--sampled_tokens", "100")
+    assert "temperature: expected a finite number, 0 or at least 0.01" in refused("--temperature", "0.001")
+    assert "min_p: expected 0 beside top_p" in refused("--min-p", "0.1", "--top-p", "0.9")
     assert "temperature: expected each number once" in refused("--temperature", "1,1")
     assert "concurrency: expected at least 1" in refused("--concurrency", "0")
     assert "server: expected a URL" in refused("--server", "nowhere")

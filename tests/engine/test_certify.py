@@ -1,0 +1,59 @@
+"""Real servers certified: plain decoding passes, a build that samples wrongly fails, and passes once it is mended."""
+
+import json
+
+import pytest
+from engine import DRAFT, ROOT, TARGET, vllm_server
+
+from draftsmith.scripts import cli
+from draftsmith.train.data.corpus import stdlib_prompts
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+FALSE_ALARM = 1e-3
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in stdlib_prompts(16, heldout=True, seed=3)))
+    return path
+
+
+def certify(url, prompts, output, temperature, *more):
+    """Return the exit code, the certificate, and its laws by temperature."""
+    argv = ["certify", "--server", url, "--target", str(TARGET), "--prompts", str(prompts), "--output", str(output)]
+    argv += ["--temperature", temperature, "--max-prompt-tokens", "40", "--max-new-tokens", "16", "--threads", "1"]
+    argv += ["--sampled-tokens", "2400", "--concurrency", "8", "--false-alarm", str(FALSE_ALARM), *more]
+    code = cli.main(argv)
+    found = json.loads((output / "certificate.json").read_text())
+    return code, found, {law["temperature"]: law for law in found["sampled"]}
+
+
+def test_plain_decoding_passes(plain, prompts, tmp_path):
+    """A false alarm has probability 1e-3."""
+    code, found, laws = certify(plain.url, prompts, tmp_path / "out", "0,0.05,1")
+    assert code == 0 and found["passed"] and found["greedy"]["identical"]
+    assert set(laws) == {0.05, 1.0} and all(law["passed"] for law in laws.values())
+    assert found["servers"]["server"]["counters"]["num_drafts"] == 0
+
+
+def test_a_build_that_samples_wrongly_fails(speculating, prompts, tmp_path):
+    """This one verifies drafts at a temperature that nobody set: see `tests/support/engine_plugins`."""
+    code, found, laws = certify(speculating.url, prompts, tmp_path / "out", "0,0.05")
+    assert code == 3 and not found["passed"]
+    assert found["greedy"]["identical"] and found["greedy"]["prompts_identical"] == 16
+    assert laws[0.05]["p_value"] < 1e-9 and not laws[0.05]["passed"]
+    assert min(test["p_value"] for test in laws[0.05]["tests"].values()) < 1e-9
+    assert found["servers"]["server"]["counters"]["num_drafts"] > 0
+
+
+def test_the_mended_build_passes(prompts, tmp_path):
+    """All temperatures in one batch, too, and with the draft to look for what leans towards it."""
+    speculative = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4}
+    plugins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "engine_plugins")}
+    with vllm_server(TARGET, tmp_path / "log", speculative, environment=plugins) as server:
+        code, found, laws = certify(server.url, prompts, tmp_path / "out", "0,0.05,1", "--mixed", "--draft", str(DRAFT))
+    assert code == 0 and found["greedy"]["identical"]
+    assert all(law["passed"] and len(law["tests"]) == 17 for law in laws.values())
+    assert found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0
