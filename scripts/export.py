@@ -12,7 +12,7 @@ from draftsmith.decode import DraftModelProposer, Proposer, Tree
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.formats.export import check_output, export_heads
+from draftsmith.medusa.formats.export import VLLM_READS, check_output, export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
@@ -64,16 +64,17 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     )
     target = heads.config.base_model_name_or_path or "TARGET"
     lines = [f"# {note}" for note in [f"wrote {output}, read back by another process with the same logits", *notes]]
+    if overrides and format in VLLM_READS:
+        lines.append(
+            "# vLLM 0.32 looks for vocab_size at the top of the target's config, which has it in its text_config "
+            "alone: hence the override"
+        )
+    speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
+    vllm = vllm_command(target, speculative, overrides)
     if format == "vllm":
-        speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
-        if overrides:
-            lines.append(
-                "# vLLM 0.32 looks for vocab_size at the top of the target's config, which has it in its text_config "
-                "alone: hence the override"
-            )
-        return [*lines, "# SGLang loads no Medusa heads", vllm_command(target, speculative, overrides)]
+        return [*lines, "# SGLang loads no Medusa heads", vllm]
     if format == "fasterdecoding":
-        return [*lines, f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
+        return [*lines, f"# {vllm}", f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
     if format == "modelopt":
         return [*lines, "# load the target, convert it with ModelOpt's medusa mode, then load these tensors into it"]
     return lines

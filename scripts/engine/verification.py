@@ -87,7 +87,7 @@ def verify(
         raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")
     model, proposer = load()
     model.generation_config = GenerationConfig(pad_token_id=0)  # no end of text, and nothing that warps logits
-    checks = _Checks(model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens)
+    checks = Checks(model, proposer, [torch.tensor(ids, device=model.device) for ids in prompts], max_new_tokens)
     lines = [f"{vllm} on {run.device}, T=0, float32: {len(prompts)} prompts, {max_new_tokens} tokens each"]
     lines.append(checks.same("vLLM without a drafter", "draftsmith's plain text", checks.plain, plain.token_ids))
     lines.append(checks.decoded_here(gamma))
@@ -102,10 +102,18 @@ def verify(
     return lines
 
 
-class _Checks:
+class Checks:
     """Comparisons on some prompts; each returns what it found, or raises an `EngineFailure`."""
 
     def __init__(self, target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], tokens: int):
+        """Decode the prompts plainly.
+
+        Args:
+            target: in float32, with a generation config that neither ends texts nor warps logits.
+            proposer: what drafts, in chains.
+            prompts: (T,) int64 each, on the target's device.
+            tokens: of each text.
+        """
         self.target, self.proposer, self.prompts, self.tokens = target, proposer, prompts, tokens
         self.plain = self._texts(plain_texts(target, prompts, BATCH, max_new_tokens=tokens))
 

@@ -15,7 +15,7 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.formats.export import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
-from draftsmith.scripts.engine.verification import _Checks, same_counts
+from draftsmith.scripts.engine.verification import Checks, same_counts
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
@@ -85,7 +85,7 @@ def answers(heads, prompts, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def checks(target, prompts, heads):
-    return _Checks(target, MedusaProposer(heads["own"]), [torch.tensor(ids) for ids in prompts], TOKENS)
+    return Checks(target, MedusaProposer(heads["own"]), [torch.tensor(ids) for ids in prompts], TOKENS)
 
 
 @pytest.mark.parametrize("name", FORMATS)

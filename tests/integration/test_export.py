@@ -139,6 +139,9 @@ def test_other_formats_and_the_way_back(heads_dir, pair_dirs, tmp_path, capsys):
     for format, start in launches.items():
         lines, _ = ran(capsys, "--heads", heads_dir, "--format", format, "--output", tmp_path / format)
         assert lines[-1].startswith(start)
+        if format == "fasterdecoding":  # vLLM reads the directory too
+            config = {"method": "medusa", "model": str(tmp_path / format), "num_speculative_tokens": K}
+            assert speculative(lines[-2].removeprefix("# "))[1] == config
         for flags in ((), ("--format", format, "--target", pair_dirs[0])):
             back = tmp_path / f"{format}-{len(flags)}"
             lines, _ = ran(capsys, "--import-from", tmp_path / format, "--output", back, *flags)

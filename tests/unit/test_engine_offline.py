@@ -82,6 +82,7 @@ def test_jobs_go_out_and_answers_come_back(tmp_path):
     (isolated, driver), jobs = json.loads(sent.read_text())
     assert isolated == "-P" and Path(driver).is_absolute() and Path(driver).name == "driver.py"
     assert jobs[0]["prompts"] == [[1, 2]] and jobs[0]["speculative"] is None and jobs[0]["trust_remote_code"] is False
+    assert jobs[0]["overrides"] == {} and jobs[0]["dtype"] == "float32"
     assert jobs[1]["speculative"] == {"method": "medusa"} and jobs[1]["max_tokens"] == 2
 
 
