@@ -171,7 +171,10 @@ def application(config: CoordinatorConfig) -> Application:
     if config.log is not None:
         redactor(config.log)  # what is wrong with it is said before anything starts
         log = _bound(LogDeployment, config.log)
-    return _bound(IngressDeployment, config, _bound(DispatcherDeployment, config, rates), log)
+    ingress: Any = IngressDeployment
+    return _bound(
+        ingress.options(num_replicas=config.ingress), config, _bound(DispatcherDeployment, config, rates), log
+    )
 
 
 def _bound(deployment: Any, *arguments: Any) -> Application:

@@ -38,8 +38,8 @@ class Pair:
 
     def __post_init__(self) -> None:
         where = f"pairs.{self.name}."
-        if not self.name:
-            raise InputError("pairs.name: expected a name, found none")
+        if not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):  # it goes into headers and metrics
+            raise InputError(f"pairs.name: expected letters, digits, - and _, found {self.name!r}")
         require_some(self, "models", "model name", where)
         require_some(self, "endpoints", "URL", where)
         self.endpoints = [checked_url(url, f"{where}endpoints") for url in self.endpoints]
@@ -140,6 +140,8 @@ class CoordinatorConfig:
     """The address to answer at."""
     port: int = 8200
     """The port to answer at."""
+    ingress: int = 1
+    """Processes that pass requests on. One is enough for a laptop; they share one view of all loads."""
     key_env: str | None = None
     """The environment variable that holds the API key that clients must send; none is asked for if not given."""
     log: Log | None = None
@@ -157,7 +159,7 @@ class CoordinatorConfig:
 
     def __post_init__(self) -> None:
         require_some(self, "pairs", "pair")
-        require(self, at_least(1), "port", "max_body_bytes", "failures")
+        require(self, at_least(1), "port", "max_body_bytes", "failures", "ingress")
         require(self, finite(more_than(0)), "timeout", "health_seconds")
         if self.port > 65535:
             raise InputError(f"port: expected at most 65535, found {self.port}")

@@ -56,6 +56,7 @@ class Served:
             "key_env": "DOOR_KEY",
             "max_body_bytes": 10_000,
             "health_seconds": 0.3,
+            "ingress": 2,
         }
 
     def ask(self, text: str = "hello", path: str = CHAT, **fields: Any) -> httpx2.Response:
@@ -378,7 +379,7 @@ def test_a_signal_lets_requests_end_and_the_log_has_them(tmp_path):
         wait_until(lambda: httpx2.post(f"{url}{CHAT}", json=body | {"stream": False}, timeout=30).status_code == 503)
         go.set()
         assert b"".join(parts).endswith(b"data: [DONE]\n\n")
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
     stub.stop()
     (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
     assert json.loads(line)["response"]["choices"][0]["message"]["content"] == "first and last"
