@@ -27,7 +27,6 @@ from draftsmith.train.provenance import environment, git_sha, write_json
 
 SCHEMA = "draftsmith.certificate/1"
 CERTIFICATE, KEPT = "certificate.json", ".unfinished"
-HALF, LOW = ("bfloat16", "float16"), 0.3
 
 
 def certify(config: CertifyConfig, console: Console, progress: bool = True) -> dict[str, Any]:
@@ -125,12 +124,6 @@ def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair 
         f"share of {finds['unlikely_tokens']:.2%} on; a law that leans one way from a total variation of "
         f"{finds['total_variation']:.2%} on",
     )
-    if pair.dtype in HALF and min(config.sampled) < LOW:
-        _say(
-            console,
-            f"note: in {pair.dtype} two programs' laws differ by rounding, which a low temperature magnifies: below "
-            f"T={LOW} rather compare with a plain server alone, without target",
-        )
 
 
 def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, float] | None:

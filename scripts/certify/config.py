@@ -70,8 +70,7 @@ class CertifyConfig(Filters, PromptOptions):
     what comes behind many rounds."""
     dtype: str = field(default="float32", kw_only=True)
     """The arithmetic of `target` here, which should be the server's own: float32, bfloat16, float16 or float64. The
-    size of a tie follows it, and half precision makes the laws of two programs differ, the more the lower the
-    temperature."""
+    size of a tie follows it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
