@@ -69,7 +69,7 @@ class DraftLine(threading.Thread):
 
     def __init__(self, address: Address, timeout: float, key: str = "", log: logging.Logger | None = None):
         super().__init__(name="draft-line", daemon=True)
-        self._address, self.timeout = address, timeout
+        self._address, self.timeout, self._key = address, timeout, key
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         self._say = Seldom(log or logging.getLogger(__name__))
         self._connection: http.client.HTTPConnection | None = None
@@ -168,7 +168,8 @@ class DraftLine(threading.Thread):
         if len(content) > MOST_BYTES:
             raise ProtocolError(f"answer: expected at most {MOST_BYTES} bytes, found more")
         if response.status != 200:
-            words = " ".join(content[:200].decode("utf-8", "replace").split())
+            words = content[:1000].decode("utf-8", "replace")
+            words = words.replace(self._key, "***") if self._key else words  # some servers repeat it
             raise http.client.HTTPException(f"{response.status} {words}")
         return content
 

@@ -73,10 +73,13 @@ class RemoteDraft:
             self._wanted = min(self._wanted, _number(given, "MAX_DRAFT_TOKENS", self._wanted))
             timeout = _number(given, "DRAFT_TIMEOUT_MS", TIMEOUT_MS) / 1000
             address = Address.of(given.get("DRAFT_ENDPOINT", ""))
+            key = given.get("DRAFT_API_KEY", "").strip()
+            if not (key.isascii() and key.isprintable()):  # the HTTP library's error would show it
+                raise ValueError("DRAFT_API_KEY: expected printable ASCII characters, found others")
         except ValueError as error:  # a server that serves plainly is better than none
             LOGGER.warning("%s; decoding goes on plainly", error)
             return
-        self._line = DraftLine(address, timeout, given.get("DRAFT_API_KEY", ""), LOGGER)
+        self._line = DraftLine(address, timeout, key, LOGGER)
         self._line.start()
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

@@ -28,6 +28,12 @@ def prompts() -> list[list[int]]:
     return [tokenizer(record["prompt"])["input_ids"][-48:] for record in stdlib_prompts(64, heldout=True)]
 
 
+@pytest.fixture(scope="module")
+def longer(plain, prompts) -> list[list[int]]:
+    """What plain vLLM writes, γ tokens beyond the texts' end."""
+    return asyncio.run(write(plain.url, prompts, TOKENS + GAMMA))
+
+
 def request(model: str, prompt: list[int], tokens: int = TOKENS) -> dict:
     return {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
@@ -52,6 +58,16 @@ async def counters(url: str):
         return await client.counters()
 
 
+async def settled(url: str):
+    """Return what was counted when nothing more comes: a server may count a step after it has sent it."""
+    last = await counters(url)
+    while True:
+        await asyncio.sleep(0.3)
+        if (now := await counters(url)) == last:
+            return now
+        last = now
+
+
 async def metrics(url: str, prefix: str) -> dict[str, float]:
     async with Client(url) as client:
         return totals(await client.get_text("/metrics"), prefix)
@@ -65,18 +81,17 @@ async def until_drafting(url: str) -> None:
             await write(url, [[5, 6, 7]], 8)
 
 
-def test_texts_are_plain_decoding_s_and_counts_are_those_computed(pair, plain, prompts):
+def test_texts_are_plain_decoding_s_and_counts_are_those_computed(pair, longer, prompts):
     """32 prompts × 64 tokens: as of plain vLLM and of our decoder; counted as replay says, integer for integer."""
-    prompts = prompts[:32]
+    prompts, longer = prompts[:32], longer[:32]
 
     async def ask():
         await until_drafting(pair.server.url)
-        before = await counters(pair.server.url)
+        before = await settled(pair.server.url)
         texts = await write(pair.server.url, prompts)
-        return texts, await counters(pair.server.url) - before
+        return texts, await settled(pair.server.url) - before
 
     texts, counted = asyncio.run(ask())
-    longer = asyncio.run(write(plain.url, prompts, TOKENS + GAMMA))
     assert texts == [text[:TOKENS] for text in longer]
 
     target, draft = load_model(TARGET, dtype="float32"), DraftModelProposer(load_model(DRAFT, dtype="float32"))
@@ -98,7 +113,7 @@ def test_texts_are_plain_decoding_s_and_counts_are_those_computed(pair, plain, p
     assert counted.num_accepted_tokens_per_pos == expected.num_accepted_tokens_per_pos
 
 
-def test_a_service_that_is_killed_and_comes_back(pair, plain, prompts):
+def test_a_service_that_is_killed_and_comes_back(pair, longer, prompts):
     """64 requests, 4 at a time, SIGKILL in between: all texts whole, acceptance falls to zero and comes back."""
     url, begun, snapshots, lock = pair.server.url, 0, [], asyncio.Lock()
 
@@ -126,7 +141,7 @@ def test_a_service_that_is_killed_and_comes_back(pair, plain, prompts):
         return texts, counts, ours, await metrics(pair.service, "draftsmith_draft_")
 
     texts, counts, ours, service = asyncio.run(ask())
-    assert texts == asyncio.run(write(plain.url, prompts))
+    assert texts == [text[:TOKENS] for text in longer]
     with_it, _, without, after = (later - sooner for sooner, later in pairwise(counts))
     assert with_it.num_accepted_tokens > 0 and after.num_accepted_tokens > 0
     assert without.num_drafts == without.num_accepted_tokens == 0

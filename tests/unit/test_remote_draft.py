@@ -244,6 +244,7 @@ def test_a_connection_that_was_closed_in_silence_is_opened_again(service):
         ({"DRAFT_ENDPOINT": "http://me:secret@here"}, "found one with a user name, password or query"),
         ({"DRAFT_TIMEOUT_MS": "soon"}, "DRAFT_TIMEOUT_MS: expected a whole number of at least 1, found 'soon'"),
         ({"MAX_DRAFT_TOKENS": "0"}, "MAX_DRAFT_TOKENS: expected a whole number"),
+        ({"DRAFT_API_KEY": "secret\nX: y"}, "DRAFT_API_KEY: expected printable ASCII characters, found others"),
     ],
 )
 def test_settings_that_are_wrong_are_a_line_in_the_log(environment, words, caplog):
@@ -263,10 +264,15 @@ def test_a_mistake_of_ours_is_plain_decoding(service, caplog):
 
 def test_the_key_is_sent_and_never_shown(service, caplog):
     keys = []
-    service.act = lambda handler, _: keys.append(handler.headers["Authorization"]) or refuse(handler, _)
-    drafter = up(remote(service.url, DRAFT_API_KEY="sesame"))
-    Batch([5, 6]).drafts(drafter)
-    assert keys == ["Bearer sesame"] and "503" in caplog.text and "sesame" not in caplog.text
+
+    def repeat(handler, request):
+        keys.append(handler.headers["Authorization"])
+        handler.say(f"not for {keys[-1]}".encode(), 403)
+        return True
+
+    service.act = repeat
+    Batch([5, 6]).drafts(up(remote(service.url, DRAFT_API_KEY="sesame")))
+    assert keys == ["Bearer sesame"] and "403 not for Bearer ***" in caplog.text and "sesame" not in caplog.text
 
 
 def test_a_line_that_is_down_raises_at_once():
