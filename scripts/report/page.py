@@ -144,6 +144,8 @@ def _opening(report: Report) -> Opening:
     if chosen.proposer is not None:
         run = next((run for run in report.runs if run.setting == chosen.setting), None)
         title = "Recommended setting" if chosen.go else "Best setting"
+        if report.server is not None:  # all of them must pass
+            title = "The setting that decides" if len(report.runs) > 1 else "Setting"
         return Opening(title, run, chosen.predicted_speedup, chosen.measured_speedup)
     timed = [run for run in report.runs if has_value(run.speedup)]
     if not timed:

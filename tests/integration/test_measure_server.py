@@ -107,10 +107,11 @@ def test_what_a_server_counts_is_what_is_reported(measure, prompts, law, source)
 
 def test_the_page_and_the_summary_name_the_server(measure, prompts, tmp_path):
     with simulated_server() as server, simulated_server(draft_length=0) as plain:
-        measure(server, prompts, "--concurrency", "1,2", baseline=plain)
+        measure(server, prompts, "--concurrency", "1,2", "--drafter", "<script>alert(1)</script>", baseline=plain)
         page, summary = ((tmp_path / "out" / name).read_text() for name in ("report.html", "summary.md"))
         for words in (server.url, plain.url, "vLLM 0.32.0", "Latency", "2 requests at once"):
             assert words in page
+        assert "<script" not in page and "&lt;script&gt;alert(1)" in page
         assert server.url in summary and "requests at once" in summary
 
 
@@ -201,6 +202,25 @@ def test_a_server_that_dies_at_once_leaves_no_report(measure, prompts):
         assert code == 1 and report is None and "error: server" in last_line(err)
         server.dies_after = None
         assert measure(server, prompts)[0] == 0
+
+
+def test_an_interrupt_keeps_what_was_measured(measure, prompts, monkeypatch):
+    keep, kept = observe.Kept.keep, []
+
+    def interrupted(self, *key, value):
+        keep(self, *key, value=value)
+        kept.append(key)
+        if len(kept) == 4:
+            raise KeyboardInterrupt
+
+    with simulated_server() as server:
+        monkeypatch.setattr(observe.Kept, "keep", interrupted)
+        code, report, err = measure(server, prompts)
+        assert code == 130 and report is None and "the turns that were measured are kept" in last_line(err)
+        asked = len(server.asked)
+        code, report, _ = measure(server, prompts)
+        assert code == 0 and len(server.asked) == COUNT > asked
+    check_run(report["runs"][0], server)
 
 
 @pytest.mark.parametrize("reading", [8, 9, 10])

@@ -1,7 +1,9 @@
 """What a reader of a server's report must know: what its figures rest on, and what may have disturbed them."""
 
 from collections.abc import Mapping
+from itertools import combinations
 
+from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.measure.server.estimates import Acceptance
 from draftsmith.scripts.measure.server.observe import Observed, Setting
 
@@ -41,7 +43,25 @@ def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> l
             )
             if drafted:
                 warnings.append(f"{where}: the baseline server drafts too, so that the speed-up is over its drafter.")
-    return warnings
+    return warnings + _by_load(accepted)
+
+
+def _by_load(accepted: Mapping[Setting, Acceptance]) -> list[str]:
+    """Return where α differs beyond chance between numbers of requests at once, which tells of a mistake of the server.
+
+    Two 95 % intervals of one α are apart in fewer than one case of a hundred.
+    """
+    found = []
+    for (first, one), (second, other) in combinations(accepted.items(), 2):
+        alphas = one.alpha(), other.alpha()
+        bounds = [alpha.ci95 for alpha in alphas if alpha.ci95 is not None]
+        if first[0] == second[0] and len(bounds) == 2 and max(b[0] for b in bounds) > min(b[1] for b in bounds):
+            told = [format_estimate(alpha, spread="interval") for alpha in alphas]
+            found.append(
+                f"T = {first[0]:g}: α is {told[0]} at {first[1]} at once and {told[1]} at {second[1]}. What a server "
+                "accepts should not depend on its load: have it tested by `draftsmith certify --server`."
+            )
+    return found
 
 
 def _disturbed(observed: Observed, setting: Setting, role: str) -> list[str]:

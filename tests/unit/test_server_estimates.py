@@ -1,0 +1,123 @@
+"""Estimates of a server, from blocks made by hand: each figure is known."""
+
+import pytest
+
+from draftsmith.decode.measurement.intervals import ratio
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
+from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, pace, percentiles, token_seconds
+from draftsmith.scripts.measure.server.load import Asked, Record
+from draftsmith.scripts.measure.server.observe import Block, Observed
+from draftsmith.scripts.measure.server.warnings import warnings_of
+from draftsmith.scripts.serving.counters import ServerCounters
+from draftsmith.scripts.serving.sglang import Engine
+from draftsmith.train.data.prompts import Prompt
+
+ONE, TWO = (0.0, 1), (0.0, 2)
+PARTS = [[1, 3, 2], [1, 1, 1, 2, 1], [1, 3, 3], [1, 2, 3], [1, 3, 1], [1, 2, 2]]
+"""Of each prompt's answer: two drafted tokens a step, so that 3 is all and the next one, 1 none."""
+
+
+def record(place: int, seconds: float, parts: list[int], **fields) -> Record:
+    values = {"sent": 0.0, "first": 0.1, "last": seconds, "ended": seconds, "finish_reason": "length"}
+    values |= {"prompt_ids": None, "token_ids": None, "text": None, "counts": None}
+    return Record(prompt=place, tokens=sum(parts), parts=parts, **(values | fields))
+
+
+def block(records: list[Record], seconds: float = 1.0, **fields) -> Block:
+    values = {"counters": ServerCounters(0, 0, 0, ()), "generated_tokens": None, "verify_calls": None}
+    values |= {"mean_acceptance_length": None, "busy": False}
+    return Block(records, seconds, **(values | fields))
+
+
+def observed(blocks, config: dict | None = None, kind: str = "vllm") -> Observed:
+    given = MeasureServerConfig("http://a", "p", "o", baseline_server="http://b", **(config or {}))
+    prompts = [Asked(Prompt(str(i), "", None, None), text="") for i in range(len(PARTS))]
+    engines = {"server": Engine(kind), "baseline_server": Engine("vllm")}
+    return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, blocks)
+
+
+def steps_of(parts: list[list[int]]) -> ServerCounters:
+    accepted = [tokens - 1 for of in parts for tokens in of[1:]]
+    return ServerCounters.of_histogram([accepted.count(j) for j in range(3)], 2 * len(accepted))
+
+
+def test_parts_that_match_the_counters_give_the_interval():
+    """A part a step, the prompt's first: the same ratios as of the steps themselves."""
+    total = steps_of(PARTS)
+    accepted = [tokens - 1 for of in PARTS for tokens in of[1:]]
+    assert total.num_drafts == len(accepted) == 14
+    turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=total)
+    found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
+    assert found.source == "parts" and found.draft_length == 2 and found.one_length
+    rejected = sum(a < 2 for a in accepted)
+    assert found.alpha().value == pytest.approx(sum(accepted) / (sum(accepted) + rejected))
+    assert found.mean_acceptance_length().value == pytest.approx(1 + sum(accepted) / 14)
+    columns = [[t - 1 for t in parts[1:]] for parts in PARTS]
+    own = ratio([sum(of) for of in columns], [sum(of) + sum(a < 2 for a in of) for of in columns])
+    assert found.alpha() == own and own.n == len(PARTS)
+
+
+def test_what_is_accepted_beyond_the_end_moves_the_interval():
+    """The server counts three tokens more than came in parts."""
+    total = steps_of(PARTS)
+    more = ServerCounters(total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens + 3, (11, 8))
+    turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=more)
+    found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
+    exact = Acceptance("parts", total, found.by_prompt, found.places)
+    moved = found.mean_acceptance_length(), exact.mean_acceptance_length()
+    assert moved[0].value - moved[1].value == pytest.approx(3 / 14)
+    assert [a - b for a, b in zip(moved[0].ci95, moved[1].ci95, strict=True)] == pytest.approx([3 / 14] * 2)
+
+
+def test_parts_that_do_not_match_say_nothing():
+    total = steps_of(PARTS) + ServerCounters(1, 2, 0, (0, 0))
+    turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=total)
+    found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
+    assert found.source == "counters" and found.alpha().ci95 is None and found.alpha().value is not None
+
+
+def test_drafts_of_several_lengths_have_no_alpha():
+    counts = ServerCounters(10, 17, 6, (5, 1))
+    found = Acceptance("answers", counts, [counts] * 6, range(6))
+    assert found.alpha().value is None and found.mean_acceptance_length().value == 1.6
+
+
+def test_one_at_a_time_speed_is_that_of_requests_paired_over_prompts():
+    fast = [record(i, 1.0 + i, [2] * 5) for i in range(6)]
+    slow = [record(i, 2.0 + 2 * i, [1] * 10) for i in range(6)]
+    seen = observed({ONE: {"server": [block(fast[:3]), block(fast[3:])],
+                           "baseline_server": [block(slow[:3]), block(slow[3:])]}})  # fmt: skip
+    estimate = pace(seen, ONE, "server").speedup(pace(seen, ONE, "baseline_server"))
+    assert (estimate.value, estimate.n) == (2.0, 6) and estimate.ci95 == pytest.approx((2.0, 2.0))
+    assert pace(seen, ONE, "server", {1}).seconds == [2.0]
+
+
+def test_several_at_once_speed_is_that_of_turns_and_repeats_add_up():
+    turns = [block([record(2 * i + j, 9.0, [1] * 10) for j in range(2)], seconds=1.0 + i) for i in range(3)]
+    seen = observed({TWO: {"server": turns * 2}}, {"repeats": 2, "concurrency": [2]})
+    found = pace(seen, TWO, "server")
+    assert found.tokens == [40, 40, 40] and found.seconds == [2.0, 4.0, 6.0]
+    assert found.speed().value == 10.0 and found.speed().median == 10.0
+
+
+def test_percentiles_and_seconds_a_token():
+    found = percentiles([i / 100 for i in range(101)])
+    assert (found.count, found.p50, found.p90, found.p99) == (101, 0.5, 0.9, 0.99)
+    assert percentiles([]).p50 is None
+    assert token_seconds(record(0, 1.1, [1, 2, 3])) == pytest.approx(0.2)
+    assert token_seconds(record(0, 1.1, [5])) is None
+
+
+def test_a_load_that_changes_alpha_is_told():
+    """As of a server whose rows get mixed up."""
+    good, bad = ServerCounters(10, 20, 12, (8, 4)), ServerCounters(18, 36, 3, (2, 1))
+    accepted = {
+        (1.0, 1): Acceptance("answers", good + good, [good] * 6, range(6)),
+        (1.0, 4): Acceptance("answers", bad + bad, [bad] * 6, range(6)),
+    }
+    turn = {"server": [block([record(0, 1.0, [1] * 99)])]}
+    seen = observed({(1.0, 1): turn, (1.0, 4): turn})
+    seen.engines.pop("baseline_server")
+    (warning,) = warnings_of(seen, accepted)
+    assert "should not depend on its load" in warning
+    assert not warnings_of(seen, accepted | {(1.0, 4): accepted[1.0, 1]})
