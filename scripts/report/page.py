@@ -147,6 +147,8 @@ def _opening(report: Report) -> Opening:
         if report.server is not None:  # all of them must pass
             title = "The setting that decides" if len(report.runs) > 1 else "Setting"
         return Opening(title, run, chosen.predicted_speedup, chosen.measured_speedup)
+    if report.server is not None:
+        return Opening("Setting" if len(report.runs) == 1 else "First setting", report.runs[0])
     timed = [run for run in report.runs if has_value(run.speedup)]
     if not timed:
         return Opening("", None)

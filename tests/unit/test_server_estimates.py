@@ -33,7 +33,7 @@ def observed(blocks, config: dict | None = None, kind: str = "vllm") -> Observed
     given = MeasureServerConfig("http://a", "p", "o", baseline_server="http://b", **(config or {}))
     prompts = [Asked(Prompt(str(i), "", None, None), text="") for i in range(len(PARTS))]
     engines = {"server": Engine(kind), "baseline_server": Engine("vllm")}
-    return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, blocks)
+    return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, {}, blocks)
 
 
 def steps_of(parts: list[list[int]]) -> ServerCounters:
