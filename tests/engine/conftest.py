@@ -1,5 +1,6 @@
 """Servers that several modules ask: each takes half a minute to start."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -34,7 +35,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DraftedFor]:
     environment = {
         "DRAFT_ENDPOINT": f"http://127.0.0.1:{port}",
         "DRAFT_TIMEOUT_MS": "60000",  # counts must not depend on how busy the machine is
-        "PYTHONPATH": str(ROOT / ".typing"),  # this tree's draftsmith, whichever the engine's environment has
+        # This tree's draftsmith, whichever the engine's environment has, and what mends the build's sampling.
+        "PYTHONPATH": os.pathsep.join([str(ROOT / ".typing"), str(ROOT / "tests" / "support" / "engine_plugins")]),
         "PROMETHEUS_MULTIPROC_DIR": str(folder),
     }
     draft = start_draft_service(DRAFT, port, log)  # it comes up while the server does

@@ -1,6 +1,7 @@
 """A draft service behind a real vLLM: the same texts and counts as ever, and plain decoding while it is away."""
 
 import asyncio
+import json
 from itertools import pairwise
 
 import pytest
@@ -12,9 +13,10 @@ from draftsmith.decode import DraftModelProposer, speculative_generate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import pooled, vllm_counts
 from draftsmith.decode.sampling import Sampler
+from draftsmith.scripts import cli
 from draftsmith.scripts.pair import left_padded
 from draftsmith.scripts.serving.client import Client
-from draftsmith.train.data.corpus import stdlib_prompts
+from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -111,6 +113,28 @@ def test_texts_are_plain_decoding_s_and_counts_are_those_computed(pair, longer, 
     assert counted.num_draft_tokens == expected.num_draft_tokens
     assert counted.num_accepted_tokens == expected.num_accepted_tokens > counted.num_drafts / 4
     assert counted.num_accepted_tokens_per_pos == expected.num_accepted_tokens_per_pos
+
+
+def test_sampled_texts_follow_the_target_s_law(pair, tmp_path):
+    """Certified at T=1, with the draft to look for what leans towards it; a false alarm has probability 1e-3."""
+    asyncio.run(until_drafting(pair.server.url))
+    prompts = tmp_path / "prompts.jsonl"
+    write_prompts(prompts, stdlib_prompts(16, heldout=True, seed=3))
+    argv = ["certify", "--server", pair.server.url, "--target", str(TARGET), "--draft", str(DRAFT), "--threads", "1"]
+    argv += ["--prompts", str(prompts), "--output", str(tmp_path / "out"), "--temperature", "1", "--concurrency", "8"]
+    argv += [
+        "--max-prompt-tokens",
+        "40",
+        "--max-new-tokens",
+        "16",
+        "--sampled-tokens",
+        "2400",
+        "--false-alarm",
+        "0.001",
+    ]
+    assert cli.main(argv) == 0
+    found = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert found["passed"] and found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0
 
 
 def test_a_service_that_is_killed_and_comes_back(pair, longer, prompts):
