@@ -176,7 +176,7 @@ def test_the_schema_is_strict(brief):
 
 
 NOTHING = {"value": None, "ci95": None, "n": 0}
-GATE = {"min_speedup": 1.0, "min_gain": None, "confidence": 0.9, "passed": True, "failures": []}
+GATE = {"min_speedup": 1.0, "min_gain": None, "min_alpha": None, "confidence": 0.9, "passed": True, "failures": []}
 UNCHECKED = dict.fromkeys(field.name for field in fields(Certificate)) | {"checked": False, "reason": "no T=0"}
 FAILED = UNCHECKED | {"checked": True, "passed": False, "p_value": 1e-9, "tokens": 100}
 NOBODY = dict.fromkeys(field.name for field in fields(Recommendation)) | {"go": False, "reason": "nothing pays"}
@@ -676,7 +676,8 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
     # Several drafts are called by the ends of their paths.
     assert [run["proposer"]["name"] for run in report["runs"]] == ["bad", "target", "stock"]
     gate, chosen = report["gate"], report["recommendation"]
-    assert gate == {"min_speedup": 0.001, "min_gain": 0.1, "confidence": 0.95, "passed": True, "failures": []}
+    asked = {"min_speedup": 0.001, "min_gain": 0.1, "min_alpha": None, "confidence": 0.95}
+    assert gate == asked | {"passed": True, "failures": []}
     assert chosen["go"] is True and (chosen["proposer"], chosen["draft_length"]) == ("target", 2)
     signs = {(c["proposer"], c["other"]): c["mean_acceptance_length"]["value"] for c in report["comparisons"]}
     assert signs.keys() == {("bad", "target"), ("bad", "stock"), ("target", "stock")}
