@@ -86,6 +86,7 @@ class Stub:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # as servers do: a part that waits for an acknowledgement comes 40 ms late
 
             def setup(self) -> None:
                 super().setup()
