@@ -8,6 +8,7 @@ from draft_service import DraftedFor, start_draft_service
 from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
 
 GAMMA = 4
+DRAFTING = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": GAMMA}
 CLASS = "draftsmith.scripts.serving.remote_draft.RemoteDraft"
 
 
@@ -20,9 +21,16 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The embedded pair: the stock draft's argmax, γ = 4."""
-    speculative = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": GAMMA}
-    with vllm_server(TARGET, tmp_path_factory.mktemp("speculating") / "log", speculative) as server:
+    """The embedded pair: the stock draft's argmax, γ = 4. Under sampling this build is wrong: see `mended`."""
+    with vllm_server(TARGET, tmp_path_factory.mktemp("speculating") / "log", DRAFTING) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def mended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The same, of a build that samples rightly: see `tests/support/engine_plugins`."""
+    plugins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "engine_plugins")}
+    with vllm_server(TARGET, tmp_path_factory.mktemp("mended") / "log", DRAFTING, environment=plugins) as server:
         yield server
 
 

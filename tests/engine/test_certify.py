@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from engine import DRAFT, ROOT, TARGET, vllm_server
+from engine import DRAFT, TARGET
 
 from draftsmith.scripts import cli
 from draftsmith.train.data.corpus import stdlib_prompts
@@ -48,12 +48,9 @@ def test_a_build_that_samples_wrongly_fails(speculating, prompts, tmp_path):
     assert found["servers"]["server"]["counters"]["num_drafts"] > 0
 
 
-def test_the_mended_build_passes(prompts, tmp_path):
+def test_the_mended_build_passes(mended, prompts, tmp_path):
     """All temperatures in one batch, too, and with the draft to look for what leans towards it."""
-    speculative = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": 4}
-    plugins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "engine_plugins")}
-    with vllm_server(TARGET, tmp_path / "log", speculative, environment=plugins) as server:
-        code, found, laws = certify(server.url, prompts, tmp_path / "out", "0,1", "--mixed", "--draft", str(DRAFT))
+    code, found, laws = certify(mended.url, prompts, tmp_path / "out", "0,1", "--mixed", "--draft", str(DRAFT))
     assert code == 0 and found["greedy"]["identical"]
     assert all(law["passed"] and len(law["tests"]) == 17 for law in laws.values())
     assert found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0
