@@ -127,7 +127,7 @@ def first_departure(pairing: Pairing) -> Departure | None:
             if at_step is not None and sum(one.parts) == sum(steps):
                 # A step emits what it accepted and one more, unless the text ends within it.
                 wanted_tokens, found_tokens = (of[at_step] if at_step < len(of) else 0 for of in (steps, one.parts))
-                words = [f"a step of {n} tokens" for n in (wanted_tokens, found_tokens)]
+                words = [f"a step of {n} token{'s' if n != 1 else ''}" for n in (wanted_tokens, found_tokens)]
                 return Departure("round", one.prompt, sum(steps[:at_step]), words[0], words[1])
     return None
 

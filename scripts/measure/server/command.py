@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from draftsmith.scripts.measure.server.build import build_report
@@ -36,6 +37,8 @@ def measure_server(config: MeasureServerConfig, progress: bool = True) -> tuple[
     """
     output = require_writable(config.output, *FILES)
     expectation = read_expectation(config)
+    if expectation is not None:
+        config = replace(config, drafter=expectation.drafter)
     prompts = read_asked(config)
     with output_directory(output, lambda: KEPT):
         observed = asyncio.run(observe(config, prompts, progress=progress))
