@@ -72,11 +72,10 @@ def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords
         raise Refused(400, f"{field}: expected some, found none", param=field)
     if path == CHAT and not isinstance(body["messages"], list):
         raise Refused(400, "messages: expected a list, found something else", param="messages")
-    temperature = body.get("temperature")
     facts = Facts(
         model=model,
         category=_category(body, headers),
-        temperature=float(temperature) if isinstance(temperature, int | float) else 1.0,  # OpenAI's default
+        temperature=_temperature(body),
         keywords=keywords.found_in(last_turn(body)),
     )
     return Asked(path, body, facts)
@@ -111,6 +110,14 @@ def _category(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None
     metadata = body.get("metadata")
     category = metadata.get("category") if isinstance(metadata, dict) else None
     return category if isinstance(category, str) else headers.get(CATEGORY_HEADER)
+
+
+def _temperature(body: Mapping[str, Any]) -> float:
+    temperature = body.get("temperature")
+    try:
+        return float(temperature) if isinstance(temperature, int | float) else 1.0  # OpenAI's default
+    except OverflowError:
+        raise Refused(400, "temperature: expected a number, found one too large", param="temperature") from None
 
 
 def _text(content: Any) -> str:

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 from uuid import uuid4
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from draftsmith.scripts.coordinate.asked import Asked, Keywords, Refused, read_request
@@ -107,7 +107,7 @@ class Ingress:
     async def complete(self, request: Request, path: str) -> Response:
         """Answer a request for a completion."""
         self.require_key(request.headers)
-        content = await read_body(request, self.config.max_body_bytes)
+        content = await read_body(request, self.config.max_body_bytes, self.config.timeout)
         asked = read_request(path, content, request.headers, self.keywords)
         # Ids cannot be redacted, nor learned from without the tokenizer that made them.
         logged = None if self._write is None or not _is_text(asked) else self._logged(asked)
@@ -154,17 +154,23 @@ class Ingress:
             await self._write((dict(asked.body), answer, about))
 
 
-async def read_body(request: Request, most: int) -> bytes:
+async def read_body(request: Request, most: int, seconds: float) -> bytes:
     """Return a request's body.
 
     Raises:
-        Refused: it is larger than that.
+        Refused: it is larger than that, or does not come whole or in time.
     """
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > most:
-            raise Refused(413, f"body: expected at most {most} bytes, found more")
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                content += part
+                if len(content) > most:
+                    raise Refused(413, f"body: expected at most {most} bytes, found more")
+    except TimeoutError:
+        raise Refused(408, f"body: expected all of it within {seconds:g} s, found less") from None
+    except ClientDisconnect:
+        raise Refused(400, "body: expected all of it, found a closed connection") from None
     return bytes(content)
 
 

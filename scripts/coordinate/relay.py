@@ -17,11 +17,13 @@ from starlette.types import Receive, Scope, Send
 
 from draftsmith.scripts.coordinate.asked import Asked, Refused
 from draftsmith.scripts.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Lease, Refusal
-from draftsmith.scripts.serving.client import Client, ServerFailure
+from draftsmith.scripts.serving.client import Client, ServerFailure, whole_body
 from draftsmith.train.endpoint.server import MOST_BYTES
 
 BUSY_OR_GONE = frozenset({429, 502, 503, 504})
 """What a server answers that another one may not."""
+LOCKED = frozenset({401, 403})
+"""What a server answers to our key, which some repeat: the client, whose key it is not, does not see it."""
 LEFT = 499
 """The status that a client's leaving is counted under; nobody reads it."""
 PAIR_HEADER = b"x-draftsmith-pair"
@@ -127,6 +129,9 @@ class Relay(Response):
         content = self.asked.content(self.server_models[lease.pair])
         try:
             async with client.passed_on(self.asked.path, content) as response:
+                if response.status_code in LOCKED:
+                    outcome.status, outcome.failed = 0, True
+                    return Refused(502, f"the server of {lease.pair} refused the coordinator", "server_error")
                 if response.status_code in BUSY_OR_GONE:
                     outcome.status, outcome.failed = 0, response.status_code != 429
                     return Refused(response.status_code, f"the server of {lease.pair} is busy or gone", "server_error")
@@ -140,7 +145,7 @@ class Relay(Response):
                         await self._pass(send, part)
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                 else:
-                    body = await _whole(response)
+                    body = await whole_body(response)
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
                     await _start(send, response, lease.pair, len(body))
                     self._keep(body)
@@ -179,15 +184,6 @@ async def _gone(receive: Receive) -> None:
     """Wait until the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _whole(response: httpx2.Response) -> bytes:
-    content = bytearray()
-    async for part in response.aiter_bytes():
-        content += part
-        if len(content) > MOST_BYTES:
-            raise ServerFailure(f"{response.url}: expected an answer of at most {MOST_BYTES} bytes, found more")
-    return bytes(content)
 
 
 async def _start(send: Send, response: httpx2.Response, pair: str, length: int | None = None) -> None:

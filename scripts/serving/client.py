@@ -134,7 +134,7 @@ class Client:
             ServerFailure: no answer, or another one than 200.
         """
         async with self._request("GET", path, None) as response:
-            return (await _body(response)).decode("utf-8", "replace")
+            return (await whole_body(response)).decode("utf-8", "replace")
 
     async def get_json(self, path: str) -> Any:
         """Return the JSON that a path answers with. Raises as `get_text`, and for broken JSON a `ServerFailure`."""
@@ -162,8 +162,11 @@ class Client:
         """
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         stream |= {"return_token_ids": True} if token_ids else {}
-        answer = Answer(sent=time.perf_counter())
+        answer, size = Answer(sent=time.perf_counter()), 0
         async for data in self.parts(path, {**request, **stream}):
+            size += len(data)
+            if size > MOST_BYTES:
+                raise _too_long(f"{self.url}{path}")
             self._add(answer, data, path)
         answer.ended = time.perf_counter()
         if answer.finish_reason is None:
@@ -173,13 +176,22 @@ class Client:
     async def parts(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[str]:
         """Give the parts of an answer as they stream in (server-sent events, up to `[DONE]`); raises as `complete`."""
         async with self._request("POST", path, body) as response:
-            async for line in response.aiter_lines():
+            async for line in _lines(response):
                 if line.startswith("data:"):
                     data = line[5:].strip()
                     if data == "[DONE]":
                         return
                     yield data
         raise self.broken_off(path)
+
+    def no_completion(self, path: str, words: str) -> ServerFailure:
+        """Return the failure of an answer that is an error, in the server's words."""
+        return ServerFailure(f"{self.name}: expected a completion from {self.url}{path}, found {self._hidden(words)}")
+
+    def broken_part(self, path: str, data: str) -> ServerFailure:
+        """Return the failure of an answer of which a part is no part of a completion."""
+        found = self._hidden(repr(data))
+        return ServerFailure(f"{self.name}: expected a part of a completion from {self.url}{path}, found {found}")
 
     def broken_off(self, path: str) -> ServerFailure:
         """Return the failure of an answer that ended too early."""
@@ -191,9 +203,7 @@ class Client:
         try:
             part = json.loads(data)
             if "error" in part:
-                raise ServerFailure(
-                    f"{self.name}: expected a completion from {self.url}{path}, found {server_words(data.encode())}"
-                )
+                raise self.no_completion(path, server_words(data.encode()))
             for choice in part["choices"]:
                 delta = choice.get("delta") or {}
                 ids = choice.get("token_ids")
@@ -213,9 +223,7 @@ class Client:
                 steps = list(map(int, counted["acceptance_histogram"]))
                 answer.counts = ServerCounters.of_histogram(steps, int(counted["num_draft_tokens"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ServerFailure(
-                f"{self.name}: expected a part of a completion from {self.url}{path}, found {data[:200]!r}"
-            ) from error
+            raise self.broken_part(path, data) from error
 
     @asynccontextmanager
     async def passed_on(self, path: str, content: bytes, connect: float = 5.0) -> AsyncIterator[httpx2.Response]:
@@ -241,7 +249,7 @@ class Client:
         where = f"{self.url}{path}"
         async with self._waited_for(where), self._client.stream(method, where, json=body) as response:
             if response.status_code != 200:
-                words = server_words(await _body(response)) or response.reason_phrase
+                words = server_words(await whole_body(response)) or response.reason_phrase
                 self._refuse(response.status_code, where, words)
             yield response
 
@@ -267,8 +275,8 @@ class Client:
 
     def _hidden(self, words: str) -> str:
         """Return a server's words on one line, without the key, which some servers repeat."""
-        words = " ".join(words.encode("utf-8", "backslashreplace").decode("utf-8").split())[:300]
-        return words.replace(self.key, "***") if self.key else words
+        words = words.replace(self.key, "***") if self.key else words  # before it is cut, which may leave half a key
+        return " ".join(words.encode("utf-8", "backslashreplace").decode("utf-8").split())[:300]
 
 
 def checked_url(url: str, name: str) -> str:
@@ -282,17 +290,41 @@ def checked_url(url: str, name: str) -> str:
     try:
         parts = urlsplit(url)
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a broken IPv6 address
+        httpx2.URL(url)
+    except (ValueError, httpx2.InvalidURL):  # a port that is no number, a broken IPv6 address, a line break
         usable = False
     if not usable:
         raise InputError(f"{name}: expected a URL such as http://127.0.0.1:8000, found {url!r}")
     return url.rstrip("/").removesuffix("/v1")
 
 
-async def _body(response: httpx2.Response) -> bytes:
+async def whole_body(response: httpx2.Response) -> bytes:
+    """Return an answer's body.
+
+    Raises:
+        ServerFailure: it is too long.
+    """
     content = bytearray()
     async for part in response.aiter_bytes():
         content += part
         if len(content) > MOST_BYTES:
-            raise ServerFailure(f"{response.url}: expected an answer of at most {MOST_BYTES} bytes, found more")
+            raise _too_long(str(response.url))
     return bytes(content)
+
+
+async def _lines(response: httpx2.Response) -> AsyncIterator[str]:
+    """Give an answer's lines as they come. No other sign ends one: JSON may hold U+2028 and its like as they are."""
+    rest = bytearray()
+    async for part in response.aiter_bytes():
+        rest += part
+        if b"\n" in part:
+            *lines, rest = rest.split(b"\n")
+            for line in lines:
+                yield line.decode("utf-8", "replace")
+        if len(rest) > MOST_BYTES:
+            raise _too_long(str(response.url))
+    yield rest.decode("utf-8", "replace")
+
+
+def _too_long(where: str) -> ServerFailure:
+    return ServerFailure(f"{where}: expected an answer of at most {MOST_BYTES} bytes, found more")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
+from draftsmith.scripts.serving.client import Answer, Client
 from draftsmith.scripts.serving.counters import ServerCounters
 from draftsmith.train.endpoint.server import server_words
 
@@ -89,8 +89,7 @@ async def generate(client: Client, request: Mapping[str, Any]) -> Answer:
         try:
             part = json.loads(data)
             if "error" in part:
-                said = server_words(data.encode())
-                raise ServerFailure(f"{client.name}: expected a completion from {client.url}{PATH}, found {said}")
+                raise client.no_completion(PATH, server_words(data.encode()))
             meta, said_ids = part["meta_info"], list(map(int, part.get("output_ids") or []))
             before, whole = len(ids), len(said_ids) == int(meta["completion_tokens"])
             ids, answer.text = (said_ids, part["text"]) if whole else (ids + said_ids, answer.text + part["text"])
@@ -98,16 +97,13 @@ async def generate(client: Client, request: Mapping[str, Any]) -> Answer:
             if len(ids) > before:
                 answer.arrivals.append((now, len(ids) - before))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ServerFailure(
-                f"{client.name}: expected a part of a completion from {client.url}{PATH}, found {data[:200]!r}"
-            ) from error
+            raise client.broken_part(PATH, data) from error
     answer.ended = time.perf_counter()
     reason = meta.get("finish_reason")
     if not isinstance(reason, dict):
         raise client.broken_off(PATH)
     if reason.get("type") == "abort":
-        words = reason.get("message", "aborted")
-        raise ServerFailure(f"{client.name}: expected a completion from {client.url}{PATH}, found {words}")
+        raise client.no_completion(PATH, str(reason.get("message", "aborted")))
     answer.token_ids, answer.finish_reason = ids, reason.get("type")
     answer.prompt_ids = answer.prompt_ids or request.get("input_ids")
     answer.prompt_tokens, answer.completion_tokens = meta.get("prompt_tokens"), meta["completion_tokens"]

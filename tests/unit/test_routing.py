@@ -169,6 +169,7 @@ def test_the_body_is_sent_on_as_it_came_but_for_the_models_name():
         ({"messages": [1]}, "model: expected the name of a model"),
         ({"model": "m"}, "messages: expected some"),
         ({"model": "m", "messages": "hello"}, "messages: expected a list"),
+        ({"model": "m", "messages": [1], "temperature": 10**400}, "temperature: expected a number"),
     ],
 )
 def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):

@@ -1,0 +1,116 @@
+"""The client of servers, and what the coordinator passes on, against a server whose every answer is written down."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.coordinate.asked import TEXT, Keywords, read_request
+from draftsmith.scripts.coordinate.relay import Relay
+from draftsmith.scripts.coordinate.routing import DOWN, Lease, Refusal
+from draftsmith.scripts.serving import client as module
+from draftsmith.scripts.serving.client import Answer, Client, ServerFailure, checked_url
+
+KEY = "sk-not-to-be-seen"
+
+
+@asynccontextmanager
+async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
+    """Give the URL of a server that answers every request so."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def complete(monkeypatch, body: bytes, status: str = "200 OK") -> Answer:
+    monkeypatch.setenv("KEY", KEY)
+
+    async def ask() -> Answer:
+        async with answering(body, status) as url, Client(url, key_env="KEY", timeout=10) as client:
+            return await client.complete({"model": "m", "prompt": "p"})
+
+    return asyncio.run(ask())
+
+
+def event(**part) -> bytes:
+    return f"data: {json.dumps(part, ensure_ascii=False)}\n\n".encode()
+
+
+def test_a_text_may_hold_any_sign_of_unicode_that_ends_lines(monkeypatch):
+    text = "one\u2028two\u0085three\u2029"
+    body = event(choices=[{"text": text, "finish_reason": "stop"}]) + b"data: [DONE]\n\n"
+    assert complete(monkeypatch, body).text == text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        event(error={"message": f"{'x' * 290} {KEY}\nis wrong"}),
+        event(wrong=f"{'x' * 290} {KEY}"),
+        b"data: " + KEY.encode() + b"\n\n",
+    ],
+)
+def test_a_key_is_not_in_what_is_said_of_a_stream(body, monkeypatch):
+    with pytest.raises(ServerFailure) as error:
+        complete(monkeypatch, body)
+    assert KEY[:5] not in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_key_is_not_in_what_is_said_of_a_refusal(monkeypatch):
+    with pytest.raises(InputError) as error:
+        complete(monkeypatch, b"x" * 290 + b" " + KEY.encode(), "401 Unauthorized")
+    assert KEY[:5] not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "body", [b"data: " + b"x" * 2000, event(choices=[{"text": "abc"}]) * 100], ids=["a line", "many parts"]
+)
+def test_an_answer_without_end_is_given_up(body, monkeypatch):
+    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    with pytest.raises(ServerFailure, match="expected an answer of at most 1000 bytes, found more"):
+        complete(monkeypatch, body)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80\n", "http://[::1]x:80", "http://a:1\x00", f"http://{'ü' * 80}"])
+def test_a_url_that_cannot_be_asked_is_refused(url):
+    with pytest.raises(InputError, match="server: expected a URL such as"):
+        checked_url(url, "server")
+
+
+def test_what_a_server_says_of_the_coordinators_key_is_not_passed_on():
+    sent, outcomes = [], []
+
+    class Dispatch:
+        def __init__(self, url: str):
+            self.url = url
+
+        async def acquire(self, facts, tried):
+            return Refusal(DOWN) if tried else Lease("1", "pair", self.url)
+
+        def ended(self, outcome):
+            outcomes.append(outcome)
+
+    async def receive():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        sent.append(message)
+
+    async def pass_on():
+        async with answering(f"wrong key {KEY}".encode(), "401 Unauthorized") as url, Client(url) as client:
+            asked = read_request(TEXT, b'{"model": "m", "prompt": "p"}', {}, Keywords([]))
+            await Relay(asked, Dispatch(url), {url: client}, {"pair": None})({}, receive, send)
+
+    asyncio.run(pass_on())
+    assert sent[0]["status"] == 502 and KEY.encode() not in b"".join(each.get("body", b"") for each in sent)
+    assert [(outcome.failed, outcome.status) for outcome in outcomes] == [(True, 0)]
