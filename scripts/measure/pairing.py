@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
 from draftsmith.scripts.measure.rounds import ExpectedText, Settings
@@ -61,9 +63,13 @@ class Pairing:
             a_TK = text.acceptance(drafter, verifier, self.asked.draft_length)
             if a_TK is None:
                 return None
-            room = None if self.asked.room is None else self.asked.room - len(text.prompt_ids)
-            counts.append(vllm_counts(a_TK, text.length, self.asked.draft_length, room))
+            counts.append(self.counts(text, a_TK))
         return counts
+
+    def counts(self, text: ExpectedText, acceptance_TK: np.ndarray) -> ServerCounts:
+        """Return what a server counts of a text whose rounds accept so much."""
+        room = None if self.asked.room is None else self.asked.room - len(text.prompt_ids)
+        return vllm_counts(acceptance_TK, text.length, self.asked.draft_length, room)
 
     @cached_property
     def prompt_departures(self) -> dict[int, int]:

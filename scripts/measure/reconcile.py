@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.decode.measurement.intervals import Interval, difference_interval, ratio, ratio_interval
-from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of, vllm_counts
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import LEAST, Interval, difference_interval, ratio, ratio_interval
+from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
 from draftsmith.scripts.measure.causes import causes_of
 from draftsmith.scripts.measure.pairing import Asked, Pairing, ServedText, first_difference, paired
 from draftsmith.scripts.measure.rounds import ExpectedText, Settings
@@ -42,7 +43,8 @@ def reconcile(
         plain: answers of a server of the same target without speculation.
 
     Raises:
-        InputError: the report knows none of these prompts, temperatures, drafters or draft lengths.
+        InputError: the report knows none of these prompts, temperatures, drafters or draft lengths; or the answers are
+            too few for an interval, where that has to decide.
     """
     pairing = paired(settings, texts, asked, served, plain)
     counts = pairing.expected_counts(asked.drafter, asked.verifier)
@@ -54,9 +56,15 @@ def reconcile(
         same_texts = len(pairing.served) - len(pairing.text_departures)
     exact = greedy and same_texts == len(pairing.served)
     intervals = _intervals(pairing, counts, total)
+    elsewhere = bool(pairing.prompt_departures) or (greedy and bool(pairing.text_departures))
+    if None in intervals and not exact and not elsewhere:
+        raise InputError(
+            f"expect: expected answers to at least {LEAST} prompts, of which an interval can be told, found "
+            f"{len(pairing.served)}"
+        )
     positions = _positions(expected, total, intervals, exact)
     departs = next((shares.position for shares in positions if shares.departs), None)
-    agrees = not pairing.prompt_departures and not (greedy and pairing.text_departures) and departs is None
+    agrees = not elsewhere and departs is None
     if exact:
         agrees = agrees and equal(expected, total)
     return Reconciliation(
@@ -180,7 +188,7 @@ def _drawn(pairing: Pairing, text: ExpectedText, generator: np.random.Generator)
     asked = pairing.asked
     a_TK = text.acceptance(asked.drafter, asked.verifier, asked.draft_length)
     assert a_TK is not None
-    return vllm_counts((generator.random(a_TK.shape) < a_TK).astype(np.float64), text.length, asked.draft_length)
+    return pairing.counts(text, (generator.random(a_TK.shape) < a_TK).astype(np.float64))
 
 
 def _positions(

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from draftsmith.decode.errors import InputError
 
 PREFIX = "vllm:spec_decode_num_"
+PER_POS = f"{PREFIX}accepted_tokens_per_pos_total"
 GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 UNDER_WAY = (
     "vllm:num_requests_running",
@@ -35,13 +36,12 @@ class ServerCounters:
     num_accepted_tokens_per_pos: tuple[int, ...]
 
     def __sub__(self, earlier: "ServerCounters") -> "ServerCounters":
-        per_pos = self.num_accepted_tokens_per_pos
-        before = earlier.num_accepted_tokens_per_pos + (0,) * (len(per_pos) - len(earlier.num_accepted_tokens_per_pos))
+        per_pos = zip_longest(self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos, fillvalue=0)
         return ServerCounters(
             self.num_drafts - earlier.num_drafts,
             self.num_draft_tokens - earlier.num_draft_tokens,
             self.num_accepted_tokens - earlier.num_accepted_tokens,
-            tuple(now - then for now, then in zip(per_pos, before, strict=True)),
+            tuple(now - then for now, then in per_pos),
         )
 
     def __add__(self, other: "ServerCounters") -> "ServerCounters":
@@ -90,11 +90,6 @@ class Metrics:
     """SGLang's gauge: τ over the last few steps of each engine, here a mean over engines."""
 
 
-def read_counters(text: str, where: str) -> ServerCounters:
-    """Read vLLM's counters; zeros where the server does not speculate. Arguments and errors as of `read_metrics`."""
-    return read_metrics(text, where).counters
-
-
 def read_metrics(text: str, where: str) -> Metrics:
     """Read what a server says of its speculative decoding and its load.
 
@@ -114,7 +109,7 @@ def read_metrics(text: str, where: str) -> Metrics:
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if sample.name.startswith(PREFIX) and "position" in sample.labels:
+                if sample.name == PER_POS:  # and not …_created, a time
                     position = int(sample.labels["position"])
                     positions[position] = positions.get(position, 0.0) + sample.value
                 elif sample.name == MEAN_LENGTH:

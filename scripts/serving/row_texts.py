@@ -84,8 +84,3 @@ class RowTexts:
         while len(self._known) > max(self._keep, len(self._of_row)):
             surplus.append(self._known.popitem(last=False)[0])
         return surplus
-
-    def unknown(self) -> None:
-        """Take note that the service may know nothing of what it was told."""
-        for text in self._known.values():
-            text.told = 0

@@ -163,6 +163,14 @@ def test_sampled_counts_agree_within_their_interval(by_prompt):
     assert alarms <= 3
 
 
+@pytest.mark.parametrize("by_prompt", [True, False])
+def test_answers_too_few_for_an_interval_prove_nothing(by_prompt):
+    of = texts(1.0, prompts=4)
+    answers = served(of, by_prompt=by_prompt)
+    with pytest.raises(InputError, match=r"expected answers to at least 5 prompts, .* found 4"):
+        compare(of, answers, totals(answers, of), temperature=1.0)
+
+
 @pytest.mark.parametrize(("by_prompt", "prompts"), [(True, 32), (False, 256)])
 def test_greedy_drafts_are_told_from_drawn_ones(by_prompt, prompts):
     """Counts of each answer tell more than their sum."""

@@ -47,6 +47,16 @@ def test_the_engines_behind_one_page_are_summed():
     assert (read.generated_tokens, read.requests, read.verify_calls) == (31, 3, None)
 
 
+def test_the_times_when_counters_were_made_are_no_counts():
+    created = 'vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.7e+09\n'
+    assert read_metrics(VLLM + created, "here").counters == ServerCounters(15, 30, 12, (9, 3))
+
+
+def test_a_server_that_was_started_anew_with_shorter_drafts_has_counted_down():
+    between = ServerCounters(1, 2, 1, (1,)) - ServerCounters(5, 20, 9, (5, 4))
+    assert between == ServerCounters(-4, -18, -8, (-4, -4))
+
+
 def test_sglang_has_gauges_and_one_counter():
     read = read_metrics(SGLANG, "here")
     assert read.counters == ServerCounters(0, 0, 0, ())

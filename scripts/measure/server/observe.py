@@ -248,7 +248,8 @@ def _counted(before: Metrics, after: Metrics, door: Door) -> tuple[ServerCounter
     counters = after.counters - before.counters
     generated = _between(before.generated_tokens, after.generated_tokens)
     calls = _between(before.verify_calls, after.verify_calls)
-    if min(counters.num_drafts, counters.num_accepted_tokens, generated or 0, calls or 0) < 0:
+    counted = counters.num_drafts, counters.num_accepted_tokens, *counters.num_accepted_tokens_per_pos
+    if min(*counted, generated or 0, calls or 0) < 0:
         raise ServerFailure(
             f"{door.client.name}: expected counters that grow at {door.client.url}/metrics, found lower ones; was it "
             "started anew?"
