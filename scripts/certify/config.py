@@ -27,8 +27,8 @@ class CertifyConfig(Filters, PromptOptions):
     """Certify from outside that a server with speculative decoding writes what its target would."""
 
     server: str
-    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must speak OpenAI's API and, with
-    `target`, answer with token ids, as vLLM and SGLang do."""
+    """The server under test: the root of its URL, such as http://127.0.0.1:8000. It must speak OpenAI's API and
+    answer with token ids, as vLLM and SGLang do."""
     prompts: str
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str

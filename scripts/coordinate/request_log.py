@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.scripts.coordinate.config import Log
 from draftsmith.train.files import parse_json
 
@@ -45,8 +45,11 @@ def redactor(log: Log) -> Redactor:
         module, _, name = log.redact_with.partition(":")
         try:
             own = getattr(import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise InputError(f"log.redact_with: expected a function that can be imported, found: {error}") from error
+            if not callable(own):
+                raise TypeError(f"{type(own).__name__} {name}")
+        except Exception as error:  # the module is the user's, and may raise anything
+            found = first_line(error)
+            raise InputError(f"log.redact_with: expected a function that can be imported, found: {found}") from error
 
     def redact(text: str) -> str:
         for pattern, replacement in patterns:
@@ -97,8 +100,7 @@ def record(
     asked = {name: request[name] for name in REQUEST_FIELDS if request.get(name) is not None}
     if "messages" in asked:
         asked["messages"] = [_message(message, redact) for message in asked["messages"]]
-    if "prompt" in asked:
-        asked["prompt"] = _redacted(asked["prompt"], redact)
+    asked |= {name: _redacted(asked[name], redact) for name in ("prompt", "stop") if name in asked}
     choices = []
     for choice in answer["choices"]:
         kept: dict[str, Any] = {"finish_reason": choice.get("finish_reason")}
@@ -155,13 +157,26 @@ def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
         message = whole.setdefault("message", {"role": "assistant", "content": ""})
         delta = part["delta"] or {}
         message["content"] += delta.get("content") or ""
-        for name in ("reasoning_content", "reasoning", "tool_calls"):
+        for name in ("reasoning_content", "reasoning"):
             if delta.get(name):
-                message[name] = message.get(name, type(delta[name])()) + delta[name]
+                message[name] = message.get(name, "") + delta[name]
+        for call in delta.get("tool_calls") or []:
+            _add_call(message.setdefault("tool_calls", []), call)
     else:
         whole["text"] = whole.get("text", "") + (part.get("text") or "")
     if part.get("finish_reason") is not None:
         whole["finish_reason"] = part["finish_reason"]
+
+
+def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
+    """Add a part of a call of a tool. Its texts are joined: in pieces, what is to be redacted would not be found."""
+    known = next((call for call in calls if call.get("index") == part.get("index")), None)
+    if known is None:
+        known = {"index": part.get("index"), "function": {}}
+        calls.append(known)
+    known |= {name: value for name, value in part.items() if name not in ("index", "function")}
+    for name, text in (part.get("function") or {}).items():
+        known["function"][name] = known["function"].get(name, "") + (text or "")
 
 
 def _message(message: Any, redact: Redactor) -> Any:

@@ -15,7 +15,7 @@ class Metrics:
         name = f"{PREFIX}_{{}}".format
         self.requests = Counter(name("requests"), "Requests for drafts.", ["status"], registry=registry)
         self.seconds = Histogram(
-            name("request_seconds"), "From a request's last byte to its answer.", buckets=SECONDS, registry=registry
+            name("request_seconds"), "From a request's headers to its answer.", buckets=SECONDS, registry=registry
         )
         self.work_seconds = Counter(name("work_seconds"), "Time in which drafts were made.", registry=registry)
         self.rows = Counter(name("rows"), "Rows of requests.", registry=registry)

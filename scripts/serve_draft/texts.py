@@ -126,7 +126,8 @@ class DraftTexts:
 
     def _make_room(self, wanted: dict[Hashable, int]) -> dict[Hashable, int]:
         """Forget texts until the batch and what is left fit; return what is left of the batch."""
-        sizes = {key: len(text.slots) for key, text in self._texts.items()}
+        # Texts that were told and never drafted for take room too, or they would be kept without end.
+        sizes = {key: max(len(text.tokens), len(text.slots)) for key, text in self._texts.items()}
         sizes |= {key: len(self._texts[key].tokens) + want for key, want in wanted.items()}
         aside, batch = sum(size for key, size in sizes.items() if key not in wanted), dict(wanted)
         for key in list(self._texts):

@@ -117,6 +117,14 @@ def test_a_token_of_the_target_alone_is_read_as_another(draft):
     assert texts_of(draft).draft([0], [Row(0, 0, [5, VOCABULARY + 3, 6], 4)]) == [chain(draft, [5, 0, 6], 4)]
 
 
+def test_texts_that_nothing_is_drafted_for_take_room_too(draft):
+    texts = texts_of(draft, 256)
+    for key in range(100):
+        texts.draft([key], [Row(key, 0, [1] * 50, 0)])
+    assert len(texts) == 5
+    assert texts.draft([0], [Row(0, 50, [1], 0)]) == [None]
+
+
 def test_what_is_forgotten_is_unknown(draft):
     texts = texts_of(draft)
     texts.draft([0, 1], [Row(0, 0, [1, 2], 2), Row(1, 0, [3, 4], 2)])

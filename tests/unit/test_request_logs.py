@@ -93,6 +93,24 @@ def part(text: str | None = None, reason: str | None = None, index: int = 0) -> 
     return {"choices": [{"index": index, "delta": {} if text is None else {"content": text}, "finish_reason": reason}]}
 
 
+def test_a_question_with_answers_to_choose_from_is_no_log(tmp_path):
+    (prompt,) = read(tmp_path, {"turns": ["Which?"], "choices": ["A", "B"]}, answers="dropped")
+    assert prompt.messages == [{"role": "user", "content": "Which?"}]
+
+
+def test_a_call_that_came_in_pieces_is_redacted_as_a_whole():
+    calls = [{"index": 0, "id": "c", "function": {"name": "mail", "arguments": '{"to": "bob'}}]
+    calls += [{"index": 1, "function": {"name": "other", "arguments": None}}]
+    calls += [{"index": 0, "function": {"arguments": '@x.com"}'}}]
+    content = events(*({"choices": [{"index": 0, "delta": {"tool_calls": [call]}}]} for call in calls))
+    redact = redactor(Log("log.jsonl", [Redaction(r"\w+@\w+\.\w+", "[mail]")]))
+    written = record({"model": "m", "stop": ["a@b.de"]}, assembled(content, streamed=True), {}, redact)
+    assert written["request"]["stop"] == ["[mail]"]
+    message = written["response"]["choices"][0]["message"]
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == ['{"to": "[mail]"}', ""]
+    assert message["tool_calls"][0]["id"] == "c"
+
+
 def test_a_streamed_answer_is_put_together():
     content = events(part("Hel"), part("x", index=1), part("lo\u2028."), part(None, "stop"), {"usage": 5})
     whole = assembled(content, streamed=True)

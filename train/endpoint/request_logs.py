@@ -23,9 +23,11 @@ PARTS = {"text", "input_text", "output_text"}
 
 def is_logged(record: Any) -> bool:
     """Say whether a record is a line of such a log."""
-    return isinstance(record, dict) and (
-        isinstance(record.get("request"), dict) or isinstance(record.get("body"), dict) or "choices" in record
-    )
+    if not isinstance(record, dict):
+        return False
+    asked = any(isinstance(record.get(name), dict) for name in ("request", "body"))
+    choices = record.get("choices")  # which questions have, too, whose answers are to be chosen from: strings
+    return asked or (isinstance(choices, list) and not any(isinstance(choice, str) for choice in choices))
 
 
 def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[str, Any]:
