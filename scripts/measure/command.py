@@ -20,9 +20,9 @@ from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
 from draftsmith.scripts.measure.estimates import rows_of
-from draftsmith.scripts.measure.every_round import deepest, expected_texts, rounds_settings
+from draftsmith.scripts.measure.reconcile.every_round import deepest, expected_texts, rounds_settings
+from draftsmith.scripts.measure.reconcile.rounds import ROUNDS, ExpectedText, write_rounds
 from draftsmith.scripts.measure.replays import replay_all, tree_pictures
-from draftsmith.scripts.measure.rounds import ROUNDS, ExpectedText, write_rounds
 from draftsmith.scripts.measure.server.command import main as server_main
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side

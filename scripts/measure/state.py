@@ -7,7 +7,7 @@ from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.rounds import ExpectedText
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report.types import Failure, TreePicture, Verifier

@@ -29,7 +29,7 @@ from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.scripts.measure import certify, cost_file
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.rounds import read_rounds
+from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.side_by_side import Method
 from draftsmith.scripts.pair import short_names
 from draftsmith.scripts.report.schema import generated_schema, report_schema

@@ -11,7 +11,7 @@ import pytest
 from simulated_server import simulated_server
 
 from draftsmith.scripts import cli
-from draftsmith.scripts.measure.rounds import SCHEMA, ExpectedText, Settings, write_rounds
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, write_rounds
 from draftsmith.scripts.measure.server import observe
 from draftsmith.scripts.report.schema import report_schema
 
@@ -122,7 +122,7 @@ def test_what_cannot_be_compared_is_said_before_anything_is_asked(measure, flags
 
 
 def test_the_rounds_are_read_as_they_were_written(report):
-    from draftsmith.scripts.measure.rounds import read_rounds
+    from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 
     settings, texts = read_rounds(str(Path(report).parent))
     assert settings.filters == FILTERS and asdict(texts[3]) == asdict(rounds_of("word 3"))

@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
 from draftsmith.scripts import cli
+from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.plan import command as plan
 from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.train.cli import parse_config, run
@@ -209,8 +210,12 @@ def test_other_recipes_fit_as_well(recipe, path, capsys):
 
 @pytest.mark.parametrize("path", sorted((CONFIGS / "measure").glob("*.yaml")), ids=lambda path: path.stem)
 def test_measurements_parse(path):
-    config = parse_config(cli.config_class("measure"), ["--config", str(path)])
-    assert path.stem == "tiny" or (config.baseline_draft and config.min_speedup)
+    flags = ["--config", str(path)]
+    config = parse_config(cli.config_class("measure", flags), flags)
+    if path.stem == "server":
+        assert isinstance(config, MeasureServerConfig) and config.baseline_server
+    else:
+        assert path.stem == "tiny" or (config.baseline_draft and config.min_speedup)
 
 
 def test_slurm_starts_a_launcher_on_each_machine(tmp_path):

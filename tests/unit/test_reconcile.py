@@ -8,9 +8,9 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of, vllm_counts
-from draftsmith.scripts.measure.pairing import Asked, ServedText
-from draftsmith.scripts.measure.reconcile import reconcile
-from draftsmith.scripts.measure.rounds import SCHEMA, ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.compare import reconcile
+from draftsmith.scripts.measure.reconcile.pairing import Asked, ServedText
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings
 
 GAMMA, TOKENS, PROMPTS = 3, 24, 32
 DRAFTERS = {"draft": {"kind": "draft", "path": "a"}, "stock": {"kind": "draft", "path": "b"}}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.measure.pairing import Asked, ServedText
-from draftsmith.scripts.measure.reconcile import reconcile
-from draftsmith.scripts.measure.rounds import ExpectedText, Settings, read_rounds
+from draftsmith.scripts.measure.reconcile.compare import reconcile
+from draftsmith.scripts.measure.reconcile.pairing import Asked, ServedText
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings, read_rounds
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting

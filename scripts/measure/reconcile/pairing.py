@@ -8,7 +8,7 @@ import numpy as np
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
-from draftsmith.scripts.measure.rounds import ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.types import Verifier
 
 

@@ -1,8 +1,8 @@
 """Whether a server does what a report expects of it, and if not, where it first departs and why.
 
-Out of the rounds of a local measurement (`draftsmith.scripts.measure.rounds`) it is known what the server has to count
-(`draftsmith.decode.measurement.server_counts`): at T=0 to the integer, under sampling within an interval. What differs
-is looked for in the order in which it matters: the prompt's tokens, then the text, then the rounds.
+Out of the rounds of a local measurement (`draftsmith.scripts.measure.reconcile.rounds`) it is known what the server has
+to count (`draftsmith.decode.measurement.server_counts`): at T=0 to the integer, under sampling within an interval. What
+differs is looked for in the order in which it matters: the prompt's tokens, then the text, then the rounds.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ import numpy as np
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST, Interval, difference_interval, ratio, ratio_interval
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
-from draftsmith.scripts.measure.causes import causes_of
-from draftsmith.scripts.measure.pairing import Asked, Pairing, ServedText, first_difference, paired
-from draftsmith.scripts.measure.rounds import ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.causes import causes_of
+from draftsmith.scripts.measure.reconcile.pairing import Asked, Pairing, ServedText, first_difference, paired
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.reconciliation import Departure, PositionShares, Reconciliation, SeenCounts
 from draftsmith.scripts.report.types import Verifier
 

@@ -12,8 +12,8 @@ from draftsmith.decode.options import Filters
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings
 from draftsmith.scripts.measure.replays import replayed_proposers
-from draftsmith.scripts.measure.rounds import SCHEMA, ExpectedText, Settings
 from draftsmith.scripts.pair import DRAFTS, Pair
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.data.decoding import complete

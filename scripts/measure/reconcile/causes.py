@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.measure.pairing import Pairing, ServedText, first_difference
-from draftsmith.scripts.measure.rounds import ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.pairing import Pairing, ServedText, first_difference
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.reconciliation import Cause
 from draftsmith.scripts.report.types import Verifier
 
