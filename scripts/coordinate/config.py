@@ -166,6 +166,11 @@ class CoordinatorConfig:
         if not self.health_path.startswith("/"):
             raise InputError(f"health_path: expected a path such as /health, found {self.health_path!r}")
         _require_once([pair.name for pair in self.pairs], "pairs.name")
+        key_of = dict[str, str | None]()
+        for pair in self.pairs:
+            for url in pair.endpoints:
+                if key_of.setdefault(url, pair.key_env) != pair.key_env:
+                    raise InputError(f"pairs.{pair.name}.key_env: expected one key for {url}, found two")
         known = {pair.name: pair for pair in self.pairs}
         for rule in self.rules:
             for name in (*rule.pairs, *([rule.load_of] if rule.load_of else [])):

@@ -6,6 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -88,9 +89,14 @@ def serve(config: ServeDraftConfig) -> int:
             limit_concurrency=2 * config.max_waiting + 16,
         )
     )
-    # The server ends by these signals, and sends them once more when it has ended: that is no failure.
+
+    def end(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # The server ends by these signals, and sends them once more when it has ended, which is no failure; one that comes
+    # before it listens to them is not lost.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, end)
     worker.start()
     bytes_ = (cached_numbers(texts.model) or 0) * texts.model.dtype.itemsize * config.cache_tokens
     where = "[{}]:{}" if listening.family == socket.AF_INET6 else "{}:{}"

@@ -49,6 +49,12 @@ def test_a_completed_text_is_a_prompt_and_its_answer(tmp_path):
     assert (asked.text, asked.category) == ("def", "code")
 
 
+def test_where_answers_are_kept_a_line_without_one_is_a_prompt(tmp_path):
+    lines = [{"request": {"messages": ASKED}}, {"body": {"messages": ASKED}, "response": None, "error": {}}]
+    prompts = read(tmp_path, *lines, {"messages": ASKED, "choices": CHOICES}, answers="kept")
+    assert [prompt.messages for prompt in prompts] == [READ[:2], READ[:2], READ]
+
+
 def test_an_answer_that_was_cut_is_marked(tmp_path):
     cut = [{"message": ANSWER, "finish_reason": "length"}]
     prompts = read(tmp_path, {"messages": ASKED, "choices": cut}, {"messages": ASKED, "choices": CHOICES})

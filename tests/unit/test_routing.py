@@ -192,6 +192,7 @@ def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):
         (lambda: pair("a", "http://user:secret@a"), "pairs.a.endpoints: expected a URL without user name"),
         (lambda: pair("a", A, A), "pairs.a.endpoints: expected each once"),
         (lambda: router(pair("a", A), pair("a", B)), "pairs.name: expected each once, found a again"),
+        (lambda: router(pair("a", A), pair("b", A, key_env="K")), "pairs.b.key_env: expected one key for http://a:1"),
         (lambda: router(pair("a", A), rules=(Rule(pair="b"),)), "rules: expected one of the pairs a, found 'b'"),
         (lambda: router(pair("a", A), rules=(Rule(best=["a"]),)), "rules.best: expected a pair with a report"),
         (lambda: router(pair("a", A), port=70000), "port: expected at most 65535"),

@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.data.templates import for_template, require_no_template, trimmed
-from draftsmith.train.endpoint.request_logs import CUT, conversation, is_logged
+from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
 from draftsmith.train.files import parse_json
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
@@ -242,7 +242,9 @@ def _rows(rows: Iterable[Any], source: str) -> Iterator[Located]:
 
 
 def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
-    return conversation(record, where, answers != "dropped") if is_logged(record) else record
+    if not is_logged(record):
+        return record
+    return conversation(record, where, answers == "required" or (answers == "kept" and has_answer(record)))
 
 
 def _given_id(record: Any, where: str) -> str | None:

@@ -30,6 +30,11 @@ def is_logged(record: Any) -> bool:
     return asked or (isinstance(choices, list) and not any(isinstance(choice, str) for choice in choices))
 
 
+def has_answer(record: Mapping[str, Any]) -> bool:
+    """Say whether a line of such a log is more than a prompt."""
+    return "choices" in record or record.get("response") is not None
+
+
 def conversation(record: Mapping[str, Any], where: str, answered: bool) -> dict[str, Any]:
     """Return a line of a log as a record with `messages` or `prompt`, and `finish_reason` beside an answer.
 
