@@ -22,7 +22,7 @@ def print_summary(rows: Mapping[str, str], title: str, output: Path) -> None:
 def figures_table(columns: Sequence[str], names: str, title: str, caption: str | None = None) -> Table:
     """Return an empty table of figures; a long name in the column `names` takes more lines, no figure is cut off."""
     table = Table(
-        title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
+        title=escape(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False
     )
     table.title_justify = table.caption_justify = "left"
     for name in columns:

@@ -189,7 +189,7 @@ async def _gone(receive: Receive) -> None:
 async def _start(send: Send, response: httpx2.Response, pair: str, length: int | None = None) -> None:
     """Send the status and headers; of the server's own the content type alone, for the others are about its bytes."""
     kind = response.headers.get("Content-Type", "application/json")
-    headers = [(b"content-type", kind.encode("latin-1")), (PAIR_HEADER, pair.encode("utf-8"))]
+    headers = [(b"content-type", kind.encode("latin-1", "replace")), (PAIR_HEADER, pair.encode("utf-8"))]
     headers += [(b"cache-control", b"no-store")] if length is None else [(b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
 

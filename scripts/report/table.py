@@ -1,6 +1,7 @@
 """The report's main figures as a table in the terminal, and the verdict below."""
 
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
 
 from draftsmith.decode.measurement.intervals import format_estimate
@@ -37,7 +38,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
                 gains = run.gain_over_baseline_draft
                 table.add_row(
                     *setting,
-                    _drafter(run),
+                    escape(_drafter(run)),
                     str(run.draft_length),
                     format_estimate(run.alpha, spread="none"),
                     format_estimate(run.draft_acceptance_rate, ".0%", spread="none"),

@@ -1,6 +1,7 @@
 """The report's page: both ends of what a report can hold, hostile words, and that it loads nothing."""
 
 import copy
+import io
 import random
 import re
 from dataclasses import replace
@@ -8,12 +9,13 @@ from html.parser import HTMLParser
 
 import pytest
 from pydantic import TypeAdapter
+from rich.console import Console
 
 from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report.page import lossless, number, render_page, visible, write_page
 from draftsmith.scripts.report.types import Report, Speed
-from draftsmith.scripts.summary import size
+from draftsmith.scripts.summary import figures_table, size
 
 NOTHING = Estimate(None, None, 0)
 TYPED = TypeAdapter(Report)
@@ -552,3 +554,10 @@ def test_numbers_and_tokens_are_written_to_be_read():
 )
 def test_lossless_is_said_only_where_it_was_shown(full, certificate, answer):
     assert lossless(certificate, TYPED.validate_python(full))[0] == answer
+
+
+def test_a_table_s_title_is_shown_as_it_is():
+    shown, name = io.StringIO(), "model [/x] [bold] at http://[::1]:80"
+    table = figures_table(["a long column's heading, as wide as the title"], "", name)
+    Console(width=80, file=shown).print(table)
+    assert name in shown.getvalue()
