@@ -94,7 +94,8 @@ class Reconciliation(Entry):
     same_texts: Count | None
     """At T=0, answers that are the expected texts; null where the server gives no tokens."""
     exact: bool
-    """Whether integers were compared: at T=0 where all texts are those expected."""
+    """Whether integers were compared: at T=0 where all texts are those expected, and one request at a time was under
+    way, or they are equal all the same."""
     expected: SeenCounts
     counted: SeenCounts
     positions: Sequence[PositionShares]

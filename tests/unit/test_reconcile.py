@@ -66,8 +66,8 @@ def totals(answers: list[ServedText], of: list[ExpectedText], **how) -> ServerCo
     return pooled([answer.counts for answer in served(of, **how)])
 
 
-def compare(of, answers, total, temperature=0.0, drafter="draft", verifier="probabilistic", plain=()):
-    asked = Asked(drafter, verifier, temperature, GAMMA)
+def compare(of, answers, total, temperature=0.0, drafter="draft", verifier="probabilistic", plain=(), concurrency=1):
+    asked = Asked(drafter, verifier, temperature, GAMMA, concurrency)
     return reconcile("out", SETTINGS, of, asked, answers, total, plain)
 
 
@@ -95,6 +95,17 @@ def test_one_token_too_many_is_seen():
     )
     found = compare(of, answers, wrong)
     assert not found.agrees and found.first_position == GAMMA and found.causes[0].name == "draft dtype"
+
+
+def test_several_requests_at_once_may_cut_a_few_drafts_short():
+    of = texts(0.0)
+    answers, right = served(of, by_prompt=False), totals(served(of), of)
+    assert compare(of, answers, right, concurrency=4).exact
+    cut = dataclasses.replace(right, num_draft_tokens=right.num_draft_tokens - 2)
+    found = compare(of, answers, cut, concurrency=4)
+    assert found.agrees and not found.exact
+    assert not compare(of, answers, cut).agrees
+    assert not compare(of, answers, totals(answers, of, drafter="stock"), concurrency=4).agrees
 
 
 def test_another_draft_is_named_and_its_first_round():

@@ -54,7 +54,8 @@ def reconcile(
     same_texts = None
     if greedy and pairing.known_texts:
         same_texts = len(pairing.served) - len(pairing.text_departures)
-    exact = greedy and same_texts == len(pairing.served)
+    # Several at once may fill a batch, and then a server may cut drafts short.
+    exact = same_texts == len(pairing.served) and (asked.concurrency == 1 or equal(expected, total))
     intervals = _intervals(pairing, counts, total)
     elsewhere = bool(pairing.prompt_departures) or (greedy and bool(pairing.text_departures))
     if None in intervals and not exact and not elsewhere:
@@ -65,8 +66,7 @@ def reconcile(
     positions = _positions(expected, total, intervals, exact)
     departs = next((shares.position for shares in positions if shares.departs), None)
     agrees = not elsewhere and departs is None
-    if exact:
-        agrees = agrees and equal(expected, total)
+    agrees = agrees and (not exact or equal(expected, total))
     return Reconciliation(
         report=report,
         proposer=asked.drafter,
