@@ -73,6 +73,7 @@ class Dispatcher:
         until = time.monotonic() + seconds
         while any(self.router.loads().values()) and time.monotonic() < until:
             await asyncio.sleep(0.1)
+            self.router.forget_the_dead(time.monotonic())
 
     async def metrics(self) -> bytes:
         """Return what was counted, in Prometheus's text format."""

@@ -103,7 +103,7 @@ class Router:
             tried: servers that have failed it.
             now: seconds.
         """
-        self._forget_the_dead(now)
+        self.forget_the_dead(now)
         candidates = [pair for pair in self.pairs.values() if facts.model in pair.models]
         if not candidates:
             return Refusal(UNKNOWN)
@@ -133,6 +133,12 @@ class Router:
         for i in ended:
             kept.pop(i, None)
         known.heard, known.leases = now, kept
+
+    def forget_the_dead(self, now: float) -> None:
+        """Drop the leases of holders that are silent."""
+        dead = [name for name, holder in self._holders.items() if now - holder.heard > SILENCE]
+        for name in dead:
+            del self._holders[name]
 
     def loads(self) -> dict[str, int]:
         """Return the requests under way at each server."""
@@ -181,8 +187,3 @@ class Router:
     def _room(self, pair: Pair, tried: Collection[str]) -> list[str]:
         """Return the servers of a pair that may get a request."""
         return [] if self._full(pair) else self._well(pair, tried)
-
-    def _forget_the_dead(self, now: float) -> None:
-        dead = [name for name, holder in self._holders.items() if now - holder.heard > SILENCE]
-        for name in dead:
-            del self._holders[name]

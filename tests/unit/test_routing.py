@@ -1,14 +1,17 @@
 """The coordinator's choice: rules, loads, health, predicted speeds; and the requests that it is made for."""
 
+import asyncio
 import json
 
 import pytest
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts.coordinate import routing
 from draftsmith.scripts.coordinate.asked import CHAT, TEXT, Keywords, Refused, read_request
 from draftsmith.scripts.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.coordinate.rates import Rates
-from draftsmith.scripts.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Refusal, Router
+from draftsmith.scripts.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Lease, Refusal, Router
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 HOLDER = "ingress"
@@ -136,6 +139,19 @@ def test_the_leases_of_a_holder_that_is_silent_are_dropped():
 def asked(body, path=CHAT, headers=None, rules=()):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     return read_request(path, content, headers or {}, Keywords(rules))
+
+
+def test_the_end_does_not_wait_for_a_holder_that_is_dead(monkeypatch):
+    monkeypatch.setattr(routing, "SILENCE", 0.2)
+
+    async def drained() -> int:
+        dispatcher = Dispatcher(CoordinatorConfig([pair("a", A)]), {})
+        assert isinstance(await dispatcher.acquire(Facts("m"), HOLDER, []), Lease)
+        async with asyncio.timeout(10):
+            await dispatcher.drain(60)
+        return sum(dispatcher.router.loads().values())
+
+    assert asyncio.run(drained()) == 0
 
 
 def test_what_routing_knows_of_a_request():
