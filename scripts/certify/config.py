@@ -95,6 +95,8 @@ class CertifyConfig(Filters, PromptOptions):
             )
         require(self, at_least(LEAST_TOKENS) & at_most(10**9), "sampled_tokens")
         require(self, between(0, 1), "false_alarm")
+        if self.target is None:  # the level of a test by shuffles costs as many of them
+            require(self, at_least(1e-5), "false_alarm")
         require(self, CONCURRENCY, "concurrency")
         require(self, finite(more_than(0)), "timeout")
 

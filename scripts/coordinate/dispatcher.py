@@ -58,8 +58,8 @@ class Dispatcher:
         """Take an ingress's word: what has become of requests, and which it still passes on."""
         for outcome in ended:
             breaker = self.router.breakers.get(outcome.lease.url)
-            if breaker is not None and outcome.failed:
-                breaker.failed()
+            if breaker is not None and (outcome.failed or outcome.status):  # neither: its client left before an answer
+                breaker.ended(outcome.failed)
             self._metrics.count(outcome)
         self.router.heard(holder, [outcome.lease.id for outcome in ended], held, time.monotonic())
 
@@ -99,9 +99,9 @@ class Dispatcher:
         try:
             await self.clients[url].get_text(self.config.health_path)
         except (ServerFailure, InputError):  # an answer that refuses is none of a server that is well
-            breaker.failed()
+            breaker.looked_at(well=False)
         else:
-            breaker.well()
+            breaker.looked_at(well=True)
 
 
 class _Metrics:

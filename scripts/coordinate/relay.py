@@ -156,7 +156,7 @@ class Relay(Response):
             failure = Refused(502, f"the server of {lease.pair} failed", "server_error")
             if not begun:
                 return failure
-            await send({"type": "http.response.body", "body": _event(failure.body()), "more_body": False})
+            await send({"type": "http.response.body", "body": b"\n\n" + _event(failure.body()), "more_body": False})
             return None
         self.kept.pair, self.kept.status, self.kept.first_byte = lease.pair, outcome.status, outcome.first_byte
         self.kept.whole, self.kept.seconds = len(self.kept.content) <= MOST_BYTES, time.perf_counter() - self._begin

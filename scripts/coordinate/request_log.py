@@ -126,11 +126,21 @@ class Writer:
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line, as a whole; the file is its owner's alone to read."""
         line = (json.dumps(entry, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        if self._cut_off():  # by a disk that was full
+            line = b"\n" + line
         if self.path.exists() and self.path.stat().st_size + len(line) > self.max_bytes:
             self._put_aside()
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         with open(descriptor, "ab", buffering=0) as file:
             file.write(line)
+
+    def _cut_off(self) -> bool:
+        """Return whether the last line has no end."""
+        if not self.path.exists() or not self.path.stat().st_size:
+            return False
+        with self.path.open("rb") as file:
+            file.seek(-1, os.SEEK_END)
+            return file.read(1) != b"\n"
 
     def _put_aside(self) -> None:
         def numbered(number: int) -> Path:

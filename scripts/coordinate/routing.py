@@ -53,20 +53,24 @@ class Breaker:
     """Whether a server gets requests: not after so many failures one after the other, until it is seen to be well."""
 
     limit: int
-    failures: int = 0
+    requests: int = 0
+    looks: int = 0
+    """Failures of either kind, counted apart: a server that is about to end says so when it is looked at, and still
+    answers what it has begun."""
 
     @property
     def open(self) -> bool:
         """Whether it gets none."""
-        return self.failures >= self.limit
+        return max(self.requests, self.looks) >= self.limit
 
-    def failed(self) -> None:
-        """Count a request or a look that failed."""
-        self.failures += 1
+    def ended(self, failed: bool) -> None:
+        """Count a request that failed, or forget those that did before one that was answered."""
+        self.requests = self.requests + 1 if failed else 0
 
-    def well(self) -> None:
-        """Say that it was seen to be well."""
-        self.failures = 0
+    def looked_at(self, well: bool) -> None:
+        """Count a look that found no well server; one that did says that it may get requests again."""
+        self.looks = 0 if well else self.looks + 1
+        self.requests = 0 if well else self.requests
 
 
 @dataclass

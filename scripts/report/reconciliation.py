@@ -71,7 +71,6 @@ class Cause(Entry):
         "another drafter",
         "draft",
         "draft dtype",
-        "unknown",
     ]
     evidence: str
     remedy: str

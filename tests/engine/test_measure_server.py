@@ -1,6 +1,7 @@
 """`measure --server` against a real vLLM: its counters are what its answers show, and the gate's exit codes."""
 
 import json
+import re
 
 import pytest
 from engine import ROOT, TARGET
@@ -37,4 +38,5 @@ def test_one_and_four_at_once_beside_plain_decoding(speculating, plain, tmp_path
     alone = [*argv[:-4], "--max-new-tokens", str(NEW), "--concurrency", "1", "--baseline-server", "null"]
     for least, code in ((low - 0.01, 0), ((low + high) / 2, 3)):
         assert cli.main([*alone, "--min-alpha", str(least)]) == code
-    assert "GO" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "NO-GO" in out and re.search(r"(?<!-)\bGO\b", out)

@@ -79,16 +79,27 @@ def test_servers_that_were_tried_or_are_not_well_are_not_asked():
     assert chosen(of, tried=(A,)).url == B
     assert chosen(of, tried=(A, B)).url == C
     for url in (A, B):
-        of.breakers[url].failed()
+        of.breakers[url].ended(failed=True)
         assert not of.breakers[url].open
-        of.breakers[url].failed()
+        of.breakers[url].ended(failed=True)
         assert of.breakers[url].open
     assert chosen(of).url == C
-    of.breakers[C].failed()
-    of.breakers[C].failed()
+    of.breakers[C].looked_at(well=False)
+    of.breakers[C].looked_at(well=False)
     assert chosen(of) == Refusal(DOWN)
-    of.breakers[B].well()
+    of.breakers[B].looked_at(well=True)
     assert chosen(of).url == B
+
+
+def test_failures_among_good_answers_do_not_add_up():
+    of = router(pair("a", A), failures=2).breakers[A]
+    for failed in (True, False, True, False):
+        of.ended(failed)
+        assert not of.open
+    of.looked_at(well=False)
+    of.ended(failed=False)  # what it had begun: it is about to end all the same
+    of.looked_at(well=False)
+    assert of.open
 
 
 def test_the_best_pair_is_the_fastest_at_its_load():
