@@ -28,9 +28,11 @@ def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def mended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The same, of a build that samples rightly: see `tests/support/engine_plugins`."""
+    """The same, of a build that samples rightly (`tests/support/engine_plugins`), and that counts each answer."""
+    log = tmp_path_factory.mktemp("mended") / "log"
     plugins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "engine_plugins")}
-    with vllm_server(TARGET, tmp_path_factory.mktemp("mended") / "log", DRAFTING, environment=plugins) as server:
+    counting = "--per-request-spec-decode-metrics", "summary"
+    with vllm_server(TARGET, log, DRAFTING, *counting, environment=plugins) as server:
         yield server
 
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 TARGET, DRAFT = ROOT / "assets" / "tiny-target", ROOT / "assets" / "tiny-draft"
 ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
@@ -63,6 +62,7 @@ def vllm_server(
     assert PYTHON.exists(), "no engine: run `make engine`"
     port = free_port()
     given = "--dtype float32 --max-model-len 512 --enforce-eager --max-num-seqs 8 --no-enable-prefix-caching --seed 0"
+    given += " --kv-cache-memory-bytes 268435456"  # unless told, it takes all memory that there is
     # Not `vllm serve`, which asks for the metadata of a package of another name than the CPU build's.
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
     command += ["--host", "127.0.0.1", "--port", str(port), *given.split()]
