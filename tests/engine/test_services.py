@@ -34,6 +34,7 @@ def door(plain, speculating, pair, tmp_path_factory) -> Iterator[str]:
         ],
         "rules": [
             {"pair": "plain", "category": ["prose"]},
+            {"pair": "serviced", "category": ["code"]},
             {"pair": "speculating", "keywords": ["class "]},
             {"pair": "serviced", "load_of": "serviced", "load_below": 2},
             {"pair": "plain"},
@@ -66,6 +67,11 @@ def ask(url: str, prompt: str, **fields) -> tuple[str, str]:
 async def drafts(url: str) -> int:
     async with Client(url) as client:
         return (await client.counters()).num_drafts
+
+
+async def accepted_tokens(url: str) -> int:
+    async with Client(url) as client:
+        return (await client.counters()).num_accepted_tokens
 
 
 def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, speculating, pair, prompts):
@@ -104,16 +110,35 @@ def test_a_pair_that_is_loaded_leaves_the_next_request_to_another(door, prompts)
     assert ask(door, prompts[2]) == ("serviced", third[1])
 
 
-def test_a_draft_service_that_dies_costs_no_answer(door, pair, prompts):
-    expected = [ask(door, prompt, metadata={"category": "prose"}) for prompt in prompts]
+def test_a_draft_service_that_dies_and_comes_back_costs_no_answer(door, pair, prompts):
+    """Three processes, 64 requests, 4 at a time; SIGKILL at the 20th, and the service is started anew at the 40th."""
+    expected = [ask(door, prompt, metadata={"category": "prose"})[1] for prompt in prompts]
+    asked, snapshots = [prompts[i % len(prompts)] for i in range(64)], []
+
+    def some(first: int, last: int) -> list[tuple[str, str]]:
+        with ThreadPoolExecutor(4) as pool:
+            return list(pool.map(lambda prompt: ask(door, prompt, metadata={"category": "code"}), asked[first:last]))
+
+    def accepted() -> int:
+        return asyncio.run(accepted_tokens(pair.server.url))
+
+    snapshots.append(accepted())
+    ended = metric(door, "requests_total")
     with ThreadPoolExecutor(1) as pool:
-        answering = pool.submit(lambda: [ask(door, prompt) for prompt in prompts])
+        answering = pool.submit(some, 0, 28)
+        wait_until(lambda: metric(door, "requests_total") >= ended + 20)
         pair.draft.kill()
         pair.draft.wait()
         answers = answering.result()
+    snapshots.append(accepted())
+    answers += some(28, 40)
+    snapshots.append(accepted())
     pair.restart()
-    assert [text for _, text in answers] == [text for _, text in expected]
+    wait_until(lambda: ask(door, prompts[0], metadata={"category": "code"}) and accepted() > snapshots[-1])
+    answers += some(40, 64)
+    assert [text for _, text in answers] == [expected[i % len(prompts)] for i in range(64)]
     assert {found for found, _ in answers} == {"serviced"}
+    assert snapshots[1] > snapshots[0] and snapshots[2] == snapshots[1]
 
 
 def test_a_client_reads_a_stream_through_it_as_from_the_server(door, plain, prompts):
