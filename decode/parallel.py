@@ -1,0 +1,74 @@
+"""Parallel drafts: a causal LM that drafts K tokens in one forward (PARD, An et al. 2025, arXiv 2504.18583).
+
+Behind a text stand K − 1 mask tokens, all the same token. The logits of the text's last token are those of the first
+drafted token, as in any causal LM, and those of mask j are of drafted token j + 1. So the same weights also draft a token
+at a time.
+
+Many drafts can be computed in one forward, each behind another prefix of the same text: a mask sees the text up to its
+anchor, the last token that its draft knows, and the masks of the same draft before it. Shape suffixes: B rows, L entries
+of a row, tokens of the text and masks in any order.
+"""
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+
+MASK_TOKEN = "pard_token"
+"""The key of a parallel draft's config that names its mask token; vLLM reads it."""
+LENGTH = "parallel_length"
+"""The key that says how many tokens K the draft was trained to propose in one forward."""
+
+
+def mask_token_of(model: PreTrainedModel) -> int:
+    """Return a parallel draft's mask token.
+
+    Raises:
+        InputError: the model's config names none, so it is no parallel draft, or one outside its vocabulary.
+    """
+    config = model.config.get_text_config()
+    token = getattr(config, MASK_TOKEN, None)
+    if not isinstance(token, int) or not 0 <= token < config.vocab_size:
+        raise InputError(
+            f"parallel draft: expected {MASK_TOKEN} in the config, a token below {config.vocab_size}, found {token}"
+        )
+    return token
+
+
+def visible_entries(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None = None) -> Tensor:
+    """Say which entries of a row each entry attends to, (B, L, L) bool: queries, then keys.
+
+    Args:
+        positions_BL: the position of each entry in its text, int64; of mask j behind anchor a, a + j.
+        anchors_BL: the position of the last token of the text that an entry sees: its own of a token of the text, and
+            less than its position of a mask.
+        texts_BL: which text each entry belongs to, where a row has several.
+    """
+    is_text_BL = anchors_BL == positions_BL
+    of_text = is_text_BL[:, None, :] & (positions_BL[:, None, :] <= anchors_BL[:, :, None])
+    same_draft = ~is_text_BL[:, None, :] & ~is_text_BL[:, :, None] & (anchors_BL[:, None, :] == anchors_BL[:, :, None])
+    visible = of_text | (same_draft & (positions_BL[:, None, :] <= positions_BL[:, :, None]))
+    if texts_BL is not None:
+        visible &= texts_BL[:, None, :] == texts_BL[:, :, None]
+    return visible
+
+
+def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+    """Return a token that texts do not contain, to serve as mask: the first row of a padded vocabulary, or else the last
+    special token that is none of the tokenizer's named ones (bos, eos, pad, …) and does not stand in its chat template.
+
+    Raises:
+        InputError: there is none; says which option names one.
+    """
+    if len(tokenizer) < vocab_size:
+        return len(tokenizer)
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    named = set(tokenizer.all_special_ids)
+    for token, added in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
+        if added.special and (token not in named or token == tokenizer.pad_token_id) and added.content not in template:
+            return int(token)
+    raise InputError(
+        "parallel_mask_token: expected a token that no text contains, found no unused special token in the tokenizer: "
+        "name one"
+    )
