@@ -1,15 +1,14 @@
 """Parallel drafts: a causal LM that drafts K tokens in one forward (PARD, An et al. 2025, arXiv 2504.18583).
 
 Behind a text stand K − 1 mask tokens, all the same token. The logits of the text's last token are those of the first
-drafted token, as in any causal LM, and those of mask j are of drafted token j + 1. So the same weights also draft a token
-at a time.
+drafted token, as in any causal LM, and those of mask j are of drafted token j + 1. So the same weights also draft one
+token at a time.
 
 Many drafts can be computed in one forward, each behind another prefix of the same text: a mask sees the text up to its
-anchor, the last token that its draft knows, and the masks of the same draft before it. Shape suffixes: B rows, L entries
-of a row, tokens of the text and masks in any order.
+anchor, the last token that its draft knows, and the masks of the same draft before it. Shape suffixes: B rows, L
+entries of a row, tokens of the text and masks in any order.
 """
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -55,8 +54,10 @@ def visible_entries(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor |
 
 
 def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
-    """Return a token that texts do not contain, to serve as mask: the first row of a padded vocabulary, or else the last
-    special token that is none of the tokenizer's named ones (bos, eos, pad, …) and does not stand in its chat template.
+    """Return a token that texts do not contain, to serve as mask.
+
+    It is the first row of a padded vocabulary, or else the last special token that is none of the tokenizer's named
+    ones but padding (bos, eos, …) and does not stand in its chat template.
 
     Raises:
         InputError: there is none; says which option names one.

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.parallel import mask_token_of, unused_token, visible_entries
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 
 def test_a_mask_sees_the_text_up_to_its_anchor_and_the_earlier_masks_of_its_draft() -> None:
@@ -28,7 +29,9 @@ def test_texts_of_a_row_do_not_see_each_other() -> None:
 
 
 def test_a_model_without_a_mask_token_is_no_parallel_draft() -> None:
-    model = LlamaForCausalLM(LlamaConfig(16, 8, 8, 1, 1))
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
     for token in (None, 16, "1"):
         model.config.pard_token = token
         with pytest.raises(InputError, match=f"expected pard_token in the config, a token below 16, found {token}"):
