@@ -14,9 +14,11 @@ So a text must be known γ tokens beyond its end. At T=0, where acceptance is 0 
 the server's own; under sampling they are their expectations.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import starmap, zip_longest
+from operator import add, sub
+from typing import Any
 
 import numpy as np
 
@@ -25,27 +27,46 @@ from draftsmith.decode.errors import InputError
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """What a server has counted, or is expected to; the names are vLLM's."""
+    """What a server has counted, or is expected to; the names are vLLM's. Integers where they were counted."""
 
-    num_drafts: float = 0.0
+    num_drafts: float = 0
     """Steps of a text that verified a draft."""
-    num_draft_tokens: float = 0.0
-    num_accepted_tokens: float = 0.0
+    num_draft_tokens: float = 0
+    num_accepted_tokens: float = 0
     num_accepted_tokens_per_pos: tuple[float, ...] = ()
     """Steps whose drafted token i was accepted, and so all before it."""
 
+    @classmethod
+    def of_histogram(cls, steps: Sequence[int], num_draft_tokens: int) -> "ServerCounts":
+        """Return the counts of one text.
+
+        Args:
+            steps: how many of its steps accepted 0, 1, 2, … drafted tokens.
+            num_draft_tokens: what they drafted together.
+        """
+        per_pos = [sum(steps[i:]) for i in range(1, len(steps))]
+        return cls(sum(steps), num_draft_tokens, sum(per_pos), tuple(per_pos))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ServerCounts":
+        """Return the counts that `to_dict` wrote."""
+        return cls(**{**values, "num_accepted_tokens_per_pos": tuple(values["num_accepted_tokens_per_pos"])})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the counts as plain JSON types."""
+        return asdict(self) | {"num_accepted_tokens_per_pos": list(self.num_accepted_tokens_per_pos)}
+
     def __add__(self, other: "ServerCounts") -> "ServerCounts":
-        return ServerCounts(
-            self.num_drafts + other.num_drafts,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-            tuple(
-                a + b
-                for a, b in zip_longest(
-                    self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0.0
-                )
-            ),
-        )
+        return self._with(other, add)
+
+    def __sub__(self, earlier: "ServerCounts") -> "ServerCounts":
+        return self._with(earlier, sub)
+
+    def same_as(self, other: "ServerCounts") -> bool:
+        """Return whether these are the same integers; a position of which nothing was accepted may be listed or not."""
+        less = self - other
+        numbers = less.num_drafts, less.num_draft_tokens, less.num_accepted_tokens, *less.num_accepted_tokens_per_pos
+        return not any(map(round, numbers))
 
     def mean_acceptance_length(self) -> float | None:
         """Return 1 + accepted ÷ drafts, as vLLM's log has it; None where nothing was drafted."""
@@ -58,6 +79,16 @@ class ServerCounts:
     def acceptance_per_position(self) -> list[float]:
         """Return, for each position, the steps that accepted it ÷ all steps, as vLLM's log has it."""
         return [accepted / self.num_drafts for accepted in self.num_accepted_tokens_per_pos if self.num_drafts]
+
+    def _with(self, other: "ServerCounts", operation: Callable[[float, float], float]) -> "ServerCounts":
+        """Return a sum or a difference, the shorter list of positions filled up with zeros."""
+        per_pos = zip_longest(self.num_accepted_tokens_per_pos, other.num_accepted_tokens_per_pos, fillvalue=0)
+        return ServerCounts(
+            operation(self.num_drafts, other.num_drafts),
+            operation(self.num_draft_tokens, other.num_draft_tokens),
+            operation(self.num_accepted_tokens, other.num_accepted_tokens),
+            tuple(starmap(operation, per_pos)),
+        )
 
 
 def vllm_counts(acceptance_TK: np.ndarray, tokens: int, draft_length: int, room: int | None = None) -> ServerCounts:

@@ -12,10 +12,10 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.certify.asking import Kept, Question, Request, ask
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Client
-from draftsmith.scripts.serving.counters import ServerCounters
 from draftsmith.train.data.shards import settle_manifest
 from draftsmith.train.files import remove
 from draftsmith.train.models import identity
@@ -41,7 +41,7 @@ class Servers:
     progress: bool = True
     models: dict[str, str] = field(default_factory=dict)
     """What each is asked for."""
-    counters: dict[str, ServerCounters | None] = field(default_factory=dict)
+    counters: dict[str, ServerCounts | None] = field(default_factory=dict)
     """What each counted of the texts of this run; None of one that shows no counters, or was asked for none."""
 
     def begin(self) -> None:
@@ -89,7 +89,7 @@ class Servers:
             name: {
                 "url": getattr(self.config, name),
                 "model": model,
-                "counters": None if (counters := self.counters[name]) is None else asdict(counters),
+                "counters": None if (counters := self.counters[name]) is None else counters.to_dict(),
             }
             for name, model in self.models.items()
         }
@@ -127,7 +127,7 @@ def target_identity(config: CertifyConfig) -> dict[str, Any] | None:
     return {"path": config.target} | identity(config.target, trust_remote_code=config.trust_remote_code)
 
 
-async def _counters(client: Client) -> ServerCounters | None:
+async def _counters(client: Client) -> ServerCounts | None:
     """Return vLLM's counters; None of a server that shows none."""
     try:
         return await client.counters()

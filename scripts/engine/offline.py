@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.engine import driver
-from draftsmith.scripts.serving.counters import ServerCounters
 
 VARIABLE = "DRAFTSMITH_ENGINE"
 """The environment variable that names the engine's Python."""
@@ -58,7 +58,7 @@ class Answer:
 
     token_ids: list[list[int]]
     """Of each prompt's text."""
-    counters: ServerCounters
+    counters: ServerCounts
     """What it counted; zeros without drafts."""
 
 
@@ -155,4 +155,4 @@ def _answer(result: dict[str, Any]) -> Answer | EngineFailure:
         sum(result.get(f"num_{name}", [])) for name in ("drafts", "draft_tokens", "accepted_tokens")
     )
     per_pos = tuple(result.get("num_accepted_tokens_per_pos", []))
-    return Answer(result["token_ids"], ServerCounters(drafts, drafted, accepted, per_pos))
+    return Answer(result["token_ids"], ServerCounts(drafts, drafted, accepted, per_pos))

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import httpx2
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.serving.counters import Metrics, ServerCounters, read_metrics
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts.serving.counters import Metrics, read_metrics
 from draftsmith.train.endpoint.server import MOST_BYTES, api_key, http_client, server_words
 from draftsmith.train.files import parse_json
 
@@ -47,7 +48,7 @@ class Answer:
     """When each part came, and its tokens: 0 where the server gave no ids."""
     ended: float = 0.0
     """When the last byte came."""
-    counts: ServerCounters | None = None
+    counts: ServerCounts | None = None
     """What the server counted of this one, if it says: SGLang's `/generate`, and vLLM that was started with
     `--per-request-spec-decode-metrics summary`."""
 
@@ -113,7 +114,7 @@ class Client:
             if isinstance(entry, dict) and "id" in entry
         }
 
-    async def counters(self) -> ServerCounters:
+    async def counters(self) -> ServerCounts:
         """Return what the server has counted since its start.
 
         Raises:
@@ -221,7 +222,7 @@ class Client:
             counted = (part.get("metrics") or {}).get("speculative_decoding")  # in the last part
             if counted:
                 steps = list(map(int, counted["acceptance_histogram"]))
-                answer.counts = ServerCounters.of_histogram(steps, int(counted["num_draft_tokens"]))
+                answer.counts = ServerCounts.of_histogram(steps, int(counted["num_draft_tokens"]))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise self.broken_part(path, data) from error
 

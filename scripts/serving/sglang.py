@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.serving.client import Answer, Client
-from draftsmith.scripts.serving.counters import ServerCounters
 from draftsmith.train.endpoint.server import server_words
 
 PATH = "/generate"
@@ -111,12 +111,12 @@ async def generate(client: Client, request: Mapping[str, Any]) -> Answer:
     return answer
 
 
-def counted(meta: Mapping[str, Any]) -> ServerCounters | None:
+def counted(meta: Mapping[str, Any]) -> ServerCounts | None:
     """Return what an answer's `meta_info` counts; None where it does not, as of a server that does not speculate."""
     for drafted, accepted, histogram in COUNTED:
         if drafted in meta and meta.get("spec_verify_ct"):
             steps = meta.get(histogram)
             if steps and sum(steps) == meta["spec_verify_ct"]:
-                return ServerCounters.of_histogram(list(map(int, steps)), int(meta[drafted]))
-            return ServerCounters(int(meta["spec_verify_ct"]), int(meta[drafted]), int(meta[accepted]), ())
+                return ServerCounts.of_histogram(list(map(int, steps)), int(meta[drafted]))
+            return ServerCounts(int(meta["spec_verify_ct"]), int(meta[drafted]), int(meta[accepted]), ())
     return None

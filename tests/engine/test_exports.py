@@ -15,7 +15,7 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.formats.export import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
-from draftsmith.scripts.engine.verification import Checks, same_counts
+from draftsmith.scripts.engine.verification import Checks
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
@@ -96,7 +96,7 @@ def test_heads_load_and_draft_what_they_do_here(answers, checks, heads, name):
     checks.same(name, "its text without", plain.token_ids, answer.token_ids)
     checks.proposer = MedusaProposer(heads[name], Tree.chain(K))  # a cut vocabulary with its map, as it was trained
     expected = checks.expected_counts(answer.token_ids, K)
-    assert same_counts(expected, answer.counters), f"{expected} is not {answer.counters}"
+    assert expected.same_as(answer.counters), f"{expected} is not {answer.counters}"
     assert answer.counters.num_accepted_tokens_per_pos[0] > 20, "heads that guess nothing prove nothing"
 
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli, export
 from draftsmith.scripts.engine import verification
 from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, Run
-from draftsmith.scripts.serving.counters import ServerCounters
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 
-NONE = ServerCounters(0, 0, 0, ())
+NONE = ServerCounts(0, 0, 0, ())
 TOKENS = 12
 
 
@@ -48,7 +48,7 @@ class Engine:
         starts = [p.shape[1] for p in prompts]
         return Answer([w[0, n : n + job.max_tokens].tolist() for w, n in zip(wholes, starts, strict=True)], counters)
 
-    def walked(self, job: Job, target, whole, start: int) -> ServerCounters:
+    def walked(self, job: Job, target, whole, start: int) -> ServerCounts:
         gamma, end = job.speculative["num_speculative_tokens"], start + job.max_tokens
         drafts, per_pos, place = 0, [0] * gamma, start + 1
         while place < end:
@@ -58,7 +58,7 @@ class Engine:
                 per_pos[accepted] += 1
                 accepted += 1
             drafts, place = drafts + 1, place + accepted + 1
-        return ServerCounters(drafts, drafts * gamma, sum(per_pos), tuple(per_pos))
+        return ServerCounts(drafts, drafts * gamma, sum(per_pos), tuple(per_pos))
 
     def drafted(self, speculative: dict, target, ids, gamma: int) -> list[int]:
         with torch.no_grad():
@@ -149,7 +149,7 @@ def other_text(place: int, answer: Answer) -> Answer:
 
 
 def other_counts(place: int, answer: Answer) -> Answer:
-    return replace(answer, counters=answer.counters + ServerCounters(0, 0, 1, (1,))) if place else answer
+    return replace(answer, counters=answer.counters + ServerCounts(0, 0, 1, (1,))) if place else answer
 
 
 @pytest.mark.parametrize(

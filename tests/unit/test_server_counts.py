@@ -74,3 +74,24 @@ def test_counts_add_up_and_have_the_ratios_of_the_servers_log():
 def test_too_short_an_acceptance_is_refused():
     with pytest.raises(InputError, match="expected that of 8 tokens and 3 behind them at 4 positions, found 8 × 4"):
         vllm_counts(np.ones((8, 4)), 8, 4)
+
+
+def test_a_histogram_of_steps_is_counted():
+    """5 steps accepted none, 3 one, 2 both of two drafted tokens."""
+    counts = ServerCounts.of_histogram([5, 3, 2], 20)
+    assert counts == ServerCounts(10, 20, 7, (5, 2))
+    assert ServerCounts.from_dict(counts.to_dict()) == counts
+    assert counts + ServerCounts.of_histogram([1], 2) == ServerCounts(11, 22, 7, (5, 2))
+
+
+def test_a_server_that_was_started_anew_with_shorter_drafts_has_counted_down():
+    between = ServerCounts(1, 2, 1, (1,)) - ServerCounts(5, 20, 9, (5, 4))
+    assert between == ServerCounts(-4, -18, -8, (-4, -4))
+
+
+def test_counts_are_compared_by_position_too():
+    expected = ServerCounts(2.0, 6.0, 3.0, (2.0, 1.0, 0.0))
+    assert expected.same_as(ServerCounts(2, 6, 3, (2, 1, 0)))
+    assert expected.same_as(ServerCounts(2, 6, 3, (2, 1)))  # a position of which nothing was accepted is left out
+    assert not expected.same_as(ServerCounts(2, 6, 3, (1, 1, 1)))
+    assert not expected.same_as(ServerCounts(3, 6, 3, (2, 1, 0)))

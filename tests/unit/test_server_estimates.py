@@ -3,12 +3,12 @@
 import pytest
 
 from draftsmith.decode.measurement.intervals import ratio
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, pace, percentiles, token_seconds
 from draftsmith.scripts.measure.server.load import Asked, Record
 from draftsmith.scripts.measure.server.observe import Block, Observed
 from draftsmith.scripts.measure.server.warnings import warnings_of
-from draftsmith.scripts.serving.counters import ServerCounters
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.data.prompts import Prompt
 
@@ -24,7 +24,7 @@ def record(place: int, seconds: float, parts: list[int], **fields) -> Record:
 
 
 def block(records: list[Record], seconds: float = 1.0, **fields) -> Block:
-    values = {"counters": ServerCounters(0, 0, 0, ()), "generated_tokens": None, "verify_calls": None}
+    values = {"counters": ServerCounts(0, 0, 0, ()), "generated_tokens": None, "verify_calls": None}
     values |= {"mean_acceptance_length": None, "busy": False}
     return Block(records, seconds, **(values | fields))
 
@@ -36,9 +36,9 @@ def observed(blocks, config: dict | None = None, kind: str = "vllm") -> Observed
     return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, {}, blocks)
 
 
-def steps_of(parts: list[list[int]]) -> ServerCounters:
+def steps_of(parts: list[list[int]]) -> ServerCounts:
     accepted = [tokens - 1 for of in parts for tokens in of[1:]]
-    return ServerCounters.of_histogram([accepted.count(j) for j in range(3)], 2 * len(accepted))
+    return ServerCounts.of_histogram([accepted.count(j) for j in range(3)], 2 * len(accepted))
 
 
 def test_parts_that_match_the_counters_give_the_interval():
@@ -60,7 +60,7 @@ def test_parts_that_match_the_counters_give_the_interval():
 def test_what_is_accepted_beyond_the_end_moves_the_interval():
     """The server counts three tokens more than came in parts."""
     total = steps_of(PARTS)
-    more = ServerCounters(total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens + 3, (11, 8))
+    more = ServerCounts(total.num_drafts, total.num_draft_tokens, total.num_accepted_tokens + 3, (11, 8))
     turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=more)
     found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
     exact = Acceptance("parts", total, found.by_prompt, found.places)
@@ -70,14 +70,14 @@ def test_what_is_accepted_beyond_the_end_moves_the_interval():
 
 
 def test_parts_that_do_not_match_say_nothing():
-    total = steps_of(PARTS) + ServerCounters(1, 2, 0, (0, 0))
+    total = steps_of(PARTS) + ServerCounts(1, 2, 0, (0, 0))
     turn = block([record(i, 1.0, parts) for i, parts in enumerate(PARTS)], counters=total)
     found = acceptance(observed({ONE: {"server": [turn]}}), ONE)
     assert found.source == "counters" and found.alpha().ci95 is None and found.alpha().value is not None
 
 
 def test_drafts_of_several_lengths_have_no_alpha():
-    counts = ServerCounters(10, 17, 6, (5, 1))
+    counts = ServerCounts(10, 17, 6, (5, 1))
     found = Acceptance("answers", counts, [counts] * 6, range(6))
     assert found.alpha().value is None and found.mean_acceptance_length().value == 1.6
 
@@ -110,7 +110,7 @@ def test_percentiles_and_seconds_a_token():
 
 def test_a_load_that_changes_alpha_is_told():
     """As of a server whose rows get mixed up."""
-    good, bad = ServerCounters(10, 20, 12, (8, 4)), ServerCounters(18, 36, 3, (2, 1))
+    good, bad = ServerCounts(10, 20, 12, (8, 4)), ServerCounts(18, 36, 3, (2, 1))
     accepted = {
         (1.0, 1): Acceptance("answers", good + good, [good] * 6, range(6)),
         (1.0, 4): Acceptance("answers", bad + bad, [bad] * 6, range(6)),

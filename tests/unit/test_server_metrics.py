@@ -3,7 +3,8 @@
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.serving.counters import ServerCounters, read_metrics
+from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts.serving.counters import read_metrics
 from draftsmith.scripts.serving.sglang import counted
 
 VLLM = """
@@ -43,23 +44,18 @@ sglang:num_running_reqs{tp_rank="0"} 4
 
 def test_the_engines_behind_one_page_are_summed():
     read = read_metrics(VLLM, "here")
-    assert read.counters == ServerCounters(15, 30, 12, (9, 3))
+    assert read.counters == ServerCounts(15, 30, 12, (9, 3))
     assert (read.generated_tokens, read.requests, read.verify_calls) == (31, 3, None)
 
 
 def test_the_times_when_counters_were_made_are_no_counts():
     created = 'vllm:spec_decode_num_accepted_tokens_per_pos_created{engine="0",position="0"} 1.7e+09\n'
-    assert read_metrics(VLLM + created, "here").counters == ServerCounters(15, 30, 12, (9, 3))
-
-
-def test_a_server_that_was_started_anew_with_shorter_drafts_has_counted_down():
-    between = ServerCounters(1, 2, 1, (1,)) - ServerCounters(5, 20, 9, (5, 4))
-    assert between == ServerCounters(-4, -18, -8, (-4, -4))
+    assert read_metrics(VLLM + created, "here").counters == ServerCounts(15, 30, 12, (9, 3))
 
 
 def test_sglang_has_gauges_and_one_counter():
     read = read_metrics(SGLANG, "here")
-    assert read.counters == ServerCounters(0, 0, 0, ())
+    assert read.counters == ServerCounts(0, 0, 0, ())
     assert (read.generated_tokens, read.requests, read.verify_calls) == (99, 4, 40)
     assert read.mean_acceptance_length == 3.0  # of an engine that has not speculated yet there is none
 
@@ -69,20 +65,12 @@ def test_what_is_no_metric_is_refused():
         read_metrics("no metric {", "here")
 
 
-def test_a_histogram_of_steps_is_counted():
-    """5 steps accepted none, 3 one, 2 both of two drafted tokens."""
-    counts = ServerCounters.of_histogram([5, 3, 2], 20)
-    assert counts == ServerCounters(10, 20, 7, (5, 2))
-    assert ServerCounters.from_dict(counts.to_dict()) == counts
-    assert counts + ServerCounters.of_histogram([1], 2) == ServerCounters(11, 22, 7, (5, 2))
-
-
 @pytest.mark.parametrize("drafted, accepted, histogram", [
     ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram"),
     ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
 ])  # fmt: skip
 def test_an_answer_of_sglang_is_counted(drafted, accepted, histogram):
     meta = {"spec_verify_ct": 10, drafted: 20, accepted: 7, histogram: [5, 3, 2]}
-    assert counted(meta) == ServerCounters(10, 20, 7, (5, 2))
-    assert counted(meta | {histogram: None}) == ServerCounters(10, 20, 7, ())
+    assert counted(meta) == ServerCounts(10, 20, 7, (5, 2))
+    assert counted(meta | {histogram: None}) == ServerCounts(10, 20, 7, ())
     assert counted({"completion_tokens": 5}) is None

@@ -55,7 +55,7 @@ def reconcile(
     if greedy and pairing.known_texts:
         same_texts = len(pairing.served) - len(pairing.text_departures)
     # Several at once may fill a batch, and then a server may cut drafts short.
-    exact = same_texts == len(pairing.served) and (asked.concurrency == 1 or equal(expected, total))
+    exact = same_texts == len(pairing.served) and (asked.concurrency == 1 or expected.same_as(total))
     intervals = _intervals(pairing, counts, total)
     elsewhere = bool(pairing.prompt_departures) or (greedy and bool(pairing.text_departures))
     if None in intervals and not exact and not elsewhere:
@@ -66,7 +66,7 @@ def reconcile(
     positions = _positions(expected, total, intervals, exact)
     departs = next((shares.position for shares in positions if shares.departs), None)
     agrees = not elsewhere and departs is None
-    agrees = agrees and (not exact or equal(expected, total))
+    agrees = agrees and (not exact or expected.same_as(total))
     return Reconciliation(
         report=report,
         proposer=asked.drafter,
@@ -88,11 +88,6 @@ def reconcile(
     )
 
 
-def equal(expected: ServerCounts, counted: ServerCounts) -> bool:
-    """Return whether counts are the same integers."""
-    return SeenCounts.of(expected) == SeenCounts.of(counted)
-
-
 def agrees_with(pairing: Pairing, total: ServerCounts) -> list[tuple[str, Verifier]]:
     """Return the other drafters and verifiers of the report whose counts the server's are, within their interval."""
     asked, found = pairing.asked, []
@@ -102,7 +97,7 @@ def agrees_with(pairing: Pairing, total: ServerCounts) -> list[tuple[str, Verifi
         if counts is None:
             continue
         if asked.temperature == 0:
-            fits = equal(pooled(counts), total)
+            fits = pooled(counts).same_as(total)
         else:
             positions = _positions(pooled(counts), total, _intervals(pairing, counts, total), exact=False)
             fits = not any(shares.departs for shares in positions)

@@ -144,16 +144,17 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
     records, speed = observed.records(setting, "server"), pace(observed, setting, "server")
     method = observed.engines["server"].method
     total, length = accepted.total, _draft_length(observed, accepted)
-    per_pos = () if total is None else total.num_accepted_tokens_per_pos
-    reached = () if total is None else (total.num_drafts, *per_pos)[: len(per_pos)]
+    drafts = 0 if total is None else int(total.num_drafts)
+    per_pos = () if total is None else tuple(map(int, total.num_accepted_tokens_per_pos))
+    reached = (drafts, *per_pos)[: len(per_pos)]
     counts = None
     if total is not None:
         counts = Counts(
-            num_drafts=total.num_drafts,
-            num_draft_tokens=total.num_draft_tokens,
-            num_accepted_tokens=total.num_accepted_tokens,
+            num_drafts=drafts,
+            num_draft_tokens=int(total.num_draft_tokens),
+            num_accepted_tokens=int(total.num_accepted_tokens),
             num_accepted_tokens_per_pos=per_pos,
-            num_draft_tokens_per_pos=(total.num_drafts,) * len(per_pos) if accepted.one_length else (),
+            num_draft_tokens_per_pos=(drafts,) * len(per_pos) if accepted.one_length else (),
             num_reached_per_pos=reached if accepted.one_length else (),
             num_emitted_tokens=sum(record.tokens for record in records),
         )
@@ -171,7 +172,7 @@ def _run(observed: Observed, setting: Setting, accepted: Acceptance) -> Run:
         alpha=accepted.alpha(),
         draft_acceptance_rate=accepted.draft_acceptance_rate(),
         mean_acceptance_length=accepted.mean_acceptance_length(),
-        acceptance_per_position=[] if total is None else [a / total.num_drafts for a in per_pos],
+        acceptance_per_position=[a / drafts for a in per_pos],
         conditional_acceptance=[a / r if r else None for a, r in zip(per_pos, reached, strict=True)],
         speedup=faster,
         predicted_speedup=None,

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import add
 
 import numpy as np
 
@@ -15,11 +13,11 @@ from draftsmith.decode.measurement.intervals import (
     ratio,
     ratio_interval,
 )
+from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
 from draftsmith.scripts.measure.server.load import Record
 from draftsmith.scripts.measure.server.observe import Block, Observed, Role, Setting
 from draftsmith.scripts.report.serving_types import Percentiles, Source
 from draftsmith.scripts.report.types import Speed
-from draftsmith.scripts.serving.counters import ServerCounters
 
 NOTHING = Estimate(None, None, 0)
 
@@ -29,9 +27,9 @@ class Acceptance:
     """What was accepted in one setting."""
 
     source: Source
-    total: ServerCounters | None
+    total: ServerCounts | None
     """None where the server gives means alone."""
-    by_prompt: Sequence[ServerCounters] = ()
+    by_prompt: Sequence[ServerCounts] = ()
     """In order of the prompts, all repeats together; empty where it is not known prompt by prompt."""
     places: Sequence[int] = field(default=())
     """Which prompts those are."""
@@ -58,7 +56,7 @@ class Acceptance:
             and len(total.num_accepted_tokens_per_pos) > 0
         )
 
-    def tried(self, counts: ServerCounters) -> int:
+    def tried(self, counts: ServerCounts) -> float:
         """Return the positions that were tried: those accepted, and the rejected one of each draft that has one."""
         per_pos, length = counts.num_accepted_tokens_per_pos, self.draft_length or 0
         whole = per_pos[length - 1] if len(per_pos) >= length else 0
@@ -93,7 +91,7 @@ class Acceptance:
         return self._estimate(whole, self.total.num_drafts, columns)
 
     def _estimate(
-        self, numerator: int, denominator: int, columns: Sequence[tuple[int, int]], confidence: float = 0.95
+        self, numerator: float, denominator: float, columns: Sequence[tuple[float, float]], confidence: float = 0.95
     ) -> Estimate:
         """Return a ratio of the server's counts, with the interval over prompts that their own counts give.
 
@@ -122,10 +120,10 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     by_answers = all(counts is not None for counts in counted)
     if by_answers:
         totals = _by_prompt(records, places, [counts for counts in counted if counts is not None])
-        return Acceptance("answers", _sum(totals), totals, places, tree=engine.tree)
+        return Acceptance("answers", pooled(totals), totals, places, tree=engine.tree)
     if engine.kind == "sglang":
         return _of_chats(blocks, records, engine.draft_tokens, engine.tree)
-    total = _sum([block.counters for block in blocks])
+    total = pooled([block.counters for block in blocks])
     by_parts = [_of_parts(record, total) for record in records]
     if total.num_drafts and sum(counts.num_drafts for counts in by_parts) == total.num_drafts:
         return Acceptance("parts", total, _by_prompt(records, places, by_parts), places)
@@ -139,33 +137,27 @@ def _of_chats(blocks: Sequence[Block], records: Sequence[Record], drafted: int |
     if len(calls) == len(blocks) and steps and drafted:
         # The first token of each text comes without a draft.
         accepted = sum(record.tokens - 1 for record in records) - steps
-        return Acceptance("counters", ServerCounters(steps, drafted * steps, max(accepted, 0), ()), tree=tree)
+        return Acceptance("counters", ServerCounts(steps, drafted * steps, max(accepted, 0), ()), tree=tree)
     means = [block.mean_acceptance_length for block in blocks if block.mean_acceptance_length is not None]
     return Acceptance("means", None, mean=sum(means) / len(means) if means else None, tree=tree)
 
 
-def _of_parts(record: Record, total: ServerCounters) -> ServerCounters:
+def _of_parts(record: Record, total: ServerCounts) -> ServerCounts:
     """Return the counts of a text out of the parts that it came in: the prompt's step, then a part a step."""
     steps = [0] * (len(total.num_accepted_tokens_per_pos) + 1)
     for tokens in record.parts[1:]:
         if not 1 <= tokens <= len(steps):
-            return ServerCounters(0, 0, 0, ())  # no ids, or steps that came together
+            return ServerCounts()  # no ids, or steps that came together
         steps[tokens - 1] += 1
-    drafted = total.num_draft_tokens // total.num_drafts if total.num_drafts else 0
-    return ServerCounters.of_histogram(steps, sum(steps) * drafted)
+    drafted = int(total.num_draft_tokens // total.num_drafts) if total.num_drafts else 0
+    return ServerCounts.of_histogram(steps, sum(steps) * drafted)
 
 
-def _by_prompt(
-    records: Sequence[Record], places: Sequence[int], counts: Sequence[ServerCounters]
-) -> list[ServerCounters]:
-    totals = dict.fromkeys(places, ServerCounters(0, 0, 0, ()))
+def _by_prompt(records: Sequence[Record], places: Sequence[int], counts: Sequence[ServerCounts]) -> list[ServerCounts]:
+    totals = dict.fromkeys(places, ServerCounts())
     for record, counted in zip(records, counts, strict=True):
         totals[record.prompt] += counted
     return list(totals.values())
-
-
-def _sum(counts: Sequence[ServerCounters]) -> ServerCounters:
-    return reduce(add, counts, ServerCounters(0, 0, 0, ()))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.reconcile.compare import reconcile
 from draftsmith.scripts.measure.reconcile.pairing import Asked, ServedText
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings, read_rounds
@@ -13,7 +12,6 @@ from draftsmith.scripts.measure.server.estimates import Acceptance
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.scripts.serving.counters import ServerCounters
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,8 @@ def reconciled(
         asked = Asked(expectation.drafter, verifier, setting[0], length, setting[1], room)
         served = [_served(observed, setting, role) for role in observed.engines]
         plain = served[1] if len(served) > 1 else []
-        total = _counts(each.total)
         found.append(
-            reconcile(expectation.report, expectation.settings, expectation.texts, asked, served[0], total, plain)
+            reconcile(expectation.report, expectation.settings, expectation.texts, asked, served[0], each.total, plain)
         )
     return found
 
@@ -91,16 +88,7 @@ def _served(observed: Observed, setting: Setting, role: Role) -> list[ServedText
             record.prompt_ids,
             record.token_ids,
             record.parts,
-            None if record.counts is None else _counts(record.counts),
+            record.counts,
         )
         for record in observed.records(setting, role)
     ]
-
-
-def _counts(counters: ServerCounters) -> ServerCounts:
-    return ServerCounts(
-        counters.num_drafts,
-        counters.num_draft_tokens,
-        counters.num_accepted_tokens,
-        counters.num_accepted_tokens_per_pos,
-    )

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
-from draftsmith.scripts.serving.counters import Metrics, ServerCounters
+from draftsmith.scripts.serving.counters import Metrics
 from draftsmith.scripts.serving.sglang import Engine, generate, recognised
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.samples import mixed_seed
@@ -47,14 +48,14 @@ class Record:
     """As the server gives them, if it does."""
     text: str | None
     """Where it gives no ids."""
-    counts: ServerCounters | None
+    counts: ServerCounts | None
     """What the server counts of this answer, if it says."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "Record":
         """Return the record that `to_dict` wrote."""
         counts = values["counts"]
-        return cls(**{**values, "counts": None if counts is None else ServerCounters.from_dict(counts)})
+        return cls(**{**values, "counts": None if counts is None else ServerCounts.from_dict(counts)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -98,7 +99,7 @@ class Door:
         except InputError:
             if self.engine.kind != "sglang":
                 raise
-            return Metrics(ServerCounters(0, 0, 0, ()), None, 0, None, None)
+            return Metrics(ServerCounts(), None, 0, None, None)
 
     def check(self, asked: Asked) -> None:
         """Require that a prompt of known length and its completion fit the model.

@@ -14,11 +14,12 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import Asked, Door, Record, ask_all
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SCHEMA, Kept, identified_prompts
 from draftsmith.scripts.serving.client import Client, ServerFailure
-from draftsmith.scripts.serving.counters import Metrics, ServerCounters
+from draftsmith.scripts.serving.counters import Metrics
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
@@ -49,7 +50,7 @@ class Block:
 
     records: list[Record]
     seconds: float
-    counters: ServerCounters
+    counters: ServerCounts
     """What its `/metrics` counted meanwhile, for whomever."""
     generated_tokens: int | None
     verify_calls: int | None
@@ -62,7 +63,7 @@ class Block:
     def from_dict(cls, values: Mapping[str, Any]) -> "Block":
         """Return the block that `to_dict` wrote."""
         records = [Record.from_dict(record) for record in values["records"]]
-        return cls(**{**values, "records": records, "counters": ServerCounters.from_dict(values["counters"])})
+        return cls(**{**values, "records": records, "counters": ServerCounts.from_dict(values["counters"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the block as plain JSON types."""
@@ -239,7 +240,7 @@ async def _block(door: Door, prompts: Mapping[int, Asked], setting: Setting, rep
     return Block(records, seconds, *_counted(before, after, door), after.mean_acceptance_length, busy)
 
 
-def _counted(before: Metrics, after: Metrics, door: Door) -> tuple[ServerCounters, int | None, int | None]:
+def _counted(before: Metrics, after: Metrics, door: Door) -> tuple[ServerCounts, int | None, int | None]:
     """Return counters, written tokens and verified steps between two readings.
 
     Raises:
