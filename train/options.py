@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from draftsmith.decode.errors import (
     InputError,
@@ -131,6 +132,35 @@ class PromptOptions(TemplateOptions):
         require(self, at_least(1), "limit", "max_new_tokens")
         require(self, THREADS, "threads")
         require(self, at_least(0), "seed")
+
+
+def checked_url(url: str, name: str, example: str = "http://127.0.0.1:8000") -> str:
+    """Return the root of a server's URL, without a trailing slash or /v1.
+
+    Args:
+        url: what was given.
+        name: the field that it was given in, for messages.
+        example: what such a field may hold.
+
+    Raises:
+        InputError: it is none, or holds what must not be in a message or a manifest: a password, a query.
+    """
+    from httpx2 import URL, InvalidURL
+
+    if any(sign in url for sign in "@?#"):
+        raise InputError(
+            f"{name}: expected a URL without user name, password or query, found one with; an API key goes "
+            "into an environment variable, which a field that ends in key_env names"
+        )
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+        URL(url)
+    except (ValueError, InvalidURL):  # a port that is no number, a broken IPv6 address, a line break
+        usable = False
+    if not usable:
+        raise InputError(f"{name}: expected a URL such as {example}, found {url!r}")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 @dataclass

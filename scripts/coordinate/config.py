@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require, require_some
-from draftsmith.scripts.serving.client import checked_url
+from draftsmith.train.options import checked_url
 
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"
 

@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx2
 
@@ -20,6 +19,7 @@ from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.serving.counters import Metrics, read_metrics
 from draftsmith.train.endpoint.server import MOST_BYTES, api_key, http_client, server_words
 from draftsmith.train.files import parse_json
+from draftsmith.train.options import checked_url
 
 REQUESTS = 1024
 """Under way at once, at most."""
@@ -278,25 +278,6 @@ class Client:
         """Return a server's words on one line, without the key, which some servers repeat."""
         words = words.replace(self.key, "***") if self.key else words  # before it is cut, which may leave half a key
         return " ".join(words.encode("utf-8", "backslashreplace").decode("utf-8").split())[:300]
-
-
-def checked_url(url: str, name: str) -> str:
-    """Return the root of a server's URL, without a trailing slash or /v1.
-
-    Raises:
-        InputError: it is none, or holds what must not be in a message: a password, a query.
-    """
-    if any(sign in url for sign in "@?#"):
-        raise InputError(f"{name}: expected a URL without user name, password or query, found one with")
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-        httpx2.URL(url)
-    except (ValueError, httpx2.InvalidURL):  # a port that is no number, a broken IPv6 address, a line break
-        usable = False
-    if not usable:
-        raise InputError(f"{name}: expected a URL such as http://127.0.0.1:8000, found {url!r}")
-    return url.rstrip("/").removesuffix("/v1")
 
 
 async def whole_body(response: httpx2.Response) -> bytes:

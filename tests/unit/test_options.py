@@ -12,6 +12,7 @@ from draftsmith.decode.options import Filters, Sampling
 from draftsmith.scripts.cli import config_class
 from draftsmith.train.cli import parse_config
 from draftsmith.train.models import resolve_dtype
+from draftsmith.train.options import checked_url
 
 SETTINGS = [
     {},
@@ -98,3 +99,13 @@ def test_auto_is_the_stored_dtype_where_it_is_fast(tmp_path, monkeypatch, capsys
     assert line.startswith(f"dtype: {chosen}; {tmp_path} is stored in {stored or 'float32'}") and line.count("\n") == 1
     assert ("no fast arithmetic" in line) == (chosen != (stored or "float32"))
     assert resolve_dtype("bfloat16", "not looked at") == "bfloat16"
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:80\n", "http://[::1]x:80", "http://a:1\x00", f"http://{'ü' * 80}"])
+def test_a_url_that_cannot_be_asked_is_refused(url):
+    with pytest.raises(InputError, match="server: expected a URL such as"):
+        checked_url(url, "server")
+
+
+def test_the_root_of_a_server_is_what_lies_before_v1():
+    assert checked_url("http://127.0.0.1:8000/v1/", "server") == "http://127.0.0.1:8000"

@@ -12,7 +12,7 @@ from draftsmith.scripts.coordinate.asked import TEXT, Keywords, read_request
 from draftsmith.scripts.coordinate.relay import Relay
 from draftsmith.scripts.coordinate.routing import DOWN, Lease, Refusal
 from draftsmith.scripts.serving import client as module
-from draftsmith.scripts.serving.client import Answer, Client, ServerFailure, checked_url
+from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 
 KEY = "sk-not-to-be-seen"
 
@@ -79,12 +79,6 @@ def test_an_answer_without_end_is_given_up(body, monkeypatch):
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     with pytest.raises(ServerFailure, match="expected an answer of at most 1000 bytes, found more"):
         complete(monkeypatch, body)
-
-
-@pytest.mark.parametrize("url", ["http://127.0.0.1:80\n", "http://[::1]x:80", "http://a:1\x00", f"http://{'ü' * 80}"])
-def test_a_url_that_cannot_be_asked_is_refused(url):
-    with pytest.raises(InputError, match="server: expected a URL such as"):
-        checked_url(url, "server")
 
 
 def test_what_a_server_says_of_the_coordinators_key_is_not_passed_on():

@@ -1,11 +1,10 @@
 """The settings of `draftsmith prepare`: where completions come from, and how they are sampled."""
 
 from dataclasses import dataclass, field, fields
-from urllib.parse import urlsplit
 
 from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require
 from draftsmith.decode.options import Sampling
-from draftsmith.train.options import TargetOptions, TemplateOptions
+from draftsmith.train.options import TargetOptions, TemplateOptions, checked_url
 
 ANSWERS = ("target", "given")
 MAX_NEW_TOKENS = 1024
@@ -83,7 +82,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
                 raise InputError("endpoint: expected none with --answers given, which asks no model for anything")
             if self.no_repeat_ngram_size:
                 raise InputError("no_repeat_ngram_size: expected 0 with --endpoint, for servers know no such setting")
-            _check_url(self.endpoint)
+            checked_url(self.endpoint, "endpoint", "http://localhost:8000/v1")
 
     def new_tokens(self, positions: int | None = None) -> int:
         """Return the tokens of a completion at most, by a target of so many positions."""
@@ -109,19 +108,3 @@ def decisive_settings(config: PrepareConfig) -> tuple[str, ...]:
         elsewhere |= {"dtype", "target_quantization", "batch_size"}  # these are the server's business
     names = (f.name for f in fields(PrepareConfig))
     return tuple(name for name in names if name not in elsewhere and not name.startswith("endpoint"))
-
-
-def _check_url(url: str) -> None:
-    # The URL goes into the manifest and into messages, so it may not hold a secret; it is not repeated here either.
-    if any(sign in url for sign in "@?#"):
-        raise InputError(
-            "endpoint: expected a URL without user name, password or query, found one with; an API key is read from "
-            "the environment variable that --endpoint_key_env names"
-        )
-    try:
-        parts = urlsplit(url)
-        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number, a broken IPv6 address
-        usable = False
-    if not usable:
-        raise InputError(f"endpoint: expected a URL such as http://localhost:8000/v1, found {url!r}")
