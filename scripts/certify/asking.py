@@ -11,7 +11,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 from draftsmith.train.files import parse_json
 
 IDS, TEXT, CHAT = "ids", "text", "chat"
@@ -148,28 +148,14 @@ async def ask(
 def _body(
     config: CertifyConfig, server: str, model: str, question: Question, request: Request, ends: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the body that asks for one text.
-
-    Everything that shapes the distribution is written out: servers fill what is left open from the model's
-    generation_config.json. −1 means all tokens to vLLM and SGLang both.
-    """
-    body: dict[str, Any] = {
-        "model": model,
-        "max_tokens": config.max_new_tokens,
-        "temperature": request.temperature,
-        "top_k": config.top_k or -1,
-        "top_p": config.top_p,
-        "min_p": config.min_p,
-        "repetition_penalty": config.repetition_penalty,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "skip_special_tokens": False,
-    }
+    """Return the body that asks for one text."""
+    body = {"model": model, "max_tokens": config.max_new_tokens, "skip_special_tokens": False}
+    body |= sampling_fields(config, request.temperature)
     if ends:
         body["stop_token_ids"] = list(ends)
     if config.seeded and request.temperature > 0:
-        # Servers take 31 bits. Each server has seeds of its own, or two of them would draw the same.
-        body["seed"] = mixed_seed(config.seed, server, f"{request.temperature:g}", request.place) >> 32
+        # Each server has seeds of its own, or two of them would draw the same.
+        body["seed"] = request_seed(config.seed, server, f"{request.temperature:g}", request.place)
     prompt = question.prompt
     if question.ids is not None:
         return body | {"prompt": question.ids}

@@ -22,7 +22,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
-from draftsmith.train.data.samples import Batch, Completion, Sample, mixed_seed
+from draftsmith.train.data.samples import Batch, Completion, Sample
+from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 from draftsmith.train.endpoint.server import Server
 
 logger = logging.getLogger(__name__)
@@ -164,22 +165,11 @@ class Source:
         return settle(answer, sample.ids, self.vocabulary, name)
 
     def request(self, sample: Sample) -> dict[str, Any]:
-        """Return the body that asks for one completion.
-
-        Everything that shapes the distribution is written out: both servers fill what is left open from the model's
-        generation_config.json, as `generate` does.
-        """
+        """Return the body that asks for one completion."""
         config = self.server.config
-        mixed = mixed_seed(config.seed, sample.prompt.id) >> 32  # servers take 31 bits
+        mixed = request_seed(config.seed, sample.prompt.id)
         seed = {"sampling_seed" if self.server.native else "seed": mixed} if config.temperature > 0 else {}
-        sampling: dict[str, Any] = {
-            "temperature": config.temperature,
-            "top_k": config.top_k or -1,  # 0 means "all" to vLLM alone, −1 to both
-            "top_p": config.top_p,
-            "min_p": config.min_p,
-            "repetition_penalty": config.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
+        sampling = sampling_fields(config, config.temperature) | {
             "stop_token_ids": self.vocabulary.ends,
             # for the text, should it come to that
             "skip_special_tokens": False,

@@ -13,7 +13,7 @@ from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 from draftsmith.scripts.serving.counters import Metrics
 from draftsmith.scripts.serving.sglang import Engine, generate, recognised
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,9 @@ class Door:
             )
 
     async def ask(self, asked: Asked, temperature: float, seed: int) -> Answer:
-        """Return one completion. All that shapes it is written out: servers fill in what is left open by themselves."""
+        """Return one completion."""
         config = self.config
-        sampling: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": config.top_k or -1,  # 0 is "all" to vLLM alone, −1 to both
-            "top_p": config.top_p,
-            "min_p": config.min_p,
-            "repetition_penalty": config.repetition_penalty,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "ignore_eos": config.ignore_eos,
-        }
+        sampling = sampling_fields(config, temperature) | {"ignore_eos": config.ignore_eos}
         if self.engine.kind == "sglang" and asked.messages is None:
             sampling |= {"max_new_tokens": config.max_new_tokens} | ({"sampling_seed": seed} if temperature else {})
             prompt: dict[str, Any] = {"text": asked.text} if asked.ids is None else {"input_ids": asked.ids}
@@ -171,7 +162,7 @@ async def ask_all(
     async def one(place: int, asked: Asked, arrival: float | None) -> Record:
         await asyncio.sleep(max(start + (arrival or 0.0) - time.perf_counter(), 0.0))
         async with slots:
-            seed = mixed_seed(door.config.seed, asked.prompt.id, repeat) >> 32  # servers take 31 bits
+            seed = request_seed(door.config.seed, asked.prompt.id, repeat)
             answer = await door.ask(asked, temperature, seed)
         return _record(place, answer, answer.sent if arrival is None else start + arrival, door)
 
