@@ -11,6 +11,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.data.templates import with_system_prompt
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 from draftsmith.train.files import parse_json
 
@@ -161,8 +162,7 @@ def _body(
         return body | {"prompt": question.ids}
     if prompt.messages is None:
         return body | {"prompt": prompt.text}
-    system = [{"role": "system", "content": config.system_prompt}] if config.system_prompt else []
-    messages = prompt.messages if prompt.messages[0]["role"] == "system" else [*system, *prompt.messages]
+    messages = with_system_prompt(prompt.messages, config.system_prompt)
     return body | {"messages": messages, "chat_template_kwargs": config.chat_template_kwargs}
 
 

@@ -34,6 +34,11 @@ def for_template(
         raise InputError(
             f"chat_template_kwargs: expected variables of the target's chat template, found {unknown[0]!r}"
         )
+    return with_system_prompt(messages, system_prompt)
+
+
+def with_system_prompt(messages: Sequence[Mapping[str, str]], system_prompt: str | None) -> list[dict[str, str]]:
+    """Return a conversation that begins with the system prompt, if there is one and it has no system turn."""
     begun = system_prompt is None or any(message["role"] == "system" for message in messages)
     first = [] if begun else [{"role": "system", "content": str(system_prompt)}]
     return [*first, *(dict(message) for message in messages)]

@@ -23,6 +23,7 @@ from draftsmith.scripts.serving.counters import Metrics
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.data.templates import with_system_prompt
 from draftsmith.train.files import remove
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import git_sha
@@ -124,8 +125,7 @@ def _as_it_is(prompt: Prompt, config: MeasureServerConfig) -> Asked:
         if config.system_prompt is not None:
             raise InputError(f"system_prompt: expected conversations, found prompt {prompt.id!r} in plain text")
         return Asked(prompt, text=prompt.text)
-    system = [] if config.system_prompt is None or prompt.messages[0]["role"] == "system" else [config.system_prompt]
-    return Asked(prompt, messages=[*({"role": "system", "content": words} for words in system), *prompt.messages])
+    return Asked(prompt, messages=with_system_prompt(prompt.messages, config.system_prompt))
 
 
 async def observe(
