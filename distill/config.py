@@ -80,13 +80,18 @@ class DistillConfig(RecipeConfig):
     init: DraftInit = field(default_factory=DraftInit)
     """A draft carved from the target or random, LoRA, and the vocabulary's padding."""
     divergence: str | dict[str, float] = "forward_kl"
-    """What is minimised: forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd, cross_entropy (on the completions'
-    tokens, without the teacher), expected_length (the accepted tokens that a drafted block falls short of),
-    reached_tvd; or weights by name, for their sum."""
+    """What is minimised: forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd, lk_hybrid, nla, cross_entropy (on
+    the completions' tokens, without the teacher), expected_length (the accepted tokens that a drafted block falls short
+    of), reached_tvd; or weights by name, for their sum."""
     beta: float = 0.5
     """The weight of p in jsd's mixture."""
     alpha: float = 0.1
     """How far the skewed divergences mix their first distribution into the second."""
+    eta: float = 3.0
+    """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
+    lk_alpha: str = "position"
+    """Which α weighs lk_hybrid: each "position" its own, or its mean over a "batch", which is what one process learns
+    from in one forward; that takes the loss's matrix products twice."""
     curriculum: float = 0.0
     """The share of the steps over which the objective moves from the forward KL to `divergence`, linearly."""
     draft_length: int = 4
@@ -135,4 +140,14 @@ class DistillConfig(RecipeConfig):
         from draftsmith.train.losses.objective import Objective
 
         terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
-        return Objective(terms, self.temperature, self.top_k, self.top_p, self.beta, self.alpha, self.draft_length)
+        return Objective(
+            terms,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.beta,
+            self.alpha,
+            self.draft_length,
+            self.eta,
+            self.lk_alpha,
+        )

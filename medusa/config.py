@@ -39,9 +39,14 @@ class MedusaTrainingConfig(RecipeConfig):
     """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given. Where the
     completions hold fewer, the tokenizer's lowest ids fill up."""
     divergence: str | dict[str, float] = "forward_kl"
-    """What each head minimises: soft labels by forward_kl, jsd, tvd, … to the target's distribution (in Medusa-2 to
-    that before training); hard labels by cross_entropy on the completions' tokens; or weights by name, for their
-    sum."""
+    """What each head minimises: soft labels by forward_kl, jsd, tvd, lk_hybrid, nla, … to the target's distribution (in
+    Medusa-2 to that before training); hard labels by cross_entropy on the completions' tokens; or weights by name, for
+    their sum."""
+    eta: float = 3.0
+    """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
+    lk_alpha: str = "position"
+    """Which α weighs lk_hybrid: each "position" its own, or a head's mean over a "batch", which is what one process
+    learns from in one forward; that takes the losses' matrix products twice."""
     decay: float = 0.8
     """λ_i = decay^(i − 1), the weight of head i's loss (Medusa, section 2.2.1)."""
     backbone: str = "frozen"
@@ -66,7 +71,7 @@ class MedusaTrainingConfig(RecipeConfig):
         from draftsmith.train.losses.objective import BLOCK_TERMS
 
         super().__post_init__()
-        if self.objective.couples:
+        if self.objective.has_blocks:
             raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
         require(self, one_of(LM_HEADS), "lm_heads")
         require(self, one_of(BACKBONES), "backbone")
@@ -116,4 +121,4 @@ class MedusaTrainingConfig(RecipeConfig):
         from draftsmith.train.losses.objective import Objective
 
         terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
-        return Objective(terms, self.temperature, self.top_k, self.top_p)
+        return Objective(terms, self.temperature, self.top_k, self.top_p, eta=self.eta, lk_alpha=self.lk_alpha)

@@ -25,7 +25,7 @@ from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
-from draftsmith.train.losses.chunked import chunked_features, chunked_objective, chunked_sums
+from draftsmith.train.losses.chunked import chunked_features, chunked_objective, chunked_objectives
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
@@ -185,13 +185,13 @@ class MedusaTrainer(RecipeTrainer):
         states = [
             heads.states(i, at.before(i, hidden, heads), at.embeddings(i, embed, heads)) for i in range(self.count)
         ]
-        weights = [self.config.decay**i * at.learned[i][:, None] for i in range(self.count)]
 
         def loss(states: Sequence[Tensor]) -> Tensor:
-            trained = [self._trained_head(i) for i in range(self.count)]
+            learners = [
+                (seen, self._trained_head(i), at.learned[i], self.config.decay**i) for i, seen in enumerate(states)
+            ]
             with self.clock.phase("loss"):
-                learners = list(zip(states, trained, weights, strict=True))
-                return chunked_sums(self.objective.features, labels, learners, p, self.sizes)
+                return chunked_objectives(self.objective, labels, learners, p, self.sizes)
 
         return heads.inside_lm_heads(states, loss)
 
@@ -228,8 +228,9 @@ class MedusaTrainer(RecipeTrainer):
             ones = features_NK.new_ones(len(features_NK), 1)
             spread.flatten(0, 1)[(at.flat - index)[learned]] = torch.cat([features_NK, ones], dim=1).float()[learned]
             a[..., index] = spread[:, :-1, 0]
-            loss += self.config.decay**index * spread[..., 3].sum(1)
-            sums.append(spread[..., [4, 1, 2]].sum(1))
+            each = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in spread]
+            loss += self.config.decay**index * torch.stack(each)
+            sums.append(spread[..., [-1, 1, 2]].sum(1))
         # Completions begin at different columns: the chain starts at the first token of each.
         order = torch.argsort(~chosen, dim=1, stable=True)
         a = a.gather(1, order[..., None].expand_as(a))

@@ -45,7 +45,7 @@ def trained(pipeline, tmp_path_factory):
     return command.distill(configured(pipeline, output, training=training, **options)), output
 
 
-@pytest.mark.parametrize("name", ["forward_kl", "tvd", "expected_length", "cross_entropy"])
+@pytest.mark.parametrize("name", ["forward_kl", "tvd", "expected_length", "cross_entropy", "lk_hybrid", "nla"])
 def test_a_divergence_is_learned(pipeline, tmp_path, name):
     data = [str(pipeline / "short"), str(pipeline / "long")]
     training = {"max_steps": 40, "eval_on_start": True, "logging_steps": 40}

@@ -103,6 +103,11 @@ def eager(trainer: MedusaTrainer, samples: list[dict]) -> Tensor:
                 elif name == "jsd":
                     log_m = (log_p.exp() / 2 + log_q.exp() / 2).log()
                     value = sum((a.exp() * (a - log_m)).sum(-1) for a in (log_p, log_q)) / 2
+                elif name in ("lk_hybrid", "nla"):
+                    alpha = torch.minimum(log_p, log_q).exp().sum(-1)
+                    lam = (-config.eta * alpha.detach()).exp()
+                    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+                    value = -alpha.log() if name == "nla" else lam * kl + (1 - lam) * (1 - alpha)
                 else:
                     assert name == "cross_entropy"
                     hit = kept == tokens[:, None]
@@ -133,6 +138,7 @@ CASES = {
     "soft": {},
     "jsd": {"divergence": "jsd"},
     "hard": {"divergence": "cross_entropy"},
+    "following acceptance": {"divergence": {"lk_hybrid": 1.0, "nla": 0.5}, "eta": 2.0},
     "shared": {"lm_heads": "shared", "num_layers": 2, "bias": True, "decay": 0.5},
     "truncated, mixture": {"draft_vocabulary": 20, "divergence": {"forward_kl": 1.0, "cross_entropy": 0.3}},
     "hydra, prompts too": {"prompt_loss": True, "hydra": True},
@@ -338,8 +344,9 @@ def sharp(pipeline, tmp_path_factory, tokenizer) -> tuple[str, str]:
         {"hydra": True},
         {"divergence": "cross_entropy", "optimizer": "muon"},
         {"backbone": "lora", "lora": LoraOptions(r=4)},
+        {"divergence": "lk_hybrid", "lk_alpha": "batch"},
     ],
-    ids=["soft, hydra", "hard, muon", "joint"],
+    ids=["soft, hydra", "hard, muon", "joint", "lk_hybrid"],
 )
 def test_forty_steps_teach_the_heads(pipeline, sharp, tmp_path, options):
     """Measured on what is trained on. Untrained heads guess the next token again, which is wrong for the one after."""

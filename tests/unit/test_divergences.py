@@ -8,7 +8,18 @@ from torch.nn import functional
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import divergence
-from draftsmith.train.losses.divergences import DIVERGENCES, NAMES, forward_kl, jsd, per_token, skew_kl, skew_reverse_kl
+from draftsmith.train.losses.divergences import (
+    DIVERGENCES,
+    NAMES,
+    forward_kl,
+    jsd,
+    lk_hybrid,
+    nla,
+    per_token,
+    skew_kl,
+    skew_reverse_kl,
+    tvd,
+)
 
 N, V = 16, 23
 
@@ -116,12 +127,51 @@ def test_forward_kl_has_the_gradient_of_soft_cross_entropy():
     assert torch.allclose(of_kl, (q.softmax(-1) - p.softmax(-1)).detach() / N, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+# lk_hybrid's λ is a constant in its gradient, which has a test of its own.
+@pytest.mark.parametrize("name", [name for name in DIVERGENCES if name != "lk_hybrid"])
 def test_gradients_agree_with_finite_differences_and_descend(name):
     p = logits(0)[:2, :5]
     q = logits(1)[:2, :5].double().requires_grad_(True)
     log_p = p.double().log_softmax(-1)
     assert torch.autograd.gradcheck(lambda x: DIVERGENCES[name](log_p, x.log_softmax(-1), 0.3), q)
+
+
+def gradient(function, log_p, q, *args):
+    x = q.clone().requires_grad_(True)
+    return torch.autograd.grad(function(log_p, x.log_softmax(-1), *args).sum(), x)[0]
+
+
+def test_lk_hybrid_is_the_kl_at_eta_zero_and_the_total_variation_far_above():
+    log_p, q = logits(0).double().log_softmax(-1), logits(1).double()
+    log_q = q.log_softmax(-1)
+    for eta, limit in ((0.0, forward_kl), (1e4, tvd)):
+        assert torch.allclose(lk_hybrid(log_p, log_q, eta), limit(log_p, log_q), rtol=1e-12)
+        assert torch.allclose(gradient(lk_hybrid, log_p, q, eta), gradient(limit, log_p, q), rtol=1e-12)
+    small = lk_hybrid(log_p, log_q, 1e-6)
+    assert torch.allclose(small, forward_kl(log_p, log_q), rtol=1e-5) and not torch.equal(
+        small, forward_kl(log_p, log_q)
+    )
+
+
+def test_lk_hybrid_blends_both_gradients_by_a_constant():
+    log_p, q = logits(0).double().log_softmax(-1), logits(1).double()
+    alpha = torch.minimum(log_p.exp(), q.softmax(-1)).sum(-1)
+    lam = (-2.0 * alpha).exp()
+    values = lam * forward_kl(log_p, q.log_softmax(-1)) + (1 - lam) * (1 - alpha)
+    assert torch.allclose(lk_hybrid(log_p, q.log_softmax(-1), 2.0), values, rtol=1e-12)
+    expected = lam[:, None] * gradient(forward_kl, log_p, q) + (1 - lam[:, None]) * gradient(tvd, log_p, q)
+    assert torch.allclose(gradient(lk_hybrid, log_p, q, 2.0), expected, rtol=1e-10, atol=1e-14)
+
+
+def test_nla_is_minus_log_alpha_with_its_gradient_over_alpha():
+    log_p, q = logits(0).double().log_softmax(-1), logits(1).double()
+    alpha = torch.minimum(log_p.exp(), q.softmax(-1)).sum(-1)
+    assert torch.allclose(nla(log_p, q.log_softmax(-1)), -alpha.log(), rtol=1e-12)
+    # ∇(−log α) = −∇α ÷ α, and −∇α = ∇TV.
+    assert torch.allclose(gradient(nla, log_p, q), gradient(tvd, log_p, q) / alpha[:, None], rtol=1e-10, atol=1e-14)
+    # Where p is one token it is the cross entropy.
+    point = torch.full((N, V), -torch.inf, dtype=torch.float64).scatter(1, LABELS[:, None], 0.0)
+    assert torch.allclose(nla(point, q.log_softmax(-1)), functional.cross_entropy(q, LABELS, reduction="none"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -145,6 +195,7 @@ def test_a_mask_is_a_selection_of_rows(name):
         ({"beta": 0.0}, "beta: expected a value between 0 and 1, found 0.0"),
         ({"beta": 1.0}, "beta: expected a value between 0 and 1, found 1.0"),
         ({"alpha": 0.0}, "alpha: expected a value between 0 and 1, found 0.0"),
+        ({"name": "lk_hybrid", "eta": -1.0}, "eta: expected at least 0, found -1.0"),
         ({"name": "cross_entropy"}, "labels: expected the text's tokens for cross_entropy, found none"),
     ],
 )

@@ -29,6 +29,8 @@ def config(training: dict | None = None, **options) -> MedusaTrainingConfig:
         ({"divergence": "kl"}, "divergence: expected one of forward_kl"),
         ({"divergence": {"tvd": 0.0}}, "divergence: expected weights above 0, found 0.0 for tvd"),
         ({"divergence": "reverse_kl", "top_k": 5}, "divergence: expected a finite divergence under top_k or top_p"),
+        ({"eta": -1.0}, "eta: expected at least 0, found -1.0"),
+        ({"lk_alpha": "head"}, "lk_alpha: expected one of position, batch, found 'head'"),
         ({"temperature": 0.0}, "temperature: expected more than 0, found 0.0"),
         ({"decay": 0.0}, "decay: expected more than 0, found 0.0"),
         ({"decay": float("nan")}, "decay: expected more than 0, found nan"),

@@ -39,6 +39,7 @@ def lean_divergence(
     beta: float = 0.5,
     alpha: float = 0.1,
     labels: Tensor | None = None,
+    eta: float = 3.0,
 ) -> Tensor:
     """Return `divergence(p_head(p_hidden), q_head(q_hidden), …)` without holding either's logits.
 
@@ -54,18 +55,19 @@ def lean_divergence(
         beta: the mixture weight of p in `jsd`.
         alpha: how far the skewed divergences mix.
         labels: (N,), for `cross_entropy`.
+        eta: η of `lk_hybrid`.
 
     Raises:
         InputError: as `divergence`.
     """
-    check_divergence(name, temperature, beta, alpha)
+    check_divergence(name, temperature, beta, alpha, eta)
     q_head, p_head = (head if isinstance(head, OutputHead) else OutputHead(head) for head in (q_head, p_head))
     weights_N = q_hidden.new_ones(len(q_hidden), dtype=torch.float32) if mask is None else mask.float()
     weights_N = weights_N / weights_N.sum()
 
     def features(p_logits_PV: Tensor, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         text = None if labels is None else labels_P
-        return per_token(p_logits_PV, q_logits_PV, name, temperature, beta, alpha, text)[:, None]
+        return per_token(p_logits_PV, q_logits_PV, name, temperature, beta, alpha, text, eta)[:, None]
 
     labels_N = weights_N.new_zeros(len(weights_N), dtype=torch.long) if labels is None else labels
     teacher, sizes = LiveDistributions(p_hidden, p_head), ChunkSizes.of(q_hidden.device)
@@ -92,7 +94,7 @@ def chunked_objective(
         head: cut to the tokens.
         teacher: p of the positions; None for an objective that does not look at it.
         labels_N: the text's tokens.
-        follows_N: bool, as in `Objective.shortfall`; only an objective that `couples` positions looks at it.
+        follows_N: bool, as in `Objective.shortfall`.
         weight: multiplies each position.
         sizes: of chunks; those that suit the device if None.
     """
@@ -100,14 +102,55 @@ def chunked_objective(
     if not objective.couples:
         weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
         return chunked_sum(objective.features, weights_N1, *args)[0]
-    # Positions of a block weigh each other's gradients: first all values, then the gradients with these weights.
-    assert follows_N is not None
-    features_NK = chunked_features(objective.features, *args).requires_grad_(True)
+    total, weights_NK = _coupled(objective, chunked_features(objective.features, *args), follows_N)
+    return _valued(chunked_sum(objective.features, weight * weights_NK, *args)[0], weight * total)
+
+
+def chunked_objectives(
+    objective: Objective,
+    labels_N: Tensor,
+    learners: Sequence[tuple[Tensor, OutputHead, Tensor, float]],
+    teacher: TeacherDistributions | None,
+    sizes: ChunkSizes | None = None,
+) -> Tensor:
+    """Return the weighted sum of an objective without blocks over several heads that learn from the same p.
+
+    Args:
+        objective: what each head minimises.
+        labels_N: the text's tokens, the same for all.
+        learners: of each what it sees, (N, H), its head, which may be another's too, what each position counts, (N,)
+            of 0 and 1, and the weight of its sum.
+        teacher: p of the N positions; None for an objective that does not look at it.
+        sizes: of chunks; those that suit the device if None.
+    """
+    values, weighted = list[Tensor](), list[tuple[Tensor, OutputHead, Tensor]]()
+    for seen_NH, head, counts_N, weight in learners:
+        weights_NK = counts_N[:, None]
+        if objective.couples:
+            features_NK = chunked_features(objective.features, labels_N, seen_NH, head, teacher, sizes)
+            total, weights_NK = _coupled(objective, features_NK, counts_N=counts_N)
+            values.append(weight * total)
+        weighted.append((seen_NH, head, weight * weights_NK))
+    linear = chunked_sums(objective.features, labels_N, weighted, teacher, sizes)
+    return _valued(linear, torch.stack(values).sum()) if values else linear
+
+
+def _coupled(
+    objective: Objective, features_NK: Tensor, follows_N: Tensor | None = None, counts_N: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return an objective's value, and its gradient to the features: positions weigh each other's gradients.
+
+    So all values come first, then the gradients to what is learned, with these weights.
+    """
     with torch.enable_grad():
-        total = weight * objective.shortfall(features_NK, follows_N)
+        total = objective.shortfall(features_NK.requires_grad_(True), follows_N, counts_N)
         (weights_NK,) = torch.autograd.grad(total, features_NK)
-    linear = chunked_sum(objective.features, weights_NK, *args)[0]
-    return linear - linear.detach() + total.detach()
+    return total.detach(), weights_NK
+
+
+def _valued(linear: Tensor, value: Tensor) -> Tensor:
+    """Return a sum that has the gradients of one and the value of the other."""
+    return linear - linear.detach() + value
 
 
 def chunked_sum(

@@ -10,10 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from draftsmith.decode.errors import InputError, between, more_than, one_of
+from draftsmith.decode.errors import InputError, at_least, between, more_than, one_of
 
 PerToken = Callable[[Tensor, Tensor, float], Tensor]
-"""(log p, log q, mixture weight) → (N,); those without a mixture ignore its weight."""
+"""(log p, log q, parameter) → (N,): a mixture's weight, or η of `lk_hybrid`; those without a parameter ignore it."""
 
 
 def forward_kl(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
@@ -50,8 +50,38 @@ def tvd(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
     return 0.5 * (log_p_NE.exp() - log_q_NE.exp()).abs().sum(-1)
 
 
+def lk_hybrid(log_p_NE: Tensor, log_q_NE: Tensor, eta: float = 3.0) -> Tensor:
+    """λ KL(p ‖ q) + (1 − λ) TV with λ = e^(−η α) of each position, (N,) (LK losses, Samarin et al. 2026, 2602.23881).
+
+    λ is a constant in the gradient. Far from the target, where TV has next to no gradient, it is the forward KL; near
+    it, it is TV, which is what decoding pays for. η = 0 is the forward KL, η → ∞ is TV.
+    """
+    return lk_blend(forward_kl(log_p_NE, log_q_NE), tvd(log_p_NE, log_q_NE), eta)
+
+
+def lk_blend(kl_N: Tensor, tv_N: Tensor, eta: float, weights_N: Tensor | None = None) -> Tensor:
+    """Return λ KL + (1 − λ) TV, (N,), with λ = e^(−η α) of each position's own α = 1 − TV, or of their mean.
+
+    Args:
+        kl_N: the forward KL.
+        tv_N: the total variation.
+        eta: η, at least 0.
+        weights_N: how much each position counts in the mean of α; None where each has a λ of its own.
+    """
+    alpha = 1.0 - tv_N.detach()
+    if weights_N is not None:
+        alpha = (weights_N * alpha).sum() / weights_N.sum().clamp(min=1e-9)
+    lam = (-eta * alpha).exp()
+    return lam * kl_N + (1.0 - lam) * tv_N
+
+
+def nla(log_p_NE: Tensor, log_q_NE: Tensor, mix: float = 0.5) -> Tensor:
+    """−log α with α = Σ_v min(p, q), (N,) (LK losses, 2602.23881): TV's gradient ÷ α, so that a poor start learns."""
+    return -torch.minimum(log_p_NE, log_q_NE).logsumexp(-1)
+
+
 DIVERGENCES: dict[str, PerToken] = {
-    each.__name__: each for each in (forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd)
+    each.__name__: each for each in (forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd, lk_hybrid, nla)
 }
 NAMES = (*DIVERGENCES, "cross_entropy")
 
@@ -65,24 +95,28 @@ def divergence(
     beta: float = 0.5,
     alpha: float = 0.1,
     labels: Tensor | None = None,
+    eta: float = 3.0,
 ) -> Tensor:
     """Return the mean divergence over positions, in nats; gradients flow to `q_logits`.
 
     Args:
         p_logits: the target's logits, (N, V).
         q_logits: the draft's, (N, V).
-        name: one of `forward_kl`, `reverse_kl`, `jsd`, `skew_kl`, `skew_reverse_kl`, `tvd`, `cross_entropy`.
+        name: one of `forward_kl`, `reverse_kl`, `jsd`, `skew_kl`, `skew_reverse_kl`, `tvd`, `lk_hybrid`, `nla`,
+            `cross_entropy`.
         temperature: divides both logits; no factor T² is applied, since the value is that of the deployment at T.
         mask: (N,) bool, the positions that count; all if None.
         beta: the mixture weight of p in `jsd`, in (0, 1).
         alpha: how far the skewed divergences mix their first distribution into the second, in (0, 1).
         labels: (N,) int64, the text's tokens; `cross_entropy` needs them and ignores `p_logits` and `temperature`.
+        eta: η of `lk_hybrid`, at least 0.
 
     Raises:
-        InputError: an unknown name, a β or α outside (0, 1), a temperature ≤ 0, or cross entropy without labels.
+        InputError: an unknown name, a β or α outside (0, 1), a negative η, a temperature ≤ 0, or cross entropy without
+            labels.
     """
-    check_divergence(name, temperature, beta, alpha)
-    values = per_token(p_logits, q_logits, name, temperature, beta, alpha, labels)
+    check_divergence(name, temperature, beta, alpha, eta)
+    values = per_token(p_logits, q_logits, name, temperature, beta, alpha, labels, eta)
     return values.mean() if mask is None else values[mask].mean()
 
 
@@ -94,6 +128,7 @@ def per_token(
     beta: float = 0.5,
     alpha: float = 0.1,
     labels: Tensor | None = None,
+    eta: float = 3.0,
 ) -> Tensor:
     """Return the divergence of each position, (N,), for arguments that `check_divergence` passed."""
     if name == "cross_entropy":
@@ -101,20 +136,23 @@ def per_token(
             raise InputError("labels: expected the text's tokens for cross_entropy, found none")
         return torch.nn.functional.cross_entropy(q_logits.float(), labels, reduction="none")
     log_p_NE, log_q_NE = (logits.float().div(temperature).log_softmax(-1) for logits in (p_logits, q_logits))
-    return DIVERGENCES[name](log_p_NE, log_q_NE, mixture_weight(name, beta, alpha))
+    return DIVERGENCES[name](log_p_NE, log_q_NE, parameter_of(name, beta, alpha, eta))
 
 
-def mixture_weight(name: str, beta: float, alpha: float) -> float:
-    """Return which of the two weights a divergence mixes by."""
+def parameter_of(name: str, beta: float, alpha: float, eta: float) -> float:
+    """Return which of the three a divergence takes."""
+    if name == "lk_hybrid":
+        return eta
     return alpha if name.startswith("skew") else beta
 
 
-def check_divergence(name: str, temperature: float, beta: float, alpha: float) -> None:
+def check_divergence(name: str, temperature: float, beta: float, alpha: float, eta: float = 3.0) -> None:
     """Raise an InputError that names the argument that is out of range."""
     one_of(NAMES).check("divergence", name)
     more_than(0).check("temperature", temperature)
     between(0, 1).check("beta", beta)
     between(0, 1).check("alpha", alpha)
+    at_least(0).check("eta", eta)
 
 
 def _mixture(log_a_NE: Tensor, log_b_NE: Tensor, weight: float) -> Tensor:

@@ -15,14 +15,16 @@ from transformers import TopPLogitsWarper
 
 from draftsmith.decode.errors import InputError, at_least, at_most, more_than, one_of, require
 from draftsmith.decode.sampling import top_k_top_p
-from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, mixture_weight
+from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, forward_kl, lk_blend, parameter_of, tvd
 from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
 from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
-# These weigh a p or q of zero finitely. The others need q > 0 wherever p > 0: there q is not warped as p is.
+# These weigh a p or q of zero finitely. The others need q > 0 wherever p > 0: there q is not warped as p is. lk_hybrid
+# has a part of either kind; nla would have no gradient where p and q keep different tokens.
 BOUNDED = ("tvd", *BLOCK_TERMS)
+LK_ALPHAS = ("position", "batch")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Objective:
       E[accepted] = Σ_j E[Π_{i<j} min(1, q_i/p_i) · Σ_v min(p_j, q_j)]. The last factor is taken over the full
       vocabulary in place of the text's token alone, which has the same mean and less variance. At γ = 1 it is the TVD.
     * `reached_tvd`: the same value, but the probability of reaching a position is a constant weight in the gradient.
+
+    `lk_hybrid` takes its KL with q as it is and its TV and α with q warped: λ follows the deployment's acceptance.
     """
 
     terms: Mapping[str, float] = field(default_factory=lambda: {"forward_kl": 1.0})
@@ -51,6 +55,11 @@ class Objective:
     """How far skewed divergences mix their first distribution into the second."""
     draft_length: int = 4
     """γ of the block terms."""
+    eta: float = 3.0
+    """η of lk_hybrid."""
+    lk_alpha: str = "position"
+    """Which α weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": what one process learns
+    from in one forward, of Medusa heads each head's own. This mean alone depends on how a step is split."""
 
     def __post_init__(self) -> None:
         if not self.terms:
@@ -59,10 +68,11 @@ class Objective:
             one_of(NAMES).check("divergence", name)
             if not weight > 0:
                 raise InputError(f"divergence: expected weights above 0, found {weight} for {name}")
-        check_divergence("forward_kl", self.temperature, self.beta, self.alpha)
+        check_divergence("forward_kl", self.temperature, self.beta, self.alpha, self.eta)
         require(self, at_least(0), "top_k")
         require(self, more_than(0) & at_most(1), "top_p")
         require(self, at_least(1), "draft_length")
+        require(self, one_of(LK_ALPHAS), "lk_alpha")
         if self.warps and "reverse_kl" in self.terms:
             raise InputError(
                 "divergence: expected a finite divergence under top_k or top_p, found reverse_kl, infinite wherever "
@@ -76,8 +86,17 @@ class Objective:
 
     @property
     def couples(self) -> bool:
-        """Whether positions of a block act on each other, so that gradients need all values first."""
+        """Whether positions act on each other, so that gradients need all values first."""
+        return self.has_blocks or self._has_mean_alpha
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether positions of a drafted block act on each other."""
         return any(name in self.terms for name in BLOCK_TERMS)
+
+    @property
+    def _has_mean_alpha(self) -> bool:
+        return "lk_hybrid" in self.terms and self.lk_alpha == "batch"
 
     @property
     def needs_target(self) -> bool:
@@ -93,9 +112,11 @@ class Objective:
         return replace(self, terms=terms)
 
     def features(self, p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor) -> Tensor:
-        """Return what `shortfall` sums: the weighted divergences, and for block terms log a and the overlap.
+        """Return what `shortfall` sums: the weighted divergences, and where positions act on each other their parts.
 
-        Cached distributions bound them: divergences from below, the overlap from above; log a is exact.
+        Cached distributions bound them: divergences from below, the overlap from above; log a is exact. So with
+        lk_hybrid, which grows with TV too wherever KL ≥ 2 TV² (Pinsker); top-k and top-p warp the q of TV alone, and
+        promise nothing.
 
         Args:
             p: the target's logits, (N, V), or its cached distributions, under this objective's temperature, top-k and
@@ -104,7 +125,8 @@ class Objective:
             labels_N: the text's tokens.
 
         Returns:
-            (N, 1), or (N, 3) with block terms: log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q).
+            (N, 1), or where it `couples` (N, 3): log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q); with the mean
+            α of a batch (N, 4): KL(p ‖ q).
         """
         total_N = q_logits_NV.new_zeros(len(q_logits_NV), dtype=torch.float32)
         if "cross_entropy" in self.terms:
@@ -118,36 +140,54 @@ class Objective:
         else:
             log_p_NE = self._warped(p.float() / self.temperature).log_softmax(-1)
         q_scores_NV = q_logits_NV.float() / self.temperature
-        names = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
-        if names or not self.warps:
+        unbounded = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
+        if unbounded or not self.warps:
             log_q_NV = q_scores_NV.log_softmax(-1)
             log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
-        for name in names:
-            weight = mixture_weight(name, self.beta, self.alpha)
-            total_N = total_N + self.terms[name] * DIVERGENCES[name](log_p_NE, log_q_NE, weight)
-        if not any(name in self.terms for name in BOUNDED):
+        for name in unbounded:
+            if name != "lk_hybrid":
+                parameter = parameter_of(name, self.beta, self.alpha, self.eta)
+                total_N = total_N + self.terms[name] * DIVERGENCES[name](log_p_NE, log_q_NE, parameter)
+        hybrid = "lk_hybrid" in self.terms
+        if hybrid:
+            kl_N = forward_kl(log_p_NE, log_q_NE)
+        elif not any(name in self.terms for name in BOUNDED):
             return total_N[:, None]
         if self.warps:
             log_q_NV = self._warped(q_scores_NV).log_softmax(-1)
             log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
-        if "tvd" in self.terms:
-            total_N = total_N + self.terms["tvd"] * DIVERGENCES["tvd"](log_p_NE, log_q_NE, 0.0)
+        blended = hybrid and not self._has_mean_alpha
+        if "tvd" in self.terms or blended:
+            tv_N = tvd(log_p_NE, log_q_NE)
+            total_N = total_N + self.terms.get("tvd", 0.0) * tv_N
+        if blended:
+            total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
         of_text_N = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p_NE, labels_N)
+        log_a_N = (_at(log_q_NV, labels_N) - of_text_N).clamp(max=0.0)
         overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
-        return torch.stack([total_N, (_at(log_q_NV, labels_N) - of_text_N).clamp(max=0.0), overlap_N], dim=1)
+        return torch.stack([total_N, log_a_N, overlap_N, *([kl_N] if self._has_mean_alpha else [])], dim=1)
 
-    def shortfall(self, features_NK: Tensor, follows_N: Tensor) -> Tensor:
+    def shortfall(
+        self, features_NK: Tensor, follows_N: Tensor | None = None, weights_N: Tensor | None = None
+    ) -> Tensor:
         """Return the objective summed over positions, a scalar.
 
         Args:
             features_NK: of `features`, texts one behind the other.
-            follows_N: bool, whether a position comes right after the one before it in the same text.
+            follows_N: bool, whether a position comes right after the one before it in the same text; only an objective
+                that `has_blocks` looks at it.
+            weights_N: what each position counts, in the sum and in the mean of α; 1 if None. Blocks have none.
         """
-        total = features_NK[:, 0].sum()
+        weights_N = features_NK.new_ones(len(features_NK)) if weights_N is None else weights_N
+        total = (weights_N * features_NK[:, 0]).sum()
+        if self._has_mean_alpha:
+            blend_N = lk_blend(features_NK[:, 3], 1.0 - features_NK[:, 2], self.eta, weights_N)
+            total = total + self.terms["lk_hybrid"] * (weights_N * blend_N).sum()
         for name in BLOCK_TERMS:
             if name in self.terms:
+                assert follows_N is not None
                 detach = name == "reached_tvd"
                 accepted_N, most_N = expected_accepted(
                     features_NK[:, 1], features_NK[:, 2], follows_N, self.draft_length, detach
