@@ -20,6 +20,18 @@ LENGTH = "parallel_length"
 """The key that says how many tokens K the draft was trained to propose in one forward."""
 
 
+def length_of(model: PreTrainedModel) -> int | None:
+    """Return how many tokens a parallel draft was trained to propose in one forward; None where it does not say.
+
+    Raises:
+        InputError: the config says something else than a number of tokens.
+    """
+    length = getattr(model.config.get_text_config(), LENGTH, None)
+    if length is not None and (not isinstance(length, int) or length < 1):
+        raise InputError(f"parallel draft: expected {LENGTH} of at least 1 in the config, found {length}")
+    return length
+
+
 def mask_token_of(model: PreTrainedModel) -> int:
     """Return a parallel draft's mask token.
 
@@ -35,7 +47,9 @@ def mask_token_of(model: PreTrainedModel) -> int:
     return token
 
 
-def visible_entries(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None = None) -> Tensor:
+def visible_entries(
+    positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None = None, last: int | None = None
+) -> Tensor:
     """Say which entries of a row each entry attends to, (B, L, L) bool: queries, then keys.
 
     Args:
@@ -43,13 +57,16 @@ def visible_entries(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor |
         anchors_BL: the position of the last token of the text that an entry sees: its own of a token of the text, and
             less than its position of a mask.
         texts_BL: which text each entry belongs to, where a row has several.
+        last: ask for the last so many entries alone, (B, last, L): the keys of those before are known already.
     """
+    asked = slice(0 if last is None else positions_BL.shape[1] - last, None)
     is_text_BL = anchors_BL == positions_BL
-    of_text = is_text_BL[:, None, :] & (positions_BL[:, None, :] <= anchors_BL[:, :, None])
-    same_draft = ~is_text_BL[:, None, :] & ~is_text_BL[:, :, None] & (anchors_BL[:, None, :] == anchors_BL[:, :, None])
-    visible = of_text | (same_draft & (positions_BL[:, None, :] <= positions_BL[:, :, None]))
+    of_positions, of_anchors = positions_BL[:, asked, None], anchors_BL[:, asked, None]
+    of_text = is_text_BL[:, None, :] & (positions_BL[:, None, :] <= of_anchors)
+    same_draft = ~is_text_BL[:, None, :] & ~is_text_BL[:, asked, None] & (anchors_BL[:, None, :] == of_anchors)
+    visible = of_text | (same_draft & (positions_BL[:, None, :] <= of_positions))
     if texts_BL is not None:
-        visible &= texts_BL[:, None, :] == texts_BL[:, :, None]
+        visible &= texts_BL[:, None, :] == texts_BL[:, asked, None]
     return visible
 
 

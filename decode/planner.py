@@ -144,11 +144,11 @@ class Plan:
     _idle: int = field(default=0, init=False)
     _drafting: list[float] = field(default_factory=list, init=False)
     _target: dict[int, float] | None = field(default=None, init=False)
-    _nodes: Callable[[int], int] | None = field(default=None, init=False)
+    _proposer: Proposer | None = field(default=None, init=False)
 
     def start(self, target: PreTrainedModel, proposer: Proposer, rows: int, context: int, compiled: bool) -> None:
         """Begin with new rows: measure the target where no costs were given and it was not measured for such drafts."""
-        self._nodes = proposer.nodes
+        self._proposer = proposer
         largest = 1 + proposer.nodes(self.longest)
         if self.costs is None and (self._target is None or max(self._target) < largest):
             sizes = sorted({1, 2, (largest + 2) // 2, largest})
@@ -156,13 +156,17 @@ class Plan:
 
     def draft_length(self) -> int:
         """Return γ for the next round."""
-        costs = self.costs
+        costs, longest, nodes, at_once = self.costs, self.longest, None, False
+        if self._proposer is not None:
+            nodes, at_once = self._proposer.nodes, self._proposer.at_once
+            longest = longest if self._proposer.longest is None else min(longest, self._proposer.longest)
         if costs is None:
             if not self._drafting:
-                return min(4, self.longest)
+                return min(4, longest)
             recent = sorted(self._drafting[-15:])
-            costs = Costs(self._target or {}, recent[len(recent) // 2])
-        best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), self.longest, self._nodes)
+            drafting = recent[len(recent) // 2]
+            costs = Costs(self._target or {}, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0)
+        best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), longest, nodes)
         self._idle = 0 if best else self._idle + 1
         return 1 if self._idle and self._idle % 16 == 0 else best
 
@@ -175,7 +179,7 @@ class Plan:
         drafts = proposer.propose(contexts, [min(gamma, left) for left in room])
         seconds, depth = now(target.device) - begin, max(draft.tree.depth for draft in drafts)
         if depth:
-            self._drafting.append(seconds / depth)
+            self._drafting.append(seconds if proposer.at_once else seconds / depth)
         return drafts
 
     def observe(self, accepted: int, drafted: int) -> None:
@@ -204,14 +208,19 @@ class FixedLength:
         """Learn nothing."""
 
 
-def as_plan(draft_length: "int | Plan | None") -> Plan | FixedLength:
+def as_plan(draft_length: "int | Plan | None", longest: int | None = None) -> Plan | FixedLength:
     """Return the plan itself, a new one for None, or one of a fixed draft length.
 
     Raises:
-        InputError: a draft length below 1.
+        InputError: a draft length below 1, or above the proposer's longest.
     """
     if not isinstance(draft_length, int):
         return Plan() if draft_length is None else draft_length
     if draft_length < 1:
         raise InputError(f"draft_length: expected at least 1, found {draft_length}")
+    if longest is not None and draft_length > longest:
+        raise InputError(
+            f"draft_length: expected at most the {longest} tokens that the draft was trained to propose, found "
+            f"{draft_length}"
+        )
     return FixedLength(draft_length)

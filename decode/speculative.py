@@ -94,7 +94,7 @@ def speculative_generate(
         `sequences` (B, ≤ T + max_new_tokens), padded on the right where rows end early, and `counts`.
 
     Raises:
-        InputError: γ < 1, an unknown rule, or a model that cannot be rolled back.
+        InputError: γ < 1 or beyond the proposer's `longest`, an unknown rule, or a model that cannot be rolled back.
     """
     streamer = generate_kwargs.get("streamer")
     if streamer is not None:
@@ -132,7 +132,7 @@ def speculative_decode(
         InputError: as `speculative_generate`, or an input or option of `generate` that is not served.
     """
     check_model(model, "target")
-    rule, plan = as_rule(rule), as_plan(draft_length)
+    rule, plan = as_rule(rule), as_plan(draft_length, proposer.longest)
     rows = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     _write(model, proposer, list(rows), plan, rule, compiled, observer)
     return collect_output(rows, input_ids, generation_config, rule.lossy)

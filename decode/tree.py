@@ -155,6 +155,15 @@ class Tree:
         return max(self.depths, default=0)
 
     @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The most siblings that a node of each depth has, of depth 1 first."""
+        widths = [0] * self.depth
+        for depth, children in zip((0, *self.depths), self.children, strict=True):
+            if children:
+                widths[depth] = max(widths[depth], len(children))
+        return tuple(widths)
+
+    @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """Children in the order in which they are verified: entry 0 those of the root, entry i + 1 those of node i."""
         children: list[list[int]] = [[] for _ in range(len(self) + 1)]

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_start
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Level, Tree
@@ -129,22 +129,12 @@ class MedusaProposer(Proposer):
         assert target is not None
         heads.check_fits(target)
         if distributions is None:
-            widths = [1] * heads.config.num_heads
-            for depth, children in zip((0, *self.tree.depths), self.tree.children, strict=True):
-                if children:
-                    widths[depth] = max(widths[depth], len(children))
-            texts_ranks = [
+            widths = [*self.tree.widths, *[1] * (heads.config.num_heads - self.tree.depth)]
+            ranks = [
                 replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
             ]
-            firsts = [torch.from_numpy(ranks.ranks[:, 0]) for ranks in texts_ranks]
-            drafted = [torch.from_numpy(ranks.drafted[:, 0]) for ranks in texts_ranks]
-            return Replayed(
-                [(ranks < len(self.tree.children[0])).float() for ranks in firsts],
-                [(ranks == 0).float()[counts] for ranks, counts in zip(firsts, drafted, strict=True)],
-                lambda k: [ranks.counts(self.tree.pruned(k)[0]) for ranks in texts_ranks],
-                # whatever the tree: of each head's most likely token
-                lambda k: [torch.from_numpy(ranks.ranks[:, :k] == 0).float() for ranks in texts_ranks],
-            )
+            agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
+            return replayed_by_start_ranks(ranks, self.tree, agrees)
         chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth

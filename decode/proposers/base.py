@@ -191,6 +191,10 @@ class Proposer(ABC):
 
     wants_hidden: bool = False
     """Whether the outcomes shall hold the target's hidden states."""
+    at_once: bool = False
+    """Whether a draft costs about the same however long it is."""
+    longest: int | None = None
+    """The depth that no draft exceeds, however long one is asked for; None where there is no such limit."""
 
     def start(self, task: Task) -> int:
         """Begin with new rows. Return the greatest number of tokens of a draft, chain or tree."""

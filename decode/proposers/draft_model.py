@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache import CachedModel, Places, check_model
+from draftsmith.decode.cache import CachedModel, Places, check_model, padded
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree
@@ -60,22 +60,28 @@ class DraftModelProposer(Proposer):
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""
+        block = self.nodes(task.draft_length)
+        if isinstance(self.tree, DynamicTree):
+            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2  # all that are looked at
+        self._begin(task, block)
+        return self.nodes(task.draft_length)
+
+    def _begin(self, task: Task, block: int) -> None:
+        """Begin with an empty cache for blocks of so many tokens."""
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         if (device := self.draft_model.device) != (task.target or self.draft_model).device:
             moved = [sampler.on(device) for sampler in task.row_samplers]
             self._samplers = moved or [task.sampler.on(device)] * len(self._generators)
-        rows, widest, block = len(self._generators), 0, self.nodes(task.draft_length)
+        rows, widest = len(self._generators), 0
         if isinstance(self.tree, Tree):
             widest = max(map(len, self.tree.pruned(task.draft_length)[0].children))
         elif isinstance(self.tree, DynamicTree):
             widest = self.tree.width
-            block = self.tree.width + (task.draft_length - 1) * self.tree.width**2  # all that are looked at
         if widest > task.vocab_size:
             raise InputError(f"tree: expected at most V = {task.vocab_size} siblings, found {widest}")
         self._model = CachedModel(self.draft_model, rows, task.max_length, block=block, compiled=task.compiled)
         self._cached = [0] * rows  # how many of each row's tokens stand in the cache
         self._fed: list[list[int]] = []  # for each row of the last tree: the slot of each node behind the text, or −1
-        return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
         """Return the nodes of the tree that are no deeper, or the length of a chain."""
@@ -89,22 +95,22 @@ class DraftModelProposer(Proposer):
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
         self._lengths = Places([len(context) for context in contexts], self.draft_model.device)
-        depth = max(draft_lengths)
-        if depth < 1:
+        if max(draft_lengths) < 1:
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
             self._fed = [[] for _ in contexts]
             return [empty for _ in contexts]
         home, device = contexts[0].device, self.draft_model.device
-        texts = [context.to(device) for context in contexts]
-        logits = self._feed_texts(texts)
-        drafts: list[Proposal]
-        if self.tree is None:
-            drafts = self._chains(texts, draft_lengths, logits)
-        elif isinstance(self.tree, Tree):
-            drafts = self._static_trees(self.tree.pruned(depth)[0], texts, draft_lengths, logits)
-        else:
-            drafts = self._dynamic_trees(self.tree, texts, draft_lengths, logits)
+        drafts = self._draft([context.to(device) for context in contexts], draft_lengths)
         return drafts if home == device else [draft.to(home) for draft in drafts]
+
+    def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft behind texts on the draft model's device, at least one token for one of them."""
+        logits = self._feed_texts(texts)[:, 0]
+        if self.tree is None:
+            return self._chains(texts, draft_lengths, logits)
+        if isinstance(self.tree, Tree):
+            return self._static_trees(self.tree.pruned(max(draft_lengths))[0], texts, draft_lengths, logits)
+        return self._dynamic_trees(self.tree, texts, draft_lengths, logits)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Keep what was accepted and fed; the last token of a path never was."""
@@ -159,27 +165,34 @@ class DraftModelProposer(Proposer):
             return replayed_by_position(texts, acceptance, overlaps)
         return replayed_by_ranks(texts, ranks, self.tree, overlaps)
 
-    def _feed_texts(self, contexts: Sequence[Tensor]) -> Tensor:
-        """Feed what the cache lacks of each text and return the logits after it, (B, V).
+    def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
+        """Feed what the cache lacks of each text, and behind it masks, (M,); return the logits, (B, 1 + M, V).
 
-        That is one token, or two after full acceptance, when the last drafted one was never fed; a row that lacks one
-        where another lacks two has its last cached token fed again, into its own slot.
+        They are those of the text's last token and of the masks, of which there are none by default. A row that lacks
+        fewer tokens than another has its last cached ones fed again, into their own slots.
         """
-        lengths = self._lengths.host
+        lengths, shortest = self._lengths.host, min(self._lengths.host)
         lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
+        keep = 1 if masks is None else 1 + len(masks)
         first = not any(self._cached)
         if first and len(contexts) == 1 and not self._model.compiled:
-            logits = self._model.prefill(contexts[0][None, :])
+            logits = self._model.prefill(_followed(contexts[0][None, :], masks), keep)
         else:
             if first:
                 self._model.prefill_texts(contexts)
                 lacking = 1
-            if self._model.compiled:  # rounds without a draft leave more: few sizes, few compilations
-                lacking = min(max(2, 1 << (lacking - 1).bit_length()), *lengths)
+            if lacking > shortest:  # than a whole text has: what other rows lack more is fed before
+                parts = [
+                    text[cached:][: lacking - shortest] for text, cached in zip(contexts, self._cached, strict=True)
+                ]
+                self._model.feed(padded(parts, lacking - shortest), self._cached, keep=1)
+                lacking = shortest
+            if self._model.compiled:  # few sizes, few compilations
+                lacking = min(max(2, 1 << (lacking - 1).bit_length()), shortest)
             block = torch.stack([context[-lacking:] for context in contexts])
-            logits = self._model.feed(block, self._lengths + -lacking, keep=1)
+            logits = self._model.feed(_followed(block, masks), self._lengths + -lacking, keep)
         self._cached = list(lengths)
-        return self._aligned(logits)[:, 0]
+        return self._aligned(logits)
 
     def _aligned(self, logits: Tensor) -> Tensor:
         return align_vocabulary(logits, self._task.vocab_size)
@@ -282,3 +295,8 @@ class DraftModelProposer(Proposer):
         depths = torch.full((tokens.shape[1],), depth - 1 - behind, device=tokens.device)
         starts = self._lengths + behind
         return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))
+
+
+def _followed(tokens_BT: Tensor, masks: Tensor | None) -> Tensor:
+    """Put the same masks, (M,), behind all rows."""
+    return tokens_BT if masks is None else torch.cat([tokens_BT, masks.expand(len(tokens_BT), -1)], 1)

@@ -70,17 +70,14 @@ class TextRanks:
         """
         if tree.depth > self.ranks.shape[1]:
             raise InputError(f"tree: expected a depth up to the {self.ranks.shape[1]} heads, found {tree.depth}")
-        widths = [0] * (tree.depth + 1)
-        for depth, children in zip((0, *tree.depths), tree.children, strict=True):
-            widths[depth] = max(widths[depth], len(children))
-        for depth, (width, most) in enumerate(zip(widths, self.most, strict=False)):
+        for depth, (width, most) in enumerate(zip(tree.widths, self.most, strict=False)):
             if width > most:
                 raise InputError(
                     f"tree: expected at most {most} siblings at depth {depth + 1}, the ranks that were looked at, "
                     f"found {width}"
                 )
         # Row n + 1 holds the children of node n, and ROOT where it has fewer.
-        table = np.full((len(tree) + 1, max(widths) + 1), ROOT)
+        table = np.full((len(tree) + 1, max(tree.widths, default=0) + 1), ROOT)
         for row, children in enumerate(tree.children):
             table[row, : len(children)] = children
         reached = np.full((len(self), tree.depth), ROOT)

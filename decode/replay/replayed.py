@@ -1,4 +1,4 @@
-"""What replay computes of some texts by one drafter, in four ways, by what the drafter's draft depends on.
+"""What replay computes of some texts by one drafter, in five ways, by what the drafter's draft depends on.
 
 Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
 """
@@ -68,6 +68,24 @@ def replayed_by_start(
         return expected_counts(a_BNK, *_sizes(texts, a_BNK), draft_length=draft_length, first=first)
 
     return Replayed([a[:, 0] for a in acceptance], overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance])
+
+
+def replayed_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: list[Tensor]) -> Replayed:
+    """Replay a tree of one shape at T=0 whose candidates depend on where the round began too.
+
+    Args:
+        texts: the ranks of their tokens among the drafter's logits, of at least the tree's depth and widths.
+        tree: the shape.
+        overlaps: for each context, whether the drafter's first choice is the token, (≤ N,).
+    """
+    firsts = [torch.from_numpy(text.ranks[:, 0]) for text in texts]
+    return Replayed(
+        [(ranks_N < len(tree.children[0])).float() for ranks_N in firsts],
+        overlaps,
+        lambda k: [text.counts(tree.pruned(k)[0]) for text in texts],
+        # whatever the tree: of the most likely token at each depth
+        lambda k: [torch.from_numpy(text.ranks[:, :k] == 0).float() for text in texts],
+    )
 
 
 def replayed_by_ranks(

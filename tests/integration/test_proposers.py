@@ -5,7 +5,13 @@ import torch
 from conftest import tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from draftsmith.decode import DraftModelProposer, autoregressive_generate, speculative_generate
+from draftsmith.decode import (
+    DraftModelProposer,
+    ParallelDraftProposer,
+    Tree,
+    autoregressive_generate,
+    speculative_generate,
+)
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer
@@ -19,8 +25,19 @@ PROPOSERS = {
     "lookahead": lambda target: LookaheadProposer(),
     "lookahead-long": lambda target: LookaheadProposer(ngram=5, guesses=2),
     "early-exit": lambda target: DraftModelProposer(early_exit(target, 2)),
+    "parallel-draft": lambda target: parallel_draft(target),
+    "parallel-tree": lambda target: parallel_draft(target, Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (0, 0, 0)])),
     "layer-skip": lambda target: DraftModelProposer(early_exit(target, [0, 2, 3])),
 }
+
+
+def parallel_draft(target, tree=None):
+    """An early exit that takes a token for its mask, and so drafts at random behind the first token."""
+    draft = early_exit(target, 2)
+    draft.config.pard_token = 96
+    return ParallelDraftProposer(draft, tree)
+
+
 every_proposer = pytest.mark.parametrize("name", PROPOSERS)
 
 

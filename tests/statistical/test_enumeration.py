@@ -31,6 +31,7 @@ from draftsmith.decode import (
     DraftModelProposer,
     DynamicTree,
     LookaheadProposer,
+    ParallelDraftProposer,
     PromptLookupProposer,
     RunAheadProposer,
     Tree,
@@ -98,12 +99,22 @@ def heads(target, tree=None):
     return MedusaProposer(few, tree)
 
 
+def parallel(tree=None, names=VOCAB, **options):
+    """A draft for two tokens a forward, whose mask is a token that the target writes, too."""
+    draft = tiny_gpt2(1, names=names)
+    draft.config.pard_token, draft.config.parallel_length = 5, 2
+    return ParallelDraftProposer(draft, tree, **options)
+
+
 # Trees are drawn on three tokens: all orders of more would be followed too, to no other end.
 PROPOSERS = {
     "draft model": lambda target: DraftModelProposer(tiny_gpt2(1)),
     "greedy draft": lambda target: DraftModelProposer(tiny_gpt2(1), greedy=True),
     "tree": lambda target: DraftModelProposer(tiny_gpt2(1, names=3), tree=TREE),
     "dynamic tree": lambda target: DraftModelProposer(tiny_gpt2(1), tree=DynamicTree(2, 5)),
+    "parallel draft": lambda target: parallel(),
+    "greedy parallel draft": lambda target: parallel(greedy=True),
+    "parallel tree": lambda target: parallel(TREE, names=3),
     "medusa": heads,
     "medusa tree": functools.partial(heads, tree=TREE),
     "prompt lookup": lambda target: PromptLookupProposer(),

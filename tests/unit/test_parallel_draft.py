@@ -1,0 +1,248 @@
+"""A parallel draft proposes what plain forwards of text and masks say, whatever its cache went through."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
+
+from draftsmith.decode import InputError, ParallelDraftProposer, Plan, Tree, replay_acceptance, speculative_generate
+from draftsmith.decode.replay.parallel import text_acceptance
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.sampling import Sampler
+
+VOCAB, MASK, LONGEST = 6, 5, 6
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
+
+
+def as_parallel(model, longest=LONGEST):
+    model.config.pard_token, model.config.parallel_length = MASK, longest
+    return model
+
+
+def llama_draft(seed=1):
+    return as_parallel(tiny_llama(seed, VOCAB, layers=1))
+
+
+def windowed_draft():
+    torch.manual_seed(1)
+    config = MistralConfig(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, sliding_window=5, pad_token_id=None,
+    )  # fmt: skip
+    return as_parallel(MistralForCausalLM(config).eval())
+
+
+def gpt2_draft():
+    """Learned positions, which end with the length limit."""
+    torch.manual_seed(1)
+    config = GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=30, bos_token_id=None, eos_token_id=None
+    )
+    return as_parallel(GPT2LMHeadModel(config).eval())
+
+
+DRAFTS = {"llama": llama_draft, "window": windowed_draft, "learned positions": gpt2_draft}
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A target of so few tokens that drafts made at random are often right."""
+    return tiny_llama(0, VOCAB, scale=2.0)
+
+
+@torch.no_grad()
+def eager(draft, text, count, mask=MASK):
+    """The logits of `count` drafts behind a text, by a plain forward: (K, V)."""
+    ids = torch.cat([text, torch.full((count - 1,), mask)])[None]
+    return draft(input_ids=ids, use_cache=False).logits[0, -count:]
+
+
+class Watched(ParallelDraftProposer):
+    """Holds every draft against a plain forward of its text."""
+
+    seen = 0
+
+    def propose(self, contexts, draft_lengths):
+        drafts = super().propose(contexts, draft_lengths)
+        for context, draft, k in zip(contexts, drafts, draft_lengths, strict=True):
+            depth = min(k, self.longest) if self.tree is None else self.tree.pruned(k)[0].depth
+            assert draft.tree.depth == depth
+            if not depth:
+                continue
+            logits = eager(self.draft_model, context, depth)
+            q = draft.probabilities
+            if draft.tree.is_chain and q is not None:
+                torch.testing.assert_close(q, logits.softmax(-1), atol=1e-5, rtol=1e-4)
+            elif draft.siblings is None:
+                for children, at in zip(draft.tree.children, (0, *draft.tree.depths), strict=True):
+                    best = logits[at].topk(len(children)).indices.tolist() if children else []
+                    assert draft.tokens[list(children)].tolist() == best
+            else:
+                for parent, at in enumerate((0, *draft.tree.depths)):
+                    if draft.tree.children[parent]:
+                        place = draft.siblings.of[parent]
+                        q = torch.zeros(VOCAB).scatter(0, draft.siblings.support[place], draft.siblings.q[place])
+                        torch.testing.assert_close(q, logits[at].softmax(-1), atol=1e-5, rtol=1e-4)
+            self.seen += 1
+        return drafts
+
+
+def batch(lengths, seed=3):
+    """Left-padded prompts and their mask."""
+    longest = max(lengths)
+    ids, mask = torch.zeros(len(lengths), longest, dtype=torch.long), torch.zeros(len(lengths), longest).long()
+    for row, n in enumerate(lengths):
+        generator = torch.Generator().manual_seed(seed + row)
+        ids[row, longest - n :], mask[row, longest - n :] = torch.randint(0, VOCAB, (n,), generator=generator), 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_are_those_of_a_plain_forward(small, name, tree, do_sample):
+    """Rows of one token and of many accept from none to all, and end at different lengths."""
+    for lengths, eos in (([5], None), ([1, 9, 4], None), ([1, 9, 4], 2)):
+        ids, mask = batch(lengths)
+        proposer = Watched(DRAFTS[name](), tree)
+        speculative_generate(
+            small,
+            proposer,
+            ids,
+            mask,
+            draft_length=4,
+            max_new_tokens=20,
+            do_sample=do_sample,
+            top_k=0,
+            eos_token_id=eos,
+        )
+        assert proposer.seen > 3 or eos
+
+
+def test_rounds_without_a_draft_leave_the_cache_right(small):
+    class Sometimes(Plan):
+        turn = 0
+
+        def start(self, *arguments):
+            pass
+
+        def draft_length(self):
+            self.turn += 1
+            return (3, 0, 0, 5, 0, 1, 6)[self.turn % 7]
+
+    ids, mask = batch([1, 6])
+    proposer = Watched(llama_draft())
+    speculative_generate(small, proposer, ids, mask, draft_length=Sometimes(), max_new_tokens=40, do_sample=False)
+    assert proposer.seen > 8
+
+
+def test_a_plan_goes_no_further_than_the_draft(small):
+    ids, mask = batch([3])
+    proposer = Watched(llama_draft())
+    out = speculative_generate(small, proposer, ids, mask, draft_length=Plan(longest=12), max_new_tokens=30)
+    assert len(out.counts.num_draft_tokens_per_pos) <= LONGEST
+
+
+def test_chains_at_once_are_those_drafted_in_turn(small):
+    """The slow reference: a tree of width one, a depth at a time."""
+    ids, mask = batch([4, 7])
+    options = {"draft_length": 5, "max_new_tokens": 24, "do_sample": True, "seed": 9, "temperature": 0.8}
+    fast = speculative_generate(small, ParallelDraftProposer(llama_draft()), ids, mask, **options)
+    slow = speculative_generate(small, ParallelDraftProposer(llama_draft(), Tree.chain(5)), ids, mask, **options)
+    assert torch.equal(fast.sequences, slow.sequences)
+    assert fast.counts == slow.counts
+
+
+def test_processors_see_the_tokens_drafted_before(small):
+    """q of the second token is warped as if the first stood."""
+    ids, _ = batch([5])
+    drafts = []
+
+    class Told(ParallelDraftProposer):
+        def propose(self, contexts, draft_lengths):
+            drafts.append((contexts[0], *super().propose(contexts, draft_lengths)))
+            return [drafts[-1][1]]
+
+    draft = llama_draft()
+    speculative_generate(
+        small, Told(draft), ids, draft_length=3, max_new_tokens=10, do_sample=True, top_k=0, repetition_penalty=1.7
+    )
+    sampler = Sampler.of(1.0, repetition_penalty=1.7)
+    for context, proposal in drafts:
+        for at, logits in enumerate(eager(draft, context, max(1, len(proposal.tokens)))[: len(proposal.tokens)]):
+            seen = torch.cat([context, proposal.tokens[:at]])
+            torch.testing.assert_close(proposal.probabilities[at][None], sampler.probabilities(logits[None], [seen]))
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replay_is_every_starts_plain_forward(small, monkeypatch, name, temperature):
+    """In chunks, too: acceptance of every start and offset."""
+    monkeypatch.setattr("draftsmith.decode.replay.parallel.DRAFTS_AT_A_TIME", 13)
+    ids, _ = batch([4])
+    draft = DRAFTS[name]()
+    kwargs = {"max_new_tokens": 20, "do_sample": temperature > 0, "top_k": 0}
+    text = speculative_generate(small, ParallelDraftProposer(draft), ids, draft_length=2, **kwargs).sequences[0]
+    with torch.no_grad():
+        p_NV = small(text[None]).logits[0, 3:-1].softmax(-1)
+    replay = replay_acceptance(small, ParallelDraftProposer(draft), [text], [4], range(1, 5), temperature)
+    rounds = replay.texts[0]
+    for start in range(20):
+        logits = eager(draft, text[: 4 + start], 1)[0]
+        token = int(text[4 + start])
+        if start == 19:  # the last token is always the target's
+            wanted = 0.0
+        elif temperature:
+            wanted = min(1.0, float(logits.softmax(-1)[token] / p_NV[start, token]))
+        else:
+            wanted = float(logits.argmax() == token)
+        assert rounds.acceptance[start] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_replay_counts_what_the_decoder_counts(small, name, tree):
+    """At T=0, integer for integer, for texts that end by themselves and by the limit."""
+    proposer = ParallelDraftProposer(DRAFTS[name](), tree)
+    for seed, eos in ((3, None), (5, 2)):
+        ids, mask = batch([6, 2], seed)
+        for k in (1, 3, 4):
+            out = speculative_generate(
+                small, proposer, ids, mask, draft_length=k, max_new_tokens=16, do_sample=False, eos_token_id=eos
+            )
+            for row, length in enumerate((6, 2)):
+                counts = out.row_counts[row]
+                text = out.sequences[row, 6 - length :][: length + counts.num_emitted_tokens]
+                replay = replay_acceptance(small, proposer, [text], [length], [k], 0.0, max_new_tokens=16)
+                told = replay.texts[0].counts[k]
+                assert told.num_drafts == counts.num_drafts
+                assert tuple(told.num_accepted_tokens_per_pos) == tuple(counts.num_accepted_tokens_per_pos)
+                assert tuple(told.num_draft_tokens_per_pos) == tuple(counts.num_draft_tokens_per_pos)
+
+
+def test_replay_of_chains_under_sampling_has_every_offset(small):
+    """a of offset j from start s is min(1, q_j/p), by a plain forward of each start."""
+    draft, ids = llama_draft(), batch([4])[0]
+    text = speculative_generate(
+        small, ParallelDraftProposer(draft), ids, draft_length=2, max_new_tokens=12, do_sample=True, top_k=0
+    ).sequences[0]
+    with torch.no_grad():
+        p_NV = small(text[None]).logits[0, 3:-1].softmax(-1)
+    a_NK, _ = text_acceptance(draft, WrittenText(text, 4, 12), Sampler.of(1.0), p_NV, 5)
+    for start in range(12):
+        q_KV = eager(draft, text[: 4 + start], 5).softmax(-1)
+        for j in range(5):
+            at = start + j
+            wanted = 0.0 if at >= 11 else min(1.0, float(q_KV[j, text[4 + at]] / p_NV[at, text[4 + at]]))
+            assert float(a_NK[start, j]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_what_cannot_be_is_refused(small):
+    with pytest.raises(InputError, match="parallel draft: expected pard_token in the config"):
+        ParallelDraftProposer(tiny_llama(1, VOCAB, layers=1))
+    with pytest.raises(InputError, match="parallel_length of at least 1 in the config, found 0"):
+        ParallelDraftProposer(as_parallel(tiny_llama(1, VOCAB, layers=1), 0))
+    with pytest.raises(InputError, match="tree: expected a depth of at most the draft's parallel_length 3, found 4"):
+        ParallelDraftProposer(as_parallel(tiny_llama(1, VOCAB, layers=1), 3), TREE)
+    with pytest.raises(InputError, match="draft_length: expected at most the 6 tokens that the draft was trained"):
+        speculative_generate(small, ParallelDraftProposer(llama_draft()), batch([3])[0], draft_length=7)
