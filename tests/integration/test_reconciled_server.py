@@ -2,7 +2,7 @@
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jsonschema
@@ -11,7 +11,7 @@ import pytest
 from simulated_server import simulated_server
 
 from draftsmith.scripts import cli
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, write_rounds
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, read_rounds, write_rounds
 from draftsmith.scripts.measure.server import observe
 from draftsmith.scripts.report.schema import report_schema
 
@@ -121,8 +121,35 @@ def test_what_cannot_be_compared_is_said_before_anything_is_asked(measure, flags
     assert code == 2 and err.startswith(f"error: {line}") and err.count("\n") == 1
 
 
-def test_the_rounds_are_read_as_they_were_written(report):
-    from draftsmith.scripts.measure.reconcile.rounds import read_rounds
+@pytest.mark.parametrize(
+    ("prompts", "temperature", "line"),
+    [
+        (
+            ["p0", "q1", "q2"],
+            0,
+            "expected a report of the same prompts, found none of 2 of 3 prompts at T = 0, first of",
+        ),
+        (
+            ["p0", "p1", "p2", "p3"],
+            1,
+            "expected answers to at least 5 prompts, of which an interval can be told, found 4",
+        ),
+    ],
+    ids=["others", "too few"],
+)
+def test_prompts_are_compared_with_the_reports_before_anything_is_asked(
+    measure, report, tmp_path, prompts, temperature, line
+):
+    settings, texts = read_rounds(str(report))
+    write_rounds(report.with_name("rounds.jsonl"), settings, [replace(text, temperature=temperature) for text in texts])
+    path = tmp_path / "others.jsonl"
+    path.write_text("".join(json.dumps({"id": name, "prompt": name}) + "\n" for name in prompts))
+    with simulated_server() as server:
+        code, _, _, err = measure(server.url, "--prompts", path, "--temperature", temperature)
+        assert not server.asked
+    assert code == 2 and err.startswith(f"error: expect: {line}") and err.count("\n") == 1
 
+
+def test_the_rounds_are_read_as_they_were_written(report):
     settings, texts = read_rounds(str(Path(report).parent))
     assert settings.filters == FILTERS and asdict(texts[3]) == asdict(rounds_of("word 3"))

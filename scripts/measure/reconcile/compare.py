@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.intervals import LEAST, Interval, difference_interval, ratio, ratio_interval
+from draftsmith.decode.measurement.intervals import Interval, difference_interval, ratio, ratio_interval
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
 from draftsmith.scripts.measure.reconcile.causes import causes_of
-from draftsmith.scripts.measure.reconcile.pairing import Asked, Pairing, ServedText, first_difference, paired
+from draftsmith.scripts.measure.reconcile.pairing import Asked, Pairing, ServedText, first_difference, paired, too_few
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.reconciliation import Departure, PositionShares, Reconciliation, SeenCounts
 from draftsmith.scripts.report.types import Verifier
@@ -59,14 +58,10 @@ def reconcile(
     intervals = _intervals(pairing, counts, total)
     elsewhere = bool(pairing.prompt_departures) or (greedy and bool(pairing.text_departures))
     if None in intervals and not exact and not elsewhere:
-        raise InputError(
-            f"expect: expected answers to at least {LEAST} prompts, of which an interval can be told, found "
-            f"{len(pairing.served)}"
-        )
+        raise too_few(len(pairing.served))
     positions = _positions(expected, total, intervals, exact)
     departs = next((shares.position for shares in positions if shares.departs), None)
-    agrees = not elsewhere and departs is None
-    agrees = agrees and (not exact or expected.same_as(total))
+    agrees = not elsewhere and departs is None and (not exact or expected.same_as(total))
     return Reconciliation(
         report=report,
         proposer=asked.drafter,

@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.options import Filters
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
-from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.sampling import Sampler, prefixes
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings
 from draftsmith.scripts.measure.replays import replayed_proposers
@@ -117,8 +117,7 @@ def _margins(
     for sequence, length in zip(sequences, lengths, strict=True):
         text = WrittenText(sequence, length, len(sequence) - length)
         logits_NV = teacher_forced(target, [text])[0]
-        contexts = [sequence[: length + t] for t in range(len(text))]
-        top_N2 = sampler.scores(logits_NV, contexts).topk(2, dim=-1).values.float()
+        top_N2 = sampler.scores(logits_NV, prefixes(sequence[:-1], len(text))).topk(2, dim=-1).values.float()
         scale_N = logits_NV.abs().amax(-1).float().clamp_min(1e-30)
         margins.append([float(f"{x:.{DIGITS}g}") for x in ((top_N2[:, 0] - top_N2[:, 1]) / scale_N).tolist()])
     return margins

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.types import Verifier
@@ -104,16 +105,7 @@ def paired(
     plain: Sequence[ServedText] = (),
 ) -> Pairing:
     """Put each answer beside its expected text. Arguments and errors are those of `reconcile`."""
-    known = {text.prompt: text for text in texts if text.temperature == asked.temperature}
-    if not known:
-        there = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
-        raise InputError(f"expect: expected a report of T = {asked.temperature:g}, found T = {there or 'none'}")
-    lacking = [one.prompt for one in served if one.prompt not in known]
-    if lacking:
-        raise InputError(
-            f"expect: expected a report of the same prompts, found none of {len(lacking)} of {len(served)} answers, "
-            f"first of prompt {lacking[0]!r}"
-        )
+    expected = known_texts(texts, asked.temperature, [one.prompt for one in served])
     if asked.drafter not in settings.drafters:
         raise InputError(
             f"drafter: expected one of the report's, {', '.join(settings.drafters)}, found {asked.drafter!r}"
@@ -123,7 +115,6 @@ def paired(
             f"expect: expected a report of rounds of up to {asked.draft_length} tokens, which the server drafts, found "
             f"{settings.draft_length}; measure again with --draft_length {asked.draft_length}"
         )
-    expected = [known[one.prompt] for one in served]
     if any(text.acceptance(asked.drafter, asked.verifier, asked.draft_length) is None for text in expected):
         raise InputError(
             f"expect: expected the rounds of {asked.drafter} ({asked.verifier}) with {asked.draft_length} tokens, "
@@ -131,6 +122,33 @@ def paired(
         )
     by_prompt = {one.prompt: one for one in plain}
     return Pairing(asked, served, expected, [by_prompt.get(one.prompt) for one in served])
+
+
+def known_texts(texts: Sequence[ExpectedText], temperature: float, prompts: Sequence[str]) -> list[ExpectedText]:
+    """Return the text that a report expects of each prompt at a temperature.
+
+    Raises:
+        InputError: the report has none of that temperature, or none of some prompts.
+    """
+    known = {text.prompt: text for text in texts if text.temperature == temperature}
+    if not known:
+        there = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
+        raise InputError(f"expect: expected a report of T = {temperature:g}, found T = {there or 'none'}")
+    asked = dict.fromkeys(prompts)
+    lacking = [prompt for prompt in asked if prompt not in known]
+    if lacking:
+        raise InputError(
+            f"expect: expected a report of the same prompts, found none of {len(lacking)} of {len(asked)} prompts at "
+            f"T = {temperature:g}, first of prompt {lacking[0]!r}"
+        )
+    return [known[prompt] for prompt in prompts]
+
+
+def too_few(answers: int) -> InputError:
+    """Return the error of answers of which no interval can be told."""
+    return InputError(
+        f"expect: expected answers to at least {LEAST} prompts, of which an interval can be told, found {answers}"
+    )
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from draftsmith.scripts.measure.server.build import build_report
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.measure.server.expectation import read_expectation
+from draftsmith.scripts.measure.server.expectation import read_expectation, require_known
 from draftsmith.scripts.measure.server.observe import Observed, forget, observe, read_asked
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
@@ -40,6 +40,8 @@ def measure_server(config: MeasureServerConfig, progress: bool = True) -> tuple[
     if expectation is not None:
         config = replace(config, drafter=expectation.drafter)
     prompts = read_asked(config)
+    if expectation is not None:
+        require_known(expectation, config, prompts)
     with output_directory(output, lambda: KEPT):
         observed = asyncio.run(observe(config, prompts, progress=progress))
         if observed.failure is not None and not observed.blocks:

@@ -1,14 +1,17 @@
 """What a report expects of the server that is measured (`--expect`), and whether it does so."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import LEAST
+from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
-from draftsmith.scripts.measure.reconcile.pairing import Asked, ServedText
+from draftsmith.scripts.measure.reconcile.pairing import ServedText, known_texts, too_few
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings, read_rounds
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
+from draftsmith.scripts.measure.server.load import Asked
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Verifier
@@ -53,6 +56,19 @@ def read_expectation(config: MeasureServerConfig) -> Expectation | None:
     return Expectation(config.expect, settings, texts, drafter, verifier)
 
 
+def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[Asked]) -> None:
+    """Require that the report has texts of all prompts, and under sampling that an interval can be told of them.
+
+    Raises:
+        InputError: it knows some prompts not, or they are too few.
+    """
+    ids = [asked.prompt.id for asked in prompts]
+    for temperature in config.temperature:
+        known_texts(expectation.texts, temperature, ids)
+        if temperature > 0 and (answers := len(ids) * config.repeats) < LEAST:
+            raise too_few(answers)
+
+
 def reconciled(
     expectation: Expectation | None, observed: Observed, accepted: Mapping[Setting, Acceptance]
 ) -> list[Reconciliation]:
@@ -71,7 +87,7 @@ def reconciled(
         # At T=0 both verifiers are one.
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
         room = observed.lengths["server"]
-        asked = Asked(expectation.drafter, verifier, setting[0], length, setting[1], room)
+        asked = pairing.Asked(expectation.drafter, verifier, setting[0], length, setting[1], room)
         served = [_served(observed, setting, role) for role in observed.engines]
         plain = served[1] if len(served) > 1 else []
         found.append(
