@@ -94,7 +94,7 @@ class Reconciliation(Entry):
     """At T=0, answers that are the expected texts; null where the server gives no tokens."""
     exact: bool
     """Whether integers were compared: at T=0 where all texts are those expected, and one request at a time was under
-    way, or they are equal all the same."""
+    way and the report is no half precision's, or they are equal all the same."""
     expected: SeenCounts
     counted: SeenCounts
     positions: Sequence[PositionShares]
@@ -104,3 +104,6 @@ class Reconciliation(Entry):
     departure: Departure | None
     causes: Sequence[Cause]
     """The likeliest first."""
+    near_ties: Count | None = None
+    """At T=0 beside a report in half precision, answers that part from the expected text where rounding decides: they
+    are no departure; null elsewhere."""

@@ -66,9 +66,19 @@ def totals(answers: list[ServedText], of: list[ExpectedText], **how) -> ServerCo
     return pooled([answer.counts for answer in served(of, **how)])
 
 
-def compare(of, answers, total, temperature=0.0, drafter="draft", verifier="probabilistic", plain=(), concurrency=1):
+def compare(
+    of,
+    answers,
+    total,
+    temperature=0.0,
+    drafter="draft",
+    verifier="probabilistic",
+    plain=(),
+    concurrency=1,
+    dtype="float32",
+):
     asked = Asked(drafter, verifier, temperature, GAMMA, concurrency)
-    return reconcile("out", SETTINGS, of, asked, answers, total, plain)
+    return reconcile("out", dataclasses.replace(SETTINGS, dtype=dtype), of, asked, answers, total, plain)
 
 
 @pytest.mark.parametrize("by_prompt", [True, False])
@@ -141,6 +151,60 @@ def altered(of, answers, margin):
         for i, one in enumerate(answers)
     ]
     return of, changed
+
+
+def rounded(answers: list[ServedText]) -> list[ServedText]:
+    """The same answers, in every fourth of which rounding took one drafted token or gave one."""
+    found = list(answers)
+    for i in range(0, len(found), 4):
+        accepted = found[i].counts.num_accepted_tokens_per_pos
+        moved = (accepted[0] + (1 if i % 8 else -1), *accepted[1:])
+        found[i] = dataclasses.replace(
+            found[i], counts=dataclasses.replace(found[i].counts, num_accepted_tokens_per_pos=moved)
+        )
+    return found
+
+
+@pytest.mark.parametrize("by_prompt", [True, False])
+@pytest.mark.parametrize(("dtype", "margin"), [("bfloat16", 0.01), ("float16", 0.001)])
+def test_rounding_in_half_precision_is_no_departure(dtype, margin, by_prompt):
+    of = texts(0.0)
+    of, answers = altered(of, rounded(served(of)), margin)
+    total = pooled([one.counts for one in answers])
+    total = dataclasses.replace(total, num_accepted_tokens=total.num_accepted_tokens + 1)  # not the same integers
+    if not by_prompt:
+        answers = [dataclasses.replace(one, counts=None) for one in answers]
+    found = compare(of, answers, total, dtype=dtype)
+    assert found.agrees and not found.exact and found.departure is None and found.causes == []
+    assert (found.same_texts, found.near_ties) == (PROMPTS - 11, 11)
+    exactly = compare(of, answers, total)
+    assert not exactly.agrees and exactly.near_ties is None and exactly.departure.what == "text"
+
+
+@pytest.mark.parametrize(("dtype", "margin"), [("bfloat16", 0.02), ("float16", 0.005)])
+def test_a_text_that_parts_where_the_target_is_sure_departs_in_half_precision_too(dtype, margin):
+    of = texts(0.0)
+    of, answers = altered(of, served(of), margin)
+    found = compare(of, answers, totals(answers, of), dtype=dtype)
+    assert not found.agrees and found.near_ties == 0 and found.departure.what == "text"
+    longer = [dataclasses.replace(one, token_ids=[*one.token_ids, 1]) for one in served(of)]  # no margin is known there
+    assert not compare(of, longer, totals(longer, of), dtype=dtype).agrees
+
+
+def test_another_draft_is_seen_in_half_precision_beside_near_ties():
+    of = texts(0.0)
+    of, answers = altered(of, served(of, "stock"), 0.001)
+    found = compare(of, answers, totals(answers, of, drafter="stock"), dtype="bfloat16")
+    assert not found.agrees and not found.exact and found.first_position == 1 and found.near_ties == 11
+    assert [cause.name for cause in found.causes] == ["another drafter"] and "near-ties" in found.causes[0].evidence
+    assert (found.departure.what, found.departure.prompt) == ("round", "p1")  # the first whose text is the same
+
+
+def test_equal_counts_in_half_precision_are_equal_integers():
+    of = texts(0.0)
+    answers = served(of)
+    found = compare(of, answers, totals(answers, of), dtype="bfloat16")
+    assert found.agrees and found.exact and found.near_ties == 0
 
 
 @pytest.mark.parametrize(("margin", "names"), [(0.001, ["dtype", "target"]), (0.11, ["target"])])

@@ -4,15 +4,11 @@ from collections.abc import Sequence
 from statistics import median
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.measure.reconcile.pairing import Pairing, ServedText, first_difference
+from draftsmith.scripts.measure.reconcile.pairing import ROUNDING, SPACING, Pairing, ServedText, first_difference
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.reconciliation import Cause
 from draftsmith.scripts.report.types import Verifier
 
-BFLOAT16 = 2.0**-7
-"""The spacing of its numbers just above 1."""
-ROUNDING = 2.0
-"""Units in the last place by which rounding moves the margin of two tokens: seen on the embedded target in bfloat16."""
 SLIGHT = 0.02
 """A difference of accepted ÷ drafted tokens that another dtype of the draft explains."""
 
@@ -70,14 +66,11 @@ def _texts(pairing: Pairing, settings: Settings) -> list[Cause]:
             )
         )
     # A margin is known of tokens that the text has; where it ends, nothing rounds.
-    margins = [
-        text.margins[at]
-        for place, at in departures.items()
-        if (text := pairing.expected[place]).margins is not None and at < len(text.margins)
-    ]
+    known = (pairing.margin(place, at) for place, at in departures.items())
+    margins = [margin for margin in known if margin is not None]
     if not margins:
         return [*causes, Cause("target", f"{share}", "compare the server's target with the report's, file by file")]
-    tie = ROUNDING * BFLOAT16
+    tie = ROUNDING * SPACING["bfloat16"]
     middle = (
         f"at the first tokens that differ the target's likeliest is ahead by {median(margins):.1%} of its largest logit"
     )
@@ -113,6 +106,7 @@ def _drafts(
     """Return the causes of other counts on the right texts."""
     asked, causes = pairing.asked, []
     texts = "its texts are the expected ones" if asked.temperature == 0 else "its prompts are the expected ones"
+    texts += ", or part at near-ties" if pairing.near_ties else ""
     for name, verifier in others:
         if name == asked.drafter:
             drawn = {"greedy": "the draft's likeliest token", "probabilistic": "tokens that are drawn from the draft"}

@@ -1,8 +1,10 @@
 """Whether a server does what a report expects of it, and if not, where it first departs and why.
 
 Out of the rounds of a local measurement (`draftsmith.scripts.measure.reconcile.rounds`) it is known what the server has
-to count (`draftsmith.decode.measurement.server_counts`): at T=0 to the integer, under sampling within an interval. What
-differs is looked for in the order in which it matters: the prompt's tokens, then the text, then the rounds.
+to count (`draftsmith.decode.measurement.server_counts`): at T=0 to the integer, under sampling within an interval. In
+half precision rounding decides near-ties, of the target and of the draft: then the interval judges T=0 too, unless all
+is equal. What differs is looked for in the order in which it matters: the prompt's tokens, then the text, then the
+rounds.
 """
 
 from collections.abc import Sequence
@@ -52,9 +54,10 @@ def reconcile(
     greedy = asked.temperature == 0
     same_texts = None
     if greedy and pairing.known_texts:
-        same_texts = len(pairing.served) - len(pairing.text_departures)
-    # Several at once may fill a batch, and then a server may cut drafts short.
-    exact = same_texts == len(pairing.served) and (asked.concurrency == 1 or expected.same_as(total))
+        same_texts = len(pairing.served) - len(pairing.other_texts)
+    # Several at once may fill a batch, and then a server may cut drafts short; and rounding may change a draft.
+    certain = asked.concurrency == 1 and pairing.tie is None
+    exact = same_texts == len(pairing.served) and (certain or expected.same_as(total))
     intervals = _intervals(pairing, counts, total)
     elsewhere = bool(pairing.prompt_departures) or (greedy and bool(pairing.text_departures))
     if None in intervals and not exact and not elsewhere:
@@ -80,6 +83,7 @@ def reconcile(
         agrees=agrees,
         departure=None if agrees else first_departure(pairing),
         causes=[] if agrees else causes_of(pairing, settings, expected, total, agrees_with(pairing, total)),
+        near_ties=len(pairing.near_ties) if greedy and pairing.tie is not None else None,
     )
 
 
@@ -91,7 +95,7 @@ def agrees_with(pairing: Pairing, total: ServerCounts) -> list[tuple[str, Verifi
         counts = pairing.expected_counts(name, verifier)
         if counts is None:
             continue
-        if asked.temperature == 0:
+        if asked.temperature == 0 and pairing.tie is None:
             fits = pooled(counts).same_as(total)
         else:
             positions = _positions(pooled(counts), total, _intervals(pairing, counts, total), exact=False)
@@ -117,7 +121,9 @@ def first_departure(pairing: Pairing) -> Departure | None:
                 "prompt" if what == "prompt" else "text", one.prompt, at, _token(wanted, at), _token(found or (), at)
             )
     if pairing.asked.temperature == 0:
-        for one, text in zip(pairing.served, pairing.expected, strict=True):
+        for place, (one, text) in enumerate(zip(pairing.served, pairing.expected, strict=True)):
+            if place in pairing.near_ties:
+                continue
             a_TK = text.acceptance(pairing.asked.drafter, pairing.asked.verifier, pairing.asked.draft_length)
             assert a_TK is not None
             steps = steps_of(a_TK, text.length, pairing.asked.draft_length)

@@ -12,6 +12,11 @@ from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_count
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
 from draftsmith.scripts.report.types import Verifier
 
+SPACING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
+"""Of the numbers of a half precision, just above 1."""
+ROUNDING = 2.0
+"""Units in the last place by which rounding moves the margin of two tokens: seen on the embedded target in bfloat16."""
+
 
 @dataclass(frozen=True)
 class ServedText:
@@ -56,6 +61,9 @@ class Pairing:
     expected: Sequence[ExpectedText]
     plain: Sequence[ServedText | None]
     """What a server without speculation answered."""
+    tie: float | None = None
+    """By how much of the largest logit a token may be ahead of the next one where rounding decides between them; None
+    where the report's arithmetic is so fine that texts and counts must be equal."""
 
     def expected_counts(self, drafter: str, verifier: Verifier) -> list[ServerCounts] | None:
         """Return what a server with a drafter must count of each expected text; None where that is not known."""
@@ -82,7 +90,7 @@ class Pairing:
         }
 
     @cached_property
-    def text_departures(self) -> dict[int, int]:
+    def other_texts(self) -> dict[int, int]:
         """Where the server's text first differs, by place."""
         return {
             place: at
@@ -90,6 +98,24 @@ class Pairing:
             if one.token_ids is not None
             and (at := first_difference(text.tokens[: text.length], one.token_ids)) is not None
         }
+
+    @cached_property
+    def near_ties(self) -> set[int]:
+        """The places of texts that first differ where rounding decides."""
+        if self.tie is None:
+            return set()
+        margins = {place: self.margin(place, at) for place, at in self.other_texts.items()}
+        return {place for place, margin in margins.items() if margin is not None and margin <= self.tie}
+
+    @cached_property
+    def text_departures(self) -> dict[int, int]:
+        """Where the server's text first differs, by place, if rounding does not explain it."""
+        return {place: at for place, at in self.other_texts.items() if place not in self.near_ties}
+
+    def margin(self, place: int, at: int) -> float | None:
+        """Return by how much of the largest logit an expected token is ahead; None where the text ends, or unknown."""
+        margins = self.expected[place].margins
+        return margins[at] if margins is not None and at < len(margins) else None
 
     @cached_property
     def known_texts(self) -> bool:
@@ -105,7 +131,7 @@ def paired(
     plain: Sequence[ServedText] = (),
 ) -> Pairing:
     """Put each answer beside its expected text. Arguments and errors are those of `reconcile`."""
-    expected = known_texts(texts, asked.temperature, [one.prompt for one in served])
+    expected = texts_of(texts, asked.temperature, [one.prompt for one in served])
     if asked.drafter not in settings.drafters:
         raise InputError(
             f"drafter: expected one of the report's, {', '.join(settings.drafters)}, found {asked.drafter!r}"
@@ -121,10 +147,11 @@ def paired(
             "found none: trees under sampling, n-grams and more tokens than heads are not replayed"
         )
     by_prompt = {one.prompt: one for one in plain}
-    return Pairing(asked, served, expected, [by_prompt.get(one.prompt) for one in served])
+    tie = ROUNDING * SPACING[settings.dtype] if settings.dtype in SPACING else None
+    return Pairing(asked, served, expected, [by_prompt.get(one.prompt) for one in served], tie)
 
 
-def known_texts(texts: Sequence[ExpectedText], temperature: float, prompts: Sequence[str]) -> list[ExpectedText]:
+def texts_of(texts: Sequence[ExpectedText], temperature: float, prompts: Sequence[str]) -> list[ExpectedText]:
     """Return the text that a report expects of each prompt at a temperature.
 
     Raises:

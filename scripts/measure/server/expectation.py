@@ -7,7 +7,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
-from draftsmith.scripts.measure.reconcile.pairing import ServedText, known_texts, too_few
+from draftsmith.scripts.measure.reconcile.pairing import ServedText, texts_of, too_few
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings, read_rounds
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
@@ -64,7 +64,7 @@ def require_known(expectation: Expectation, config: MeasureServerConfig, prompts
     """
     ids = [asked.prompt.id for asked in prompts]
     for temperature in config.temperature:
-        known_texts(expectation.texts, temperature, ids)
+        texts_of(expectation.texts, temperature, ids)
         if temperature > 0 and (answers := len(ids) * config.repeats) < LEAST:
             raise too_few(answers)
 

@@ -56,7 +56,7 @@ def judge(
     worst = min(runs, key=lambda run: _first(run.speedup, run.alpha))
     return gate, Recommendation(
         not failures,
-        f"Don't deploy: {failures[0]}." if failures else f"{_told(config, worst)}.",
+        f"Don't deploy: {failures[0]}." if failures else f"{_told(config, worst, reconciliations)}.",
         *worst.setting,
         measured_speedup=worst.speedup,
     )
@@ -67,14 +67,14 @@ def _first(*estimates: Estimate | None) -> float:
     return next((e.value for e in estimates if e is not None and e.value is not None), 0.0)
 
 
-def _told(config: MeasureServerConfig, run: Run) -> str:
+def _told(config: MeasureServerConfig, run: Run, reconciliations: Sequence[Reconciliation]) -> str:
     where = f"T = {run.temperature:g}, {run.batch_size} at once"
     least = "" if len(config.settings) == 1 else f", the least of {len(config.settings)} settings"
     if run.speedup.value is not None:
         times = format_estimate(run.speedup, spread="interval")
         return f"The server writes {times} times as fast as the baseline server ({where}{least})"
     if config.min_alpha is None:
-        counted = "to the integer" if config.temperature == [0.0] else "within intervals"
+        counted = "to the integer" if all(one.exact for one in reconciliations) else "within intervals"
         return f"The server counts what {config.expect} expects, {counted} ({where}{least})"
     return f"Acceptance holds: α is {format_estimate(run.alpha, spread='interval')} ({where}{least})"
 
