@@ -110,7 +110,7 @@ class Client:
         entries = listed.get("data") if isinstance(listed, dict) else None
         return {
             str(entry["id"]): length if isinstance(length := entry.get("max_model_len"), int) else None
-            for entry in entries or []
+            for entry in (entries if isinstance(entries, list) else [])
             if isinstance(entry, dict) and "id" in entry
         }
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.measurement.server_counts import ServerCounts
 
 PREFIX = "vllm:spec_decode_num_"
@@ -62,17 +62,19 @@ def read_metrics(text: str, where: str) -> Metrics:
                     lengths += [sample.value] if sample.value else []
                 else:
                     totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-    except ValueError as error:
-        raise InputError(f"{where}: expected metrics in Prometheus's text format, found: {error}") from error
-    drafts, drafted, accepted = (
-        int(totals.get(f"{PREFIX}{name}_total", 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    depth = max(positions, default=-1) + 1
-    generated = [int(totals[name]) for name in GENERATED if name in totals]
-    return Metrics(
-        ServerCounts(drafts, drafted, accepted, tuple(int(positions.get(i, 0)) for i in range(depth))),
-        generated_tokens=sum(generated) if generated else None,
-        requests=int(sum(totals.get(name, 0) for name in UNDER_WAY)),
-        verify_calls=int(totals[VERIFY_CALLS]) if VERIFY_CALLS in totals else None,
-        mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
-    )
+        drafts, drafted, accepted = (
+            int(totals.get(f"{PREFIX}{name}_total", 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")
+        )
+        depth = max(positions, default=-1) + 1
+        generated = [int(totals[name]) for name in GENERATED if name in totals]
+        return Metrics(
+            ServerCounts(drafts, drafted, accepted, tuple(int(positions.get(i, 0)) for i in range(depth))),
+            generated_tokens=sum(generated) if generated else None,
+            requests=int(sum(totals.get(name, 0) for name in UNDER_WAY)),
+            verify_calls=int(totals[VERIFY_CALLS]) if VERIFY_CALLS in totals else None,
+            mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
+        )
+    except (ValueError, KeyError, OverflowError) as error:  # no metrics, or counts that are no number
+        raise InputError(
+            f"{where}: expected metrics in Prometheus's text format, found: {first_line(error)}"
+        ) from error

@@ -22,6 +22,10 @@ COUNTED = (
 )
 """What an answer calls its drafted and accepted tokens, and its steps by accepted tokens: since 2026, and before."""
 
+DRAFTED = ("speculative_num_draft_tokens", "speculative_num_steps", "speculative_eagle_topk")
+"""What `/server_info` says of a step: tokens that it verifies, the last one of the text among them; the forwards of the
+draft; branches."""
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -41,22 +45,32 @@ async def recognised(client: Client) -> Engine:
     """Return what answers, by the doors that it has.
 
     Raises:
+        InputError: an SGLang's, of which a number is none.
         ServerFailure: nothing does.
     """
     for path in ("/server_info", "/get_server_info"):  # the latter of older versions
         info = await _answer(client, path)
         if isinstance(info, dict) and "internal_states" in info:
-            drafted, steps = info.get("speculative_num_draft_tokens"), info.get("speculative_num_steps")
+            drafted, steps, width = (_whole(info, name, f"{client.name}: {client.url}{path}") for name in DRAFTED)
+            method = info.get("speculative_algorithm")
             return Engine(
                 "sglang",
                 str(info["version"]) if "version" in info else None,
-                info.get("speculative_algorithm"),
-                None if drafted is None else int(drafted) - 1,
-                tree=(info.get("speculative_eagle_topk") or 1) > 1 and drafted != (steps or 0) + 1,
+                None if method is None else str(method),
+                None if drafted is None else drafted - 1,
+                tree=(width or 1) > 1 and drafted != (steps or 0) + 1,
             )
     told = await _answer(client, "/version")
     version = told.get("version") if isinstance(told, dict) else None
     return Engine("other") if version is None else Engine("vllm", str(version))
+
+
+def _whole(info: Mapping[str, Any], name: str, where: str) -> int | None:
+    """Return a number of what a server says of itself; None where it says none."""
+    value = info.get(name)
+    if value is not None and type(value) is not int:
+        raise InputError(f"{where}: expected a whole number as {name}, found {repr(value)[:100]}")
+    return value
 
 
 async def _answer(client: Client, path: str) -> Any:
@@ -107,7 +121,10 @@ async def generate(client: Client, request: Mapping[str, Any]) -> Answer:
     answer.token_ids, answer.finish_reason = ids, reason.get("type")
     answer.prompt_ids = answer.prompt_ids or request.get("input_ids")
     answer.prompt_tokens, answer.completion_tokens = meta.get("prompt_tokens"), meta["completion_tokens"]
-    answer.counts = counted(meta)
+    try:
+        answer.counts = counted(meta)
+    except (ValueError, TypeError, KeyError) as error:
+        raise client.broken_part(PATH, json.dumps(meta)) from error
     return answer
 
 

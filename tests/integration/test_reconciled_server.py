@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import numpy as np
 import pytest
-from simulated_server import simulated_server
+from simulated_server import Simulated, simulated_server
 
 from draftsmith.scripts import cli
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, read_rounds, write_rounds
@@ -148,6 +148,26 @@ def test_prompts_are_compared_with_the_reports_before_anything_is_asked(
         code, _, _, err = measure(server.url, "--prompts", path, "--temperature", temperature)
         assert not server.asked
     assert code == 2 and err.startswith(f"error: expect: {line}") and err.count("\n") == 1
+
+
+def test_broken_rounds_are_one_line_before_anything_is_asked(measure, report):
+    path = report.with_name("rounds.jsonl")
+    head, first, *rest = path.read_text().splitlines()
+    path.write_text("\n".join([head, first, rest[0][:40], *rest[1:]]))
+    with simulated_server() as server:
+        code, _, _, err = measure(server.url)
+        assert not server.asked
+    assert code == 2 and err.startswith("error: expect: expected the rounds of a report in") and "line 3" in err
+    assert err.count("\n") == 1
+
+
+def test_a_broken_server_info_is_one_line(measure, monkeypatch):
+    told = Simulated.info
+    monkeypatch.setattr(Simulated, "info", lambda self: told(self) | {"speculative_num_draft_tokens": "four"})
+    with simulated_server(kind="sglang") as server:
+        code, _, _, err = measure(server.url)
+    assert code == 2 and err.count("\n") == 1
+    assert f"{server.url}/server_info: expected a whole number as speculative_num_draft_tokens, found 'four'" in err
 
 
 def test_the_rounds_are_read_as_they_were_written(report):

@@ -28,6 +28,10 @@ vllm:generation_tokens_total{engine="0"} 31
 vllm:num_requests_running{engine="0"} 2
 vllm:num_requests_running{engine="1"} 1
 """
+PER_POS = """
+# TYPE vllm:spec_decode_num_accepted_tokens_per_pos counter
+vllm:spec_decode_num_accepted_tokens_per_pos_total 3
+"""
 SGLANG = """
 # TYPE sglang:spec_accept_length gauge
 sglang:spec_accept_length{tp_rank="0",dp_rank="0"} 2.5
@@ -60,9 +64,20 @@ def test_sglang_has_gauges_and_one_counter():
     assert read.mean_acceptance_length == 3.0  # of an engine that has not speculated yet there is none
 
 
-def test_what_is_no_metric_is_refused():
+@pytest.mark.parametrize(
+    "page",
+    [
+        "no metric {",
+        "vllm:num_requests_running NaN\n",
+        "# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total +Inf\n",
+        PER_POS,
+        PER_POS.replace("_total", '_total{position="first"}'),
+    ],
+    ids=["no page", "no number", "no end", "no position", "no place"],
+)
+def test_what_is_no_metric_is_refused(page):
     with pytest.raises(InputError, match="here: expected metrics"):
-        read_metrics("no metric {", "here")
+        read_metrics(page, "here")
 
 
 @pytest.mark.parametrize("drafted, accepted, histogram", [

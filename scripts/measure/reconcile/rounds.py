@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.options import Filters
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.files import parse_json, write_aside
 
@@ -80,21 +81,57 @@ def read_rounds(report: str) -> tuple[Settings, list[ExpectedText]]:
         report: the report.json, its directory, or the file itself.
 
     Raises:
-        InputError: there is none, or it is no such file.
+        InputError: there is none, or it is no such file; names the line.
     """
-    given = Path(report)
+    given, number = Path(report), 1
     path = given / ROUNDS if given.is_dir() else given.with_name(ROUNDS)
     try:
         head, *lines = path.read_text(encoding="utf-8").splitlines()
-        settings = Settings(**parse_json(head))
+        settings, texts = Settings(**parse_json(head)), list[ExpectedText]()
         if settings.schema != SCHEMA:
             raise InputError(f"expect: expected schema {SCHEMA} in {path}, found {settings.schema!r}")
-        return settings, [ExpectedText(**parse_json(line)) for line in lines]
+        _check_settings(settings)
+        for line in lines:
+            number += 1
+            texts.append(ExpectedText(**parse_json(line)))
+            _check_text(texts[-1], settings.draft_length)
+        return settings, texts
     except OSError as error:
         raise InputError(
             f"expect: expected a report with rounds.jsonl beside it, found none at {path}; measure again to write it"
         ) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"expect: expected the rounds of a report in {path}, found another content") from error
+        raise InputError(
+            f"expect: expected the rounds of a report in {path}, found another content in its line {number}"
+        ) from error
+
+
+def _check_settings(settings: Settings) -> None:
+    """Require a first line that can be worked with, by a `ValueError` or another that a wrong type raises."""
+    lengths = settings.max_new_tokens, settings.draft_length
+    drafters = settings.drafters.values()
+    if (
+        not all(type(length) is int and length > 0 for length in lengths)
+        or not all(isinstance(about, dict) and "path" in about for about in drafters)
+        or not settings.filters.keys() <= Filters.__annotations__.keys()
+    ):
+        raise ValueError("other settings")
+
+
+def _check_text(text: ExpectedText, draft_length: int) -> None:
+    """Require a text whose acceptance is known up to the draft length behind its end; raises as `_check_settings`."""
+    ids, margins = (text.prompt_ids, text.tokens), text.margins or []
+    if (
+        not isinstance(text.prompt, str)
+        or not all(isinstance(of, list) and all(type(token) is int for token in of) for of in ids)
+        or not 0 <= text.length <= len(text.tokens)
+        or not all(isinstance(number, int | float) for number in (text.temperature, *margins))
+    ):
+        raise ValueError("another text")
+    for values in (of for by_verifier in text.accepted.values() for of in by_verifier.values()):
+        accepted = np.asarray(values, dtype=np.float64)
+        starts = text.length + draft_length - 1
+        if accepted.ndim not in (1, 2) or len(accepted) < starts or not ((accepted >= 0) & (accepted <= 1)).all():
+            raise ValueError("no probabilities")
