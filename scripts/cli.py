@@ -32,6 +32,10 @@ COMMANDS = {
     ),
     "distill": ("a draft model from the target's completions", "distill.config:DistillConfig"),
     "medusa": ("Medusa heads from the target's completions", "medusa.config:MedusaTrainingConfig"),
+    "learning-curve": (
+        "how much text is enough? trains on shares of it, and forecasts acceptance for more",
+        "configs:LearningCurveConfig",
+    ),
     "generate": (
         "one prompt in the terminal, every token in the colour of how it came about",
         "configs:GenerateConfig",
@@ -84,7 +88,7 @@ USAGE = "\n".join(
     [
         "usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]",
         "",
-        *(f"  {name:<12}{what}" for name, (what, _) in COMMANDS.items()),
+        *(f"  {name:<16}{what}" for name, (what, _) in COMMANDS.items()),
         "",
         "draftsmith COMMAND --help lists its fields; draftsmith --version says which one this is.",
     ]
@@ -153,7 +157,7 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
     import torch
     from accelerate.commands.config.config_args import default_config_file
 
-    launcher, rest = _launcher_flags(arguments)
+    launcher, rest = launcher_flags(arguments)
     file, processes = launcher.accelerate_config, launcher.processes
     recipe = ["-m", f"draftsmith.{LAUNCHED[name]}", *rest]
     if alone and file is None and processes is None:
@@ -177,7 +181,7 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
 
 def _launch(name: str, arguments: Sequence[str]) -> int:
     """Start a run of one or several processes, and end as it does."""
-    (_, own), alone = _launcher_flags(arguments), False
+    (_, own), alone = launcher_flags(arguments), False
     # What is wrong with the fields is said before seconds of imports, and once.
     if name in TRAINING:
         check_fields(config_class(name), own)
@@ -230,7 +234,7 @@ def _launched(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _launcher_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def launcher_flags(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Take what is the launcher's out of the arguments; return it and the others."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--processes", type=int)

@@ -3,10 +3,20 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import InputError, Range, at_least, at_most, more_than, one_of, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    Range,
+    at_least,
+    at_most,
+    finite,
+    more_than,
+    one_of,
+    require,
+    require_some,
+)
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.measure.config import TEST_TOKENS
-from draftsmith.train.cli import Ints, numbers
+from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import (
     DRAFT_LENGTH,
     DTYPES,
@@ -283,6 +293,35 @@ class LosslessConfig(Sampling, ModelOptions):
         require(self, TEST_TOKENS, "sampled_tokens")
         if self.sampled_tokens:
             require(self, Range("more than 0 for sampled texts", more_than(0).holds), "temperature")
+
+
+@dataclass
+class LearningCurveConfig:
+    """Train on several amounts of text, and say how acceptance would go on with more; resumable."""
+
+    run: str
+    """The config of the training run, as `draftsmith distill --config` reads it, with `heldout` directories."""
+    output: str
+    """Receives what was trained on each share, learning_curve.json and learning_curve.svg; a second run goes on."""
+    recipe: str = "distill"
+    """What trains: distill or medusa."""
+    flags: list[str] = field(default_factory=list)
+    """Further flags of the training runs, such as --processes=8."""
+    shares: Floats = field(default_factory=lambda: [0.125, 0.25, 0.5, 1.0])
+    """Shares of the prompts to train on, at least three, with commas."""
+    times: Floats = field(default_factory=lambda: [2.0, 4.0])
+    """Multiples of the text to forecast τ for."""
+    draft_length: int = 4
+    """γ of the replayed τ; heads draft a chain of all of them at most."""
+
+    def __post_init__(self) -> None:
+        require(self, one_of(("distill", "medusa")), "recipe")
+        self.shares, self.times = (sorted(numbers(getattr(self, n), float, n)) for n in ("shares", "times"))
+        require(self, more_than(0) & at_most(1), "shares")
+        require(self, finite(more_than(1)), "times")
+        require(self, DRAFT_LENGTH, "draft_length")
+        if len(self.shares) < 3:
+            raise InputError(f"shares: expected at least 3 amounts for a curve, found {len(self.shares)}")
 
 
 @dataclass

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.examples import TrainingData, require_apart, split_off, training_examples
+from draftsmith.train.data.examples import TrainingData, require_apart, split_off, take_share, training_examples
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
@@ -56,6 +56,8 @@ def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
     elif config.heldout:
         heldout = read("heldout")
         require_apart(train, heldout)
+    if config.share < 1:
+        train = take_share(train, config.share)
     seen = set(gather_object([(train.fingerprint(), heldout and heldout.fingerprint())]))
     if len(seen) > 1:
         raise InputError(f"completions: expected the same samples on all processes, found {len(seen)} different sets")

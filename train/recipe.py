@@ -5,7 +5,17 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import InputError, at_least, between, finite, more_than, one_of, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    at_least,
+    at_most,
+    between,
+    finite,
+    more_than,
+    one_of,
+    require,
+    require_some,
+)
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions
 
 DUPLICATES = ("texts", "prompts")
@@ -37,6 +47,9 @@ class RecipeConfig(TargetOptions):
     heldout: float | list[str] = field(default_factory=list)
     """What to measure acceptance on; needed where `training.eval_strategy` is not "no": completion directories whose
     prompts are not among those of `completions`, or a share of these, such as 0.02, that is held back by prompts."""
+    share: float = 1.0
+    """Learn from the completions of this share of the prompts alone, the same in all epochs. A smaller share lies
+    within a larger one: `draftsmith learning-curve` trains on several to say what more text would bring."""
     source_weights: list[float] = field(default_factory=list)
     """How often an epoch takes the samples (or packed rows) of each of `completions`: 1 is once, 0.3 a random 30 % of
     them, others each epoch; all once if not given."""
@@ -138,6 +151,7 @@ class RecipeConfig(TargetOptions):
 
     def _check_sources(self) -> None:
         require(self, one_of(DUPLICATES), "dedup")
+        require(self, more_than(0) & at_most(1), "share")
         require(self, finite(more_than(0)), "source_weights")
         if not isinstance(self.heldout, list):
             require(self, between(0, 1), "heldout")

@@ -122,6 +122,20 @@ def rate_ratio(
     return _estimates(_quotient, [numerators], [denominators], [other_numerators], [other_denominators])[0]
 
 
+def figures(statistic: Callable[..., Values], *columns: ArrayLike) -> list[Estimate]:
+    """Estimate S figures that are made of several sums over the same n prompts.
+
+    Args:
+        statistic: of each column's sums, (R, M), to the figures, (R, S).
+        columns: M rows of n values each.
+    """
+    arrays = [np.asarray(values, dtype=np.float64) for values in columns]
+    prompts = arrays[0].shape[1]
+    values = statistic(*(rows.sum(-1)[None] for rows in arrays))[0]
+    lows, highs = _bounds(statistic, arrays, len(values), 0.95)
+    return [_estimate(value, low, high, prompts) for value, low, high in zip(values, lows, highs, strict=True)]
+
+
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], confidence: float) -> Interval | None:
     """Return the interval of `ratio` at another confidence level."""
     return _estimates(_ratio, [numerators], [denominators], confidence=confidence)[0].ci95
@@ -155,19 +169,27 @@ def _estimates(statistic: Callable[..., Values], *columns: ArrayLike, confidence
     count, prompts = arrays[0].shape
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(*(rows.sum(-1) for rows in arrays))
-        bounds = np.full((2, count), np.nan)
-        if prompts >= LEAST:
-            tail = 50 * (1 - _expanded(confidence, prompts))
-            bounds = np.percentile(statistic(*_resampled_sums(arrays)), [tail, 100 - tail], axis=0)
+    bounds = _bounds(statistic, arrays, count, confidence)
     known = np.all([rows.sum(-1) for rows in arrays[1::2]], axis=0)
     return [
-        Estimate(
-            float(value) if told else None,
-            (float(low), float(high)) if told and np.isfinite([low, high]).all() else None,
-            prompts,
-        )
+        _estimate(value, low, high, prompts) if told else Estimate(None, None, prompts)
         for value, low, high, told in zip(values, *bounds, known, strict=True)
     ]
+
+
+def _bounds(statistic: Callable[..., Values], arrays: Sequence[Values], count: int, confidence: float) -> Values:
+    """Return the lower and upper ends of so many figures' intervals, (2, count); NaN where prompts are too few."""
+    prompts = arrays[0].shape[1]
+    if prompts < LEAST:
+        return np.full((2, count), np.nan)
+    tail = 50 * (1 - _expanded(confidence, prompts))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.percentile(statistic(*_resampled_sums(arrays)), [tail, 100 - tail], axis=0)
+
+
+def _estimate(value: float, low: float, high: float, prompts: int) -> Estimate:
+    ends = (float(low), float(high)) if np.isfinite([low, high]).all() else None
+    return Estimate(float(value), ends, prompts)
 
 
 def _resampled_sums(arrays: Sequence[Values]) -> list[Values]:

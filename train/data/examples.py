@@ -93,6 +93,10 @@ class TrainingData(Dataset[dict[str, Any]]):
         digest.update(repr([float(weight) for weight in weights]).encode())
         return digest.hexdigest()[:16]
 
+    def loss_tokens(self) -> int:
+        """Return how many tokens there are to learn from."""
+        return int(self.texts.loss_tokens(self.max_length)[self.members].sum())
+
     def select(self, chosen: np.ndarray) -> "TrainingData":
         """Return some of the rows of single samples, by numbers or by a mask."""
         return replace(self, members=self.members[chosen])
@@ -197,6 +201,21 @@ def split_off(data: TrainingData, share: float) -> tuple[TrainingData, TrainingD
             f"{share}, which holds {'all' if held.all() else 'none'} of them back"
         )
     return data.select(~held), data.select(held)
+
+
+def take_share(data: TrainingData, share: float) -> TrainingData:
+    """Return the samples of a share of the prompts, by another hash of them than `split_off`'s.
+
+    A smaller share lies within a larger one, and a prompt has all of its completions or none.
+
+    Raises:
+        InputError: that is no sample.
+    """
+    mixed = data.texts.column("prompt")[data.members] * np.uint64(0x9E3779B97F4A7C15)  # modulo 2⁶⁴
+    chosen = mixed < np.uint64(share * 2**64)
+    if not chosen.any():
+        raise InputError(f"share: expected some of the {len(data)} samples of completions, found none in {share}")
+    return data.select(chosen)
 
 
 def require_apart(train: TrainingData, heldout: TrainingData) -> None:

@@ -1,0 +1,80 @@
+"""`draftsmith learning-curve`: recipes run on shares of the text, once each, and a forecast comes of them."""
+
+import json
+
+import pytest
+import yaml
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill.__main__ import distill
+from draftsmith.distill.config import DistillConfig
+from draftsmith.medusa.__main__ import train_heads
+from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.scripts import learning_curve as command
+from draftsmith.scripts.configs import LearningCurveConfig
+from draftsmith.train.cli import parse_config
+
+
+@pytest.fixture
+def recipe(pipeline, tmp_path, monkeypatch):
+    """Write a run's config and train in this process; return the config's path and the shares that were trained on."""
+    trained = []
+
+    def train(name, arguments):
+        cls, recipe = (DistillConfig, distill) if name == "distill" else (MedusaTrainingConfig, train_heads)
+        config = parse_config(cls, arguments)
+        trained.append((config.share, len(recipe(config).data)))
+        return 0
+
+    monkeypatch.setattr(command, "_trained", train)
+
+    def write(**options):
+        training = {"max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True}
+        fields = {"target": pipeline / "target", "completions": [pipeline / "short", pipeline / "long"]}
+        fields |= {"heldout": [pipeline / "heldout"], **options}
+        values = {k: list(map(str, v)) if isinstance(v, list) else v for k, v in fields.items()}
+        values = {k: str(v) if not isinstance(v, (list, dict, int)) else v for k, v in values.items()}
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(values | {"training": training}))
+        return str(path)
+
+    return write, trained
+
+
+@pytest.mark.parametrize("name", ["distill", "medusa"])
+def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(pipeline, recipe, tmp_path, name, capsys):
+    write, trained = recipe
+    run = write(draft=pipeline / "draft") if name == "distill" else write(num_heads=2)
+    arguments = ["--run", run, "--recipe", name, "--output", str(tmp_path / "curve")]
+    assert command.main([*arguments, "--shares", "0.3,0.6,1", "--times", "2"]) == 0
+    (smallest, few), (middle, some), (whole, all_of_them) = trained
+    assert (smallest, middle, whole) == (0.3, 0.6, 1.0) and 0 < few < some < all_of_them == 20
+    found = json.loads((tmp_path / "curve" / "learning_curve.json").read_text())
+    assert found["schema"] == "draftsmith.learning_curve/1"
+    assert [len(point["rounds"]) for point in found["points"]] == [5, 5, 5]
+    assert found["curve"]["sizes"] == [point["tokens_learned"] for point in found["points"]]
+    assert all(1 <= length["value"] <= 5 for length in found["curve"]["lengths"])
+    assert (tmp_path / "curve" / "learning_curve.svg").read_text().startswith("<?xml")
+    assert found["says"][0] in " ".join(capsys.readouterr().out.split())
+    # Again, with one share more: only that is trained on.
+    assert command.main([*arguments, "--shares", "[0.3, 0.6, 0.8, 1]"]) == 0
+    assert [share for share, _ in trained[3:]] == [0.8]
+
+
+def test_what_cannot_be_measured_is_refused(pipeline, recipe, tmp_path, monkeypatch):
+    write, _ = recipe
+    run = write(draft=pipeline / "draft")
+    output = str(tmp_path / "curve")
+    with pytest.raises(InputError, match="shares: expected at least 3 amounts for a curve, found 2"):
+        LearningCurveConfig(run, output, shares=[0.5, 1.0])
+    with pytest.raises(InputError, match="shares: expected more than 0 and at most 1, found 2"):
+        LearningCurveConfig(run, output, shares=[0.5, 1.0, 2.0])
+    with pytest.raises(InputError, match=r"run: expected heldout directories in .*, found none"):
+        command.measure_curve(LearningCurveConfig(write(draft=pipeline / "draft", heldout=[]), output))
+    run = write(draft=pipeline / "draft")
+    command.measure_curve(LearningCurveConfig(run, output, shares=[0.3, 0.6, 1.0]))
+    with pytest.raises(InputError, match=r"output: expected .*learning_curve\.json of the same draft_length"):
+        command.measure_curve(LearningCurveConfig(run, output, draft_length=2))
+    monkeypatch.setattr(command, "_trained", lambda *_: 2)
+    with pytest.raises(InputError, match=r"run: expected a training run on a share of 0\.4 that ends well, found exit"):
+        command.measure_curve(LearningCurveConfig(run, output, shares=[0.4, 0.6, 1.0]))
