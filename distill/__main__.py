@@ -7,6 +7,8 @@ from pathlib import Path
 from draftsmith.distill.card import card
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
+from draftsmith.distill.parallel_draft import choose_attention, make_parallel, require_masks
+from draftsmith.distill.parallel_trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import run_rank
@@ -36,14 +38,21 @@ def distill(config: DistillConfig) -> DistillTrainer:
         tokenizer,
         trust_remote_code=code,
     )
-    set_attention(draft, config.attn_implementation)
+    if config.parallel:
+        make_parallel(draft, draft_tokenizer, config.parallel, config.parallel_mask_token)
+        choose_attention(draft, config.attn_implementation)
+        require_masks(draft)
+    else:
+        set_attention(draft, config.attn_implementation)
     if config.packing:
-        require_packing(draft, "draft", args.per_device_train_batch_size)
+        if not config.parallel:  # masks tell the samples apart
+            require_packing(draft, "draft", args.per_device_train_batch_size)
         if target is not None:
             require_packing(target, "target", args.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
     muon = MuonAdamW(draft, args.learning_rate, args.weight_decay) if config.optimizer == "muon" else None
-    trainer = DistillTrainer(draft, target, draft_tokenizer, config, train, heldout, optimizers=(muon, None))
+    kind = ParallelTrainer if config.parallel else DistillTrainer
+    trainer = kind(draft, target, draft_tokenizer, config, train, heldout, optimizers=(muon, None))
     if distributions is not None:
         trainer.data_collator = CachedCollator(trainer.data_collator, distributions)
 

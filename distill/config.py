@@ -4,12 +4,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import SHARE, InputError, at_least, one_of, require
+from draftsmith.decode.errors import SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
+
+MOST = 256
+"""Tokens of a block at most."""
 
 
 @dataclass
@@ -105,8 +108,26 @@ class DistillConfig(RecipeConfig):
     on_policy_tokens: int = 128
     """Tokens of a completion that the draft writes, at most."""
 
+    parallel: int = 0
+    """K: the draft learns to draft so many tokens in one forward (PARD, arXiv 2504.18583): the next one as any draft
+    does, and K − 1 more at mask tokens behind it. 0 for a plain draft."""
+    parallel_retention: float = 0.5
+    """r: of the places that learn, the share r^j has a mask for the token j further, so that a step takes about
+    1 ÷ (1 − r) times a plain draft's arithmetic."""
+    parallel_minimum: float = 0.05
+    """The least share of places that have a mask for a token, however far."""
+    parallel_decay: float = 1.0
+    """The loss weighs the token j behind the next one decay^j."""
+    parallel_importance: bool = False
+    """Divide the weight of a mask by the share of places that have it: the loss is then, on average, that of all masks;
+    its gradients vary more."""
+    parallel_mask_token: int | str | None = None
+    """The mask token of a parallel draft, an id or as the tokenizer writes it, which no text may have: by default that
+    of the draft to start from, or else the first row beyond the tokenizer, or an unused special token."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_parallel()
         _ = self.objective
         self.init.check_source(self.draft)
         require(self, SHARE, "curriculum", "on_policy")
@@ -128,6 +149,13 @@ class DistillConfig(RecipeConfig):
                 "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be "
                 "sliced as rows are, found true"
             )
+
+    def _check_parallel(self) -> None:
+        if self.parallel == 1 or not 0 <= self.parallel <= MOST:
+            raise InputError(f"parallel: expected 0, or between 2 and {MOST} tokens, found {self.parallel}")
+        require(self, more_than(0) & at_most(1), "parallel_retention")
+        require(self, SHARE, "parallel_minimum")
+        require(self, finite(more_than(0)), "parallel_decay")
 
     @property
     def stored_as(self) -> str:

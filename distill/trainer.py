@@ -25,7 +25,7 @@ from draftsmith.train.losses.output_head import OutputHead, require_split
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.teacher.cache_reader import cached_distributions
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
 
 
@@ -89,7 +89,7 @@ class DistillTrainer(RecipeTrainer):
             top_p=config.top_p,
             eos_token_id=end_of_sequence_ids(self.target.generation_config, self.tokenizer) or None,
             pad_token_id=self.tokenizer.pad_token_id,
-            suppress_tokens=list(range(self.vocab_size, draft.config.get_text_config().vocab_size)) or None,
+            suppress_tokens=self.unwritten or None,
         )
         with self.compute_loss_context_manager():
             samples = continued(
@@ -101,6 +101,11 @@ class DistillTrainer(RecipeTrainer):
                 synced=self.is_fsdp_enabled or self.is_deepspeed_enabled,
             )
         return {**self._prepare_inputs(self.data_collator(samples)), "index": batch["index"]}
+
+    @property
+    def unwritten(self) -> list[int]:
+        """The tokens that the draft must not write: rows of its head that are none."""
+        return list(range(self.vocab_size, self.draft.config.get_text_config().vocab_size))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what sampling from the draft has cost since the last time."""
@@ -152,7 +157,7 @@ class DistillTrainer(RecipeTrainer):
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
 
-    def _teacher_of(self, inputs: dict[str, Any], positions: LossPositions) -> TeacherDistributions:
+    def _teacher_of(self, inputs: dict[str, Any], positions: LossPositions) -> LiveDistributions | CachedDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
             return cached_distributions(inputs["teacher"])
         return LiveDistributions(positions.take(self.target_hidden(inputs)), self.target_head)

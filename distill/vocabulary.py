@@ -4,9 +4,12 @@ Verification compares token ids, so draft and target must mean the same by an id
 the tokenizer is padding; some servers demand that it be equal all the same.
 """
 
+from typing import Any, cast
+
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.parallel import MASK_TOKEN
 from draftsmith.train.models import tokenizer_size
 
 # Contexts on which the least likely token is found: random tokens, which the usual contexts of no token dominate.
@@ -43,7 +46,8 @@ def silence_padding(model: PreTrainedModel, tokens: int) -> None:
 
     The losses cut them off, so that training leaves them where they are while the hidden states move on: without this
     their logits could rise above all others. With w₀ the row of the token whose mean logit is the lowest and w̄ the mean
-    of all tokens' rows, they become 2w₀ − w̄, whose logit lies as far below w₀'s as that lies below the mean.
+    of all tokens' rows, they become 2w₀ − w̄, whose logit lies as far below w₀'s as that lies below the mean. The row
+    of a mask token that is tied to its embedding is no padding: the losses have trained it.
 
     Args:
         model: a causal LM, whole on its device.
@@ -56,6 +60,15 @@ def silence_padding(model: PreTrainedModel, tokens: int) -> None:
     model.eval()
     ids = torch.randint(tokens, (TEXTS, LENGTH), generator=torch.Generator().manual_seed(0)).to(model.device)
     quiet = model(input_ids=ids, use_cache=False).logits[..., :tokens].float().mean((0, 1)).argmin()
+    padding = torch.arange(tokens, len(head.weight), device=model.device)  # type: ignore[arg-type]
+    if ties_embeddings(model):
+        padding = padding[padding != getattr(model.config.get_text_config(), MASK_TOKEN, -1)]
     for rows in head.parameters():  # the matrix, (V, H), and a bias, (V,), in a few families
-        rows[tokens:] = 2 * rows[quiet] - rows[:tokens].mean(0)
+        rows[padding] = 2 * rows[quiet] - rows[:tokens].mean(0)
     model.train(training)
+
+
+def ties_embeddings(model: PreTrainedModel) -> bool:
+    """Say whether a causal LM's head is its embeddings, one tensor in two places."""
+    embeddings, head = (cast(Any, end) for end in (model.get_input_embeddings(), model.get_output_embeddings()))
+    return head is not None and embeddings.weight is head.weight

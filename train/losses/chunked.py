@@ -85,6 +85,8 @@ def chunked_objective(
     follows_N: Tensor | None = None,
     weight: float = 1.0,
     sizes: ChunkSizes | None = None,
+    weights_N: Tensor | None = None,
+    starts_N: Tensor | None = None,
 ) -> Tensor:
     """Return an objective, summed over positions and times a weight: what training minimises.
 
@@ -97,12 +99,16 @@ def chunked_objective(
         follows_N: bool, as in `Objective.shortfall`.
         weight: multiplies each position.
         sizes: of chunks; those that suit the device if None.
+        weights_N: as in `Objective.shortfall`.
+        starts_N: likewise.
     """
     args = (labels_N, hidden_NH, head, teacher, sizes)
     if not objective.couples:
         weights_N1 = torch.full((len(hidden_NH), 1), weight, device=hidden_NH.device)
+        if weights_N is not None:
+            weights_N1 = weights_N1 * weights_N[:, None]
         return chunked_sum(objective.features, weights_N1, *args)[0]
-    total, weights_NK = _coupled(objective, chunked_features(objective.features, *args), follows_N)
+    total, weights_NK = _coupled(objective, chunked_features(objective.features, *args), follows_N, weights_N, starts_N)
     return _valued(chunked_sum(objective.features, weight * weights_NK, *args)[0], weight * total)
 
 
@@ -136,14 +142,18 @@ def chunked_objectives(
 
 
 def _coupled(
-    objective: Objective, features_NK: Tensor, follows_N: Tensor | None = None, counts_N: Tensor | None = None
+    objective: Objective,
+    features_NK: Tensor,
+    follows_N: Tensor | None = None,
+    counts_N: Tensor | None = None,
+    starts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return an objective's value, and its gradient to the features: positions weigh each other's gradients.
 
     So all values come first, then the gradients to what is learned, with these weights.
     """
     with torch.enable_grad():
-        total = objective.shortfall(features_NK.requires_grad_(True), follows_N, counts_N)
+        total = objective.shortfall(features_NK.requires_grad_(True), follows_N, counts_N, starts_N)
         (weights_NK,) = torch.autograd.grad(total, features_NK)
     return total.detach(), weights_NK
 

@@ -36,7 +36,11 @@ def _opened(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def inside_model(model: PreTrainedModel, function: Callable[[Tensor, OutputHead], Any]) -> Callable[..., Any]:
+def inside_model(
+    model: PreTrainedModel,
+    function: Callable[[Tensor, OutputHead], Any],
+    hidden_of: Callable[..., Tensor] = last_hidden,
+) -> Callable[..., Any]:
     """Return what to call inside of a causal LM's forward for `function` to get its hidden states and its head.
 
     Use: `wrapped(**inputs, inside=inside_model(model, function))`, where `wrapped` is the model or a wrapper around it.
@@ -44,11 +48,12 @@ def inside_model(model: PreTrainedModel, function: Callable[[Tensor, OutputHead]
     Args:
         model: a causal LM; it and its output embeddings were opened with `open_forward`.
         function: of the last hidden states, hidden_BTH, and the head.
+        hidden_of: makes them of the model and of the inputs that the forward is given.
     """
     project: Any = model.get_output_embeddings()
 
     def run(**inputs: Any) -> Any:
-        hidden_BTH = last_hidden(model, **inputs)
+        hidden_BTH = hidden_of(model, **inputs)
         return project(hidden_BTH, inside=lambda hidden_BTH: function(hidden_BTH, head_of(model)))
 
     return run

@@ -170,7 +170,11 @@ class Objective:
         return torch.stack([total_N, log_a_N, overlap_N, *([kl_N] if self._has_mean_alpha else [])], dim=1)
 
     def shortfall(
-        self, features_NK: Tensor, follows_N: Tensor | None = None, weights_N: Tensor | None = None
+        self,
+        features_NK: Tensor,
+        follows_N: Tensor | None = None,
+        weights_N: Tensor | None = None,
+        starts_N: Tensor | None = None,
     ) -> Tensor:
         """Return the objective summed over positions, a scalar.
 
@@ -179,6 +183,7 @@ class Objective:
             follows_N: bool, whether a position comes right after the one before it in the same text; only an objective
                 that `has_blocks` looks at it.
             weights_N: what each position counts, in the sum and in the mean of α; 1 if None. Blocks have none.
+            starts_N: bool, where blocks begin; everywhere if None.
         """
         weights_N = features_NK.new_ones(len(features_NK)) if weights_N is None else weights_N
         total = (weights_N * features_NK[:, 0]).sum()
@@ -192,7 +197,8 @@ class Objective:
                 accepted_N, most_N = expected_accepted(
                     features_NK[:, 1], features_NK[:, 2], follows_N, self.draft_length, detach
                 )
-                total = total + self.terms[name] * (most_N - accepted_N).sum()
+                missed_N = most_N - accepted_N
+                total = total + self.terms[name] * (missed_N if starts_N is None else missed_N * starts_N).sum()
         return total
 
     def _warped(self, scores_NV: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ the tail.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ class CachedDistributions:
     def __len__(self) -> int:
         return len(self.log_tail)
 
-    def __getitem__(self, at: slice) -> "CachedDistributions":
+    def __getitem__(self, at: slice | Tensor) -> "CachedDistributions":
         return CachedDistributions(*(getattr(self, field.name)[at] for field in fields(self)))
 
     def to(self, device: torch.device | str) -> "CachedDistributions":
@@ -104,4 +105,26 @@ class CachedDistributions:
         return torch.cat([log_q_NV.gather(1, ids_Nk), tail_N1], dim=1)
 
 
-TeacherDistributions = LiveDistributions | CachedDistributions
+@dataclass(frozen=True)
+class GatheredDistributions:
+    """The distributions of another set at some of its positions, in any order and as often as named.
+
+    Those of neighbours are made once: the target's matrix product is taken over the positions that a chunk spans.
+    """
+
+    distributions: LiveDistributions | CachedDistributions
+    """Of N positions."""
+    places: Tensor
+    """Which of them, (E,) int64, on their device."""
+    spans: Tensor
+    """The same on the CPU, so that none waits for the device."""
+
+    def chunk(self, at: slice) -> Callable[[slice], Any]:
+        """Take some positions, and return the way to some of those: as a `LiveDistributions` does."""
+        places_C, spanned = self.places[at], self.spans[at]
+        first, last = (int(spanned.min()), int(spanned.max())) if len(spanned) else (0, -1)
+        chunk_of: Any = self.distributions.chunk(slice(first, last + 1))
+        return lambda part: chunk_of(places_C[part] - first)
+
+
+TeacherDistributions = LiveDistributions | CachedDistributions | GatheredDistributions

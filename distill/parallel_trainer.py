@@ -1,0 +1,209 @@
+"""Training of parallel drafts: the loss of a plain draft at every place, and at the masks behind it.
+
+The target's forward runs on the texts alone, for what a mask learns is the target's distribution at a place of the
+text. Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places where a loss is taken, E entries:
+these places and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.parallel import mask_token_of
+from draftsmith.decode.replay.rounds import expected_rounds_of_starts
+from draftsmith.distill.parallel_chains import Chains, chained, drawn_lengths, kept_shares
+from draftsmith.distill.parallel_draft import loss_vocabulary, parallel_hidden
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.inside_forward import inside_model
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_features, replay_sums
+from draftsmith.train.teacher.distributions import CachedDistributions, GatheredDistributions
+
+
+class ParallelTrainer(DistillTrainer):
+    """Minimises an objective at the completions' positions and at mask tokens behind them (PARD, arXiv 2504.18583).
+
+    The loss is summed over each place's chain, with the weight decay^j at its mask j, and its mean taken over places.
+    Block terms take the chain of an anchor as the drafted block. Evaluation replays rounds of one forward each:
+    `mean_acceptance_length` is that of blocks of `draft_length` tokens, or of K if they are fewer, and `alpha_j` is
+    Σ_v min(p, q) of the token j behind the next. `alpha` and the others are of the next token, so those of the same
+    weights as a plain draft, whose τ is `plain_mean_acceptance_length`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.compute_metrics = parallel_metrics
+        self.mask_token = mask_token_of(self.draft)
+        self.vocab_size = loss_vocabulary(self.draft, self.vocab_size)
+        if self.target is not None and self.target.config.get_text_config().vocab_size < self.vocab_size:
+            raise InputError(
+                f"parallel_mask_token: expected a token that the target's vocabulary of "
+                f"{self.target.config.get_text_config().vocab_size} has, for a draft whose embeddings are its head, "
+                f"found {self.mask_token}"
+            )
+        self.length = config.parallel
+        self.shares = kept_shares(self.length, config.parallel_retention, config.parallel_minimum)
+        decayed = config.parallel_decay ** np.arange(self.length)
+        thinned = decayed / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decayed
+        self._decayed_K = torch.tensor(decayed, dtype=torch.float32, device=self.args.device)
+        self._weights_K = torch.tensor(thinned, dtype=torch.float32, device=self.args.device)
+        self._beside = np.zeros(3)
+        """Of the masks since the last line of the log: their number, the tokens that they see, and those that learn."""
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Draw the masks of a step, behind all that the batches learn from."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        with self.clock.phase("data"):
+            return [{**batch, "chains": self._drawn(batch)} for batch in batches], tokens
+
+    def _drawn(self, batch: dict[str, Any]) -> Chains:
+        """Lay out the masks of a batch; the first of a step waits for the device, which has just ended a step."""
+        flat_N, shape = batch["positions"][0].cpu(), batch["labels"].shape
+        counts = torch.bincount(flat_N // shape[1], minlength=shape[0]).tolist()
+        seeds = int(self.args.seed), self.state.global_step, "masks"
+        lengths = [
+            drawn_lengths(count, self.shares, *seeds, index)
+            for count, index in zip(counts, batch["index"].tolist(), strict=True)
+        ]
+        chains = self._chained(flat_N, batch, torch.from_numpy(np.concatenate(lengths)))
+        self._beside += chains.work
+        return chains.to(self.args.device)
+
+    def _chained(self, flat_N: Tensor, batch: dict[str, Any], lengths_N: Tensor) -> Chains:
+        positions = batch.get("position_ids")
+        return chained(flat_N, batch["labels"].shape, lengths_N, None if positions is None else positions.cpu())
+
+    def _with_masks(self, inputs: dict[str, Any], chains: Chains) -> dict[str, Tensor]:
+        """Return what `parallel_hidden` reads: the texts of a batch, with masks behind them in each row."""
+        ids_BT = inputs["input_ids"]
+        positions_BT = inputs.get("position_ids")
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        masks_BM = ids_BT.new_full(chains.positions_BM.shape, self.mask_token)
+        beside = {
+            "input_ids": torch.cat([ids_BT, masks_BM], dim=1),
+            "position_ids": torch.cat([positions_BT, chains.positions_BM], dim=1),
+            "anchors": torch.cat([positions_BT, chains.anchors_BM], dim=1),
+        }
+        return beside if chains.texts_BL is None else beside | {"texts": chains.texts_BL}
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+        """Return the objective summed over this part's completion tokens and the masks behind them."""
+        chains: Chains = inputs["chains"]
+        objective = self.current_objective() if model.training else self.objective
+        labels_E = positions.next_tokens(inputs["input_ids"])[chains.places_E]
+        p_E = chains.gathered(self._teacher_of(inputs, positions)) if objective.needs_target else None
+
+        def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
+            with self.clock.phase("loss"):
+                return chunked_objective(
+                    objective,
+                    chains.take(hidden_BLH),
+                    head.cut(self.vocab_size),
+                    p_E,
+                    labels_E,
+                    chains.offsets_E > 0,
+                    sizes=self.sizes,
+                    starts_N=chains.offsets_E == 0,
+                    weights_N=self._weights_K[chains.offsets_E],
+                )
+
+        beside = self._with_masks(inputs, chains)
+        return model(**beside, inside=inside_model(self.draft, loss_of, parallel_hidden))
+
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's replay sums and loss, plain rounds, and of each further token a count and Σ_v min(p, q).
+
+        Every place is an anchor of K − 1 masks. They take as many forwards, so that a row has about as many masks as
+        tokens, and processes that share the draft's weights run the same forwards. (B, 7 + 2(K − 1)).
+        """
+        positions = LossPositions(inputs["positions"][0])
+        labels_N, p_N = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
+        flat_N, (rows, width) = positions.flat_N.cpu(), inputs["labels"].shape
+        row_N = flat_N // width
+        counts_B = torch.bincount(row_N, minlength=rows)
+        number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a place in its row
+
+        def features_of(p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+            replayed_PF = replay_features(p, q_logits_PV, labels_P, self.sampler)
+            return torch.cat([replayed_PF, self.objective.features(p, q_logits_PV, labels_P)], dim=1)
+
+        table_BNKF: Tensor | None = None
+        inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool, device=self.args.device)
+        further = self.length - 1
+        for part in range(further):
+            lengths_N = torch.where(number_N % further == part, further, -1)
+            on_host = self._chained(flat_N, inputs, lengths_N)
+            chains = on_host.to(self.args.device)
+            p_E, labels_E = chains.gathered(p_N), labels_N[chains.places_E]
+
+            def taken(
+                hidden_BLH: Tensor,
+                head: OutputHead,
+                chains: Chains = chains,
+                p_E: GatheredDistributions = p_E,
+                labels_E: Tensor = labels_E,
+            ) -> Tensor:
+                hidden_EH, head = chains.take(hidden_BLH), head.cut(self.vocab_size)
+                return chunked_features(features_of, labels_E, hidden_EH, head, p_E, self.sizes)
+
+            beside = self._with_masks(inputs, chains)
+            features_EF = model(**beside, inside=inside_model(self.draft, taken, parallel_hidden)).float()
+            if table_BNKF is None:
+                table_BNKF = features_EF.new_zeros(*inside_BNK.shape, features_EF.shape[1])
+            anchors_E = on_host.places_E - on_host.offsets_E
+            at = row_N[anchors_E], number_N[anchors_E], on_host.offsets_E
+            table_BNKF[at], inside_BNK[at] = features_EF, True
+        assert table_BNKF is not None
+        return self._sums(table_BNKF, inside_BNK)
+
+    def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
+        """Return what `replay_sums` does, from the features of each place's chain."""
+        losses = []
+        offsets_NK = torch.arange(self.length, device=inside_BNK.device).expand(inside_BNK.shape[1:])
+        for table_NKF, inside_NK in zip(table_BNKF, inside_BNK, strict=True):
+            offsets_E = offsets_NK[inside_NK]
+            features_EF, weights_E = table_NKF[inside_NK][:, 4:], self._decayed_K[offsets_E]
+            losses.append(self.objective.shortfall(features_EF, offsets_E > 0, offsets_E == 0, weights_E))
+        plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
+        a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
+        rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)
+        further_BNK, overlap_BNK = inside_BNK[..., 1:], table_BNKF[..., 1:, 1]
+        columns = [
+            plain_B5[:, :1], rounds_B[:, None], plain_B5[:, 2:], torch.stack(losses)[:, None], plain_B5[:, 1:2],
+            further_BNK.sum(1), overlap_BNK.where(further_BNK, 0.0).sum(1),
+        ]  # fmt: skip
+        return torch.cat([column.float() for column in columns], dim=1)
+
+    @property
+    def unwritten(self) -> list[int]:
+        """The tokens that the draft must not write: the mask is one of them."""
+        return sorted({*super().unwritten, self.mask_token})
+
+    def _work(self, positions: float, seen: float, tokens: float) -> float | None:
+        """Return the operations of some steps, of which the draft's have masks, too."""
+        (masks, seen_by_masks, learning), self._beside = self._beside, np.zeros(3)
+        work, (_, student) = super()._work(positions, seen, tokens), self._works
+        return None if work is None or student is None else work + student.step(masks, seen_by_masks, learning)
+
+
+def parallel_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Turn gathered sums, (samples, 7 + 2(K − 1)), into the ratios of `acceptance_metrics` and of parallel drafts."""
+    each = np.asarray(prediction.predictions, dtype=np.float64)
+    shared = len(COLUMNS)
+    found = acceptance_metrics(EvalPrediction(each[:, :shared], each[:, :1]))
+    sums = each.sum(0)
+    found["plain_mean_acceptance_length"] = float(sums[0] / sums[shared])
+    counts, overlaps = np.split(sums[shared + 1 :], 2)
+    ratios = np.divide(overlaps, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+    return found | {f"alpha_{j}": float(ratio) for j, ratio in enumerate(ratios, start=1) if not np.isnan(ratio)}
