@@ -1,0 +1,71 @@
+"""The masks of a training step: how many each place keeps, where they stand, and what they learn."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from draftsmith.distill.parallel_chains import ALIGNED, chained, drawn_lengths, kept_shares
+from draftsmith.train.losses.positions import LossPositions
+
+
+def test_shares_fall_geometrically_to_the_least():
+    assert kept_shares(5, 0.5, 0.2).tolist() == [0.5, 0.25, 0.2, 0.2]
+    assert kept_shares(4, 1.0, 0.0).tolist() == [1.0, 1.0, 1.0]
+    assert kept_shares(8, 0.5, 0.05).sum() == pytest.approx(1.0875)  # further tokens a place, by default
+
+
+def test_lengths_follow_from_the_seeds_alone():
+    shares = kept_shares(6, 0.7, 0.2)
+    one = drawn_lengths(50, shares, 0, 3, "masks", 7)
+    assert one.tolist() == drawn_lengths(50, shares, 0, 3, "masks", 7).tolist()
+    assert one.tolist() != drawn_lengths(50, shares, 0, 4, "masks", 7).tolist()
+    assert one.tolist() != drawn_lengths(50, shares, 0, 3, "masks", 8).tolist()
+    assert drawn_lengths(3, kept_shares(4, 1.0, 0.0), 1).tolist() == [3, 3, 3]
+
+
+def test_lengths_have_the_law_of_their_shares():
+    """Chi-square over 20,000 anchors; false-alarm probability 1e-3 over the choice of seed."""
+    shares = kept_shares(6, 0.6, 0.1)
+    counts = np.bincount(drawn_lengths(20_000, shares, 5), minlength=6)
+    law = -np.diff([1.0, *shares, 0.0])
+    assert chisquare(counts[law > 0], 20_000 * law[law > 0]).pvalue > 1e-3
+    assert counts[law <= 0].sum() == 0
+
+
+def test_chains_end_with_the_tokens_that_carry_a_loss_and_with_the_row():
+    # Two rows of 8 tokens: answers x3…x6 and x2, x3, x5, x6.
+    predicted = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0], [0, 0, 1, 1, 0, 1, 1, 0]]).bool()
+    flat = LossPositions.before(predicted).flat_N
+    assert flat.tolist() == [2, 3, 4, 5, 9, 10, 12, 13]
+    chains = chained(flat, (2, 8), torch.tensor([3, 1, 5, 5, 0, 4, 4, 4]))
+    assert chains.offsets_E.tolist() == [0, 1, 2, 3, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0]
+    assert chains.places_E.tolist() == [0, 1, 2, 3, 1, 2, 2, 3, 3, 4, 5, 6, 7, 7]
+    assert chains.spans_E.tolist() == chains.places_E.tolist()
+    masks = chains.positions_BM.shape[1]
+    assert masks == 8 and (8 + masks) % ALIGNED == 0  # five of them, filled up
+    assert chains.positions_BM.tolist() == [[3, 4, 5, 4, 5, 0, 0, 0], [5, 0, 0, 0, 0, 0, 0, 0]]
+    assert chains.anchors_BM.tolist() == [[2, 2, 2, 3, 4, -1, -1, -1], [4] + [-1] * 7]
+    assert chains.entries_E.tolist() == [2, 8, 9, 10, 3, 11, 4, 12, 5, 17, 18, 20, 24, 21]
+    assert chains.texts_BL is None
+    assert chains.work == (16, sum([4, 5, 6, 5, 6, 6]) + 10, 6)
+
+
+def test_places_that_are_left_out_have_no_entry():
+    chains = chained(torch.tensor([1, 2, 3]), (1, 8), torch.tensor([-1, 2, -1]))
+    assert chains.places_E.tolist() == [1, 2] and chains.offsets_E.tolist() == [0, 1]
+
+
+def test_masks_of_packed_rows_stand_in_their_texts():
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
+    chains = chained(torch.tensor([1, 2, 4, 5]), (1, 8), torch.tensor([2, 2, 2, 2]), positions)
+    assert chains.offsets_E.tolist() == [0, 1, 0, 0, 1, 0]
+    assert chains.positions_BM[0, :2].tolist() == [2, 1] and chains.anchors_BM[0, :2].tolist() == [1, 0]
+    assert chains.texts_BL is not None
+    assert chains.texts_BL[0, :10].tolist() == [1, 1, 1, 1, 2, 2, 2, 3, 1, 2]
+    assert (chains.texts_BL[0, 10:] == 0).all()  # what fills up the row is in none
+
+
+def test_a_step_without_room_for_masks_has_none():
+    chains = chained(torch.tensor([3]), (1, 8), torch.tensor([7]))
+    assert chains.positions_BM.shape == (1, 0) and chains.entries_E.tolist() == [3]
