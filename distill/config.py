@@ -162,6 +162,13 @@ class DistillConfig(RecipeConfig):
         """The model whose dtype "auto" saves in: the draft that was given, or the target."""
         return self.draft or self.target
 
+    @property
+    def kept_shares(self) -> Any:
+        """The shares of places that have a mask for the token 1, …, K − 1 further, (K − 1,)."""
+        from draftsmith.distill.parallel_chains import kept_shares
+
+        return kept_shares(self.parallel, self.parallel_retention, self.parallel_minimum)
+
     @cached_property
     def objective(self) -> "Objective":
         """What is minimised."""

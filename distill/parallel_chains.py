@@ -11,6 +11,7 @@ Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places
 masks that learn, chain by chain; K tokens of a whole chain.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -37,6 +38,13 @@ def drawn_lengths(count: int, shares: np.ndarray, *seeds: int | str) -> np.ndarr
     """
     u = np.random.default_rng(mixed_seed(*seeds)).random(count)
     return (u[:, None] < shares).sum(1)
+
+
+def most_masks(tokens: int, shares: np.ndarray) -> int:
+    """Return the masks of a row of so many tokens that all carry a loss: the mean and three standard deviations."""
+    mean = shares.sum()
+    squares = (shares * (2 * np.arange(len(shares)) + 1)).sum()  # E[l²] = Σ_j (2j − 1) P(l ≥ j)
+    return math.ceil(tokens * mean + 3 * math.sqrt(tokens * (squares - mean**2)))
 
 
 @dataclass(frozen=True)

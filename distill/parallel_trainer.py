@@ -16,7 +16,7 @@ from transformers import EvalPrediction
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.parallel import mask_token_of
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
-from draftsmith.distill.parallel_chains import Chains, chained, drawn_lengths, kept_shares
+from draftsmith.distill.parallel_chains import Chains, chained, drawn_lengths
 from draftsmith.distill.parallel_draft import loss_vocabulary, parallel_hidden
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
@@ -50,7 +50,7 @@ class ParallelTrainer(DistillTrainer):
                 f"found {self.mask_token}"
             )
         self.length = config.parallel
-        self.shares = kept_shares(self.length, config.parallel_retention, config.parallel_minimum)
+        self.shares = config.kept_shares
         decayed = config.parallel_decay ** np.arange(self.length)
         thinned = decayed / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decayed
         self._decayed_K = torch.tensor(decayed, dtype=torch.float32, device=self.args.device)

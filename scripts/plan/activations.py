@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from draftsmith.distill.parallel_draft import parallel_hidden
 from draftsmith.scripts.plan.model_states import Precision
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum
@@ -106,6 +107,15 @@ class BatchShape:
     times as many rows the figures are at most too high, beyond them a little too low."""
     packed: bool = False
     """Rows have positions in place of a mask."""
+    masks: int = 0
+    """Mask tokens of a parallel draft behind the tokens of a row, which its target does not see."""
+    dense: bool = True
+    """Where there are masks, attention takes what each entry sees as one number for each pair of them."""
+
+    @property
+    def entries(self) -> int:
+        """Tokens and masks of a row."""
+        return self.length + self.masks
 
     def affine(self, bytes_of: Callable[[int], list[int]]) -> list[Affine]:
         """Return functions of the number of rows, from the bytes at this number and at four times as many."""
@@ -114,12 +124,25 @@ class BatchShape:
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
         """Return a batch of so many rows, (B, T) each, of padded texts or packed ones."""
-        ids = torch.zeros(rows, self.length, dtype=torch.long)
-        return {"input_ids": ids, "position_ids": torch.ones_like(ids)} if self.packed else {"input_ids": ids}
+        ids = torch.zeros(rows, self.entries, dtype=torch.long)
+        inputs = {"input_ids": ids}
+        if self.packed or self.masks:
+            inputs["position_ids"] = torch.ones_like(ids)
+        if self.masks:
+            inputs["anchors"] = torch.ones_like(ids)
+            if self.packed:
+                inputs["texts"] = torch.ones_like(ids)
+        return inputs
+
+    def hidden(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
+        """Return what a model's decoder makes of a batch, (B, L, H)."""
+        if not self.masks:
+            return last_hidden(model, **inputs)
+        return parallel_hidden(model, **inputs) if self.dense else last_hidden(model, input_ids=inputs["input_ids"])
 
     def chosen(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""
-        places = hidden.new_zeros(len(hidden) * (self.length - 1), dtype=torch.long)
+        places = hidden.new_zeros(len(hidden) * (self.entries - 1), dtype=torch.long)
         return hidden[:, :-1][places, places]
 
 
@@ -163,7 +186,7 @@ def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShap
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
             with LiveBytes([*tensors_of(model), *inputs.values()]) as live, precision_of(precision):
-                batch.chosen(last_hidden(model.eval(), **inputs))
+                batch.chosen(batch.hidden(model.eval(), inputs))
         return [live.peak]
 
     return batch.affine(trace)[0]
@@ -205,7 +228,7 @@ def trace_draft(
             inputs = batch.inputs(rows)
             with LiveBytes([*tensors_of(draft), *inputs.values()]) as live:
                 with precision_of(precision):
-                    whole = last_hidden(draft, **inputs)  # the loss is taken while the forward still has it
+                    whole = batch.hidden(draft, inputs)  # the loss is taken while the forward still has it
                     hidden = batch.chosen(whole)
                     in_loss = live.now
                     total = _Loss.apply(hidden)

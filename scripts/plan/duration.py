@@ -56,7 +56,10 @@ def _trained(plan: MemoryPlan | HeadsPlan) -> float | None:
         student = Work.of(plan.draft(False))
     if student is None:
         return None
-    return total + student.step(1, length / 2, 1) + (_forward(student, length) if again else 0)
+    entries = 1.0
+    if isinstance(plan, MemoryPlan) and plan.config.parallel:  # a mask sees as much as a token, and has logits
+        entries += float(plan.config.kept_shares.sum())
+    return total + entries * (student.step(1, length / 2, 1) + (_forward(student, length) if again else 0))
 
 
 def host_bytes(plan: Plan) -> dict[str, float]:

@@ -28,6 +28,7 @@ class Footprint:
     target: PreTrainedModel | None
     objective: Objective
     batch: BatchShape
+    """Of the draft, with a parallel draft's masks."""
     precision: Precision
     activations: Activations
     target_forward: Affine
@@ -50,16 +51,17 @@ class Footprint:
 
     def positions(self, rows: int) -> int:
         """Return the positions that the loss is taken over, all of them completion tokens in the worst case."""
-        return rows * (self.batch.length - 1)
+        return rows * (self.batch.entries - 1)
 
     def teacher_bytes(self, rows: int) -> float:
         """Return the bytes of what p is made from: the target's hidden states, or its cached distributions."""
         if not self.objective.needs_target:
             return 0.0
+        places = rows * (self.batch.length - 1)  # masks learn what these do
         if self.target is None:
-            return float(self.positions(rows) * (6 * self.k + 8))
+            return float(places * (6 * self.k + 8))
         weight = head_of(self.target).weight
-        return float(self.positions(rows) * weight.shape[1] * weight.element_size())
+        return float(places * weight.shape[1] * weight.element_size())
 
     @property
     def _chunk(self) -> int:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.distill.draft_init import make_draft
+from draftsmith.distill.parallel_chains import most_masks
 from draftsmith.scripts.plan.activations import (
     Affine,
     BatchShape,
@@ -79,6 +80,12 @@ class MemoryPlan:
         )
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
+        self.parallel = replace(
+            self.batch,
+            masks=most_masks(self.batch.length, config.kept_shares) if config.parallel else 0,
+            dense=config.attn_implementation != "flex_attention",
+        )
+        """The batch as the draft is fed it."""
         self.sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB, config.loss_chunk)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
         self._target_config: Any = read_config(config.target, config.target_config, "target", config.trust_remote_code)
@@ -143,16 +150,17 @@ class MemoryPlan:
             held = target_bytes(target, setting.target, gpus) | held
         needed = setting.target not in (None, "elsewhere") and config.objective.needs_target
         share = 1 if setting.strategy == "ddp" else gpus
+        evaluated = replace(self.parallel, masks=self.batch.length if config.parallel else 0)
         copies = (name == "adamw_torch") + setting.strategy.startswith("zero")  # √v of all tensors; float32 gradients
         return Footprint(
             mode=self.mode,
             draft=draft,
             target=target,
             objective=config.objective,
-            batch=self.batch,
+            batch=self.parallel,
             precision=precision,
-            activations=self._activations(draft, self.batch, precision, setting.checkpointing),
-            draft_forward=self._forward(draft, self.batch, precision) if self.eval_rows else Affine(),
+            activations=self._activations(draft, self.parallel, precision, setting.checkpointing),
+            draft_forward=self._forward(draft, evaluated, precision) if self.eval_rows else Affine(),
             cache=trace_cache(self.mode, draft, self.batch, precision) if config.on_policy else None,
             target_forward=self._forward(target, self.batch, "float32") if needed else Affine(),
             held=held,
