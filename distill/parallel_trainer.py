@@ -114,8 +114,8 @@ class ParallelTrainer(DistillTrainer):
                     labels_E,
                     chains.offsets_E > 0,
                     sizes=self.sizes,
-                    starts_N=chains.offsets_E == 0,
                     weights_N=self._weights_K[chains.offsets_E],
+                    starts_N=chains.offsets_E == 0,
                 )
 
         beside = self._with_masks(inputs, chains)
@@ -174,7 +174,7 @@ class ParallelTrainer(DistillTrainer):
         for table_NKF, inside_NK in zip(table_BNKF, inside_BNK, strict=True):
             offsets_E = offsets_NK[inside_NK]
             features_EF, weights_E = table_NKF[inside_NK][:, 4:], self._decayed_K[offsets_E]
-            losses.append(self.objective.shortfall(features_EF, offsets_E > 0, offsets_E == 0, weights_E))
+            losses.append(self.objective.shortfall(features_EF, offsets_E > 0, weights_E, offsets_E == 0))
         plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
         a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
         rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)

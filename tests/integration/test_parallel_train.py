@@ -65,7 +65,7 @@ def eager(trainer: ParallelTrainer, batch: dict, weights: list[float]) -> Tensor
             labels = torch.tensor(ids[t + 1 : t + 2 + masks])
             features = objective.features(p[t : t + 1 + masks], q, labels)
             starts = torch.arange(masks + 1) == 0
-            total = total + objective.shortfall(features, ~starts, starts, torch.tensor(weights[: masks + 1]))
+            total = total + objective.shortfall(features, ~starts, torch.tensor(weights[: masks + 1]), starts)
     assert anchor == len(lengths)
     return total
 
