@@ -28,7 +28,7 @@ from draftsmith.train.options import (
 )
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-PROPOSERS = ("draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
+PROPOSERS = ("draft", "parallel_draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
 STORED = tuple(name for name in DTYPES if name != "auto")
 """What weights can be written in."""
 SERVERS = ("vllm", "sglang")
@@ -37,6 +37,8 @@ ENGINES = ("vllm",)
 """What an export can be verified in."""
 MODELS = ("draft", "early_exit")
 """Proposers that are models: their confidence says something, and they can grow trees."""
+STORED_DRAFTERS = ("draft", "parallel_draft", "medusa")
+"""Proposers that are read from a directory."""
 CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
 """What the check of losslessness decodes by."""
 
@@ -53,7 +55,10 @@ class GenerateConfig(Sampling, TemplateOptions):
     """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
     its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
     proposer: str = "draft"
-    """What drafts: draft, medusa, prompt_lookup, lookahead, unigram, early_exit, or none for plain decoding."""
+    """What drafts: draft, parallel_draft, medusa, prompt_lookup, lookahead, unigram, early_exit, or none for plain
+    decoding."""
+    parallel_draft: str | None = None
+    """A draft of `draft_length` tokens in one forward, for the proposer `parallel_draft`."""
     medusa: str | None = None
     """The directory of the heads, for the proposer `medusa`; they draft their tree, no deeper than `draft_length`."""
     exit_layers: int | None = None
@@ -78,7 +83,7 @@ class GenerateConfig(Sampling, TemplateOptions):
 
         super().__post_init__()
         require(self, one_of(PROPOSERS), "proposer")
-        for proposer, name in (("draft", "draft"), ("medusa", "medusa"), ("early_exit", "exit_layers")):
+        for proposer, name in (*((name, name) for name in STORED_DRAFTERS), ("early_exit", "exit_layers")):
             if self.proposer == proposer and getattr(self, name) is None:
                 raise InputError(f"{name}: expected one with the proposer {proposer}, found none")
         require(self, DRAFT_LENGTH, "draft_length")
@@ -108,6 +113,8 @@ class ProfileConfig(Sampling, PromptOptions):
     """The directory that receives `trace.json` and `profile.json`."""
     draft: str | None = None
     """The draft model that drafts."""
+    parallel_draft: str | None = None
+    """A draft of `draft_length` tokens in one forward, in its place."""
     medusa: str | None = None
     """Medusa or Hydra heads, which draft the tree of their config, in place of a draft model."""
     prompt_lookup: bool = False
@@ -121,10 +128,10 @@ class ProfileConfig(Sampling, PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in ("draft", "medusa", "prompt_lookup") if getattr(self, name)]
+        given = [name for name in (*STORED_DRAFTERS, "prompt_lookup") if getattr(self, name)]
         if len(given) != 1:
             raise InputError(
-                "draft: expected one drafter out of draft, medusa and prompt_lookup, found "
+                f"draft: expected one drafter out of {', '.join(STORED_DRAFTERS)} and prompt_lookup, found "
                 + (" and ".join(given) or "none")
             )
         self.batch_size = numbers(self.batch_size, int, "batch_size")
@@ -135,7 +142,12 @@ class ProfileConfig(Sampling, PromptOptions):
     @property
     def kind(self) -> str:
         """What drafts."""
-        return "draft" if self.draft else "medusa" if self.medusa else "prompt_lookup"
+        return next((name for name in STORED_DRAFTERS if getattr(self, name)), "prompt_lookup")
+
+    @property
+    def path(self) -> str | None:
+        """Where it lies; None of what needs no model."""
+        return self.draft or self.parallel_draft or self.medusa
 
 
 @dataclass

@@ -20,7 +20,7 @@ from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
-from draftsmith.scripts.configs import GenerateConfig
+from draftsmith.scripts.configs import STORED_DRAFTERS, GenerateConfig
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
 from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import INTERRUPTED, parse_config, run
@@ -117,9 +117,10 @@ def _encode(config: GenerateConfig, prompt: str, tokenizer: PreTrainedTokenizerB
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
     if config.proposer == "none":
         return []
-    path = {"draft": config.draft, "medusa": config.medusa}.get(config.proposer)
+    path = getattr(config, config.proposer) if config.proposer in STORED_DRAFTERS else None
     tree = DynamicTree(config.width, config.width * config.draft_length) if config.width else None
-    return [DrafterSpec(config.proposer, path, tree=tree, exit_layers=config.exit_layers, retokenize=True)]
+    options: dict[str, Any] = {"tree": tree, "exit_layers": config.exit_layers, "draft_lengths": [config.draft_length]}
+    return [DrafterSpec(config.proposer, path, retokenize=config.proposer == "draft", **options)]
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:

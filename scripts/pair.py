@@ -16,6 +16,7 @@ from draftsmith.decode import (
     DynamicTree,
     InputError,
     LookaheadProposer,
+    ParallelDraftProposer,
     PromptLookupProposer,
     Proposer,
     RetokenizedProposer,
@@ -27,14 +28,16 @@ from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, lo
 
 STOCK = "stock"
 """What the draft to beat is called."""
-MEDUSA, PROMPT_LOOKUP = "medusa", "prompt_lookup"
+MEDUSA, PROMPT_LOOKUP, PARALLEL = "medusa", "prompt_lookup", "parallel_draft"
 MODEL_FREE: dict[str, Callable[[], Proposer]] = {
     PROMPT_LOOKUP: PromptLookupProposer,
     "lookahead": LookaheadProposer,
     "unigram": BlindProposer,
 }
 DRAFTS = ("draft", "baseline_draft")
-KINDS = (*DRAFTS, MEDUSA, *MODEL_FREE, "early_exit")
+LOADED = (*DRAFTS, PARALLEL)
+"""Causal LMs with a tokenizer of their own; the same one may draft in two ways."""
+KINDS = (*LOADED, MEDUSA, *MODEL_FREE, "early_exit")
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ class Pair:
         models = {"target": self.target}
         for drafter in self.drafters:
             recounts = isinstance(drafter.proposer, RetokenizedProposer) and not drafter.proposer.renumbers
-            if drafter.kind in DRAFTS and drafter.model is not None and not recounts:
+            if drafter.kind in LOADED and drafter.model is not None and not recounts:
                 models[drafter.name] = drafter.model
         limits = {
             name: getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -181,7 +184,7 @@ def load_pair(
     Raises:
         InputError: models that cannot be loaded or do not fit the target.
     """
-    drafts = {str(spec.path): spec for spec in drafters if spec.kind in DRAFTS}
+    drafts = {str(spec.path): spec for spec in drafters if spec.kind in LOADED}
     tokenizers = {}
     for draft, spec in drafts.items():
         tokenizers[draft] = load_tokenizer(draft, field=spec.kind, trust_remote_code=trust_remote_code)
@@ -211,7 +214,8 @@ def _drafter(
     """Build a drafter; the draft models and their tokenizers are loaded already, by path."""
     target, path, lengths = pair.target, spec.path, spec.draft_lengths
     proposer: Proposer
-    greedy, model = None, None
+    greedy: Proposer | None = None
+    model: PreTrainedModel | None = None
     if spec.kind in MODEL_FREE:
         proposer = MODEL_FREE[spec.kind]()
     elif spec.kind == "early_exit":
@@ -225,6 +229,14 @@ def _drafter(
         heads.check_fits(target)
         proposer = MedusaProposer(heads)
         lengths = [proposer.tree.depth]
+    elif spec.kind == PARALLEL:
+        model = models[str(path)]
+        proposer, greedy = ParallelDraftProposer(model), ParallelDraftProposer(model, greedy=True)
+        if proposer.longest is not None and max(lengths) > proposer.longest:
+            raise InputError(
+                f"draft_length: expected at most the {proposer.longest} tokens that {path} was trained to propose, "
+                f"found {max(lengths)}"
+            )
     else:
         model, tokenizer = models[str(path)], tokenizers[str(path)]
         if spec.retokenize and tokenizer.get_vocab() != pair.tokenizer.get_vocab():
@@ -249,7 +261,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
     whole = [Path(os.path.abspath(path)).parts for path in paths]
     for parts in range(1, 1 + max(map(len, whole), default=0)):
         names = ["/".join(path[-parts:]) for path in whole]
-        if len({*names, STOCK, MEDUSA, PROMPT_LOOKUP}) == len(names) + 3:
+        if len({*names, STOCK, MEDUSA, PROMPT_LOOKUP, PARALLEL}) == len(names) + 4:
             return names
     if paths:
         raise InputError(f"draft: expected each draft once, found {', '.join(paths)}")

@@ -34,7 +34,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
     encoded = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
-    spec = DrafterSpec(config.kind, config.draft or config.medusa, draft_lengths=[config.draft_length])
+    spec = DrafterSpec(config.kind, config.path, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     target, proposer, (draft_length,) = pair.target, pair.drafter.proposer, pair.drafter.draft_lengths
@@ -59,7 +59,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
         "schema": "draftsmith.profile/1",
         "environment": environment(default_device(), pair.dtype),
         "target": config.target,
-        "proposer": {"kind": config.kind, "path": config.draft or config.medusa},
+        "proposer": {"kind": config.kind, "path": config.path},
         "draft_length": draft_length,
         "temperature": config.temperature,
         "compiled": config.compiled,

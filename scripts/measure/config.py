@@ -27,6 +27,9 @@ class MeasureConfig(Filters, PromptOptions):
     """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
     draft: str | list[str] | None = None
     """The draft model to measure, or several, as a list: '["a", "b"]'."""
+    parallel_draft: str | None = None
+    """A draft that drafts γ tokens in one forward, for γ up to its `parallel_length`. As `draft`, the same directory is
+    measured a token at a time."""
     medusa: str | None = None
     """Medusa or Hydra heads to measure; they draft the tree of their config."""
     prompt_lookup: bool = False
@@ -70,9 +73,10 @@ class MeasureConfig(Filters, PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.drafts and self.medusa is None and not self.prompt_lookup:
+        if not (self.drafts or self.parallel_draft or self.medusa or self.prompt_lookup):
             raise InputError(
-                "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none"
+                "draft: expected a draft model, a `parallel_draft` or, as `medusa`, heads to measure, or "
+                "`prompt_lookup`, found none"
             )
         for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int), ("context", int)):
             setattr(self, name, numbers(getattr(self, name), kind, name))

@@ -68,6 +68,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
     drafter = measured.drafter(name)
     # A tree has one draft length; one that is cut was never searched.
     lengths = list(drafter.draft_lengths) if drafter.nodes is not None else replay.draft_lengths
+    lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
     costs: dict[int, dict[int, tuple[Costs, float | None]]] = {}
     table = measured.costs(temperature)
     if table is not None:

@@ -30,7 +30,7 @@ from draftsmith.scripts.report.serving_types import Serving
 SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
 
 
-Kind = Literal["draft", "baseline_draft", "medusa", "prompt_lookup", "server"]
+Kind = Literal["draft", "baseline_draft", "parallel_draft", "medusa", "prompt_lookup", "server"]
 """server: whatever drafts on a server that was measured from outside."""
 Verifier = Literal["probabilistic", "greedy"]
 """probabilistic: of drafts drawn from q; greedy: of the draft's argmax, which servers draft by default. At T=0 they are

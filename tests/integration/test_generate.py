@@ -492,7 +492,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"proposer": "oracle"}, "proposer: expected one of draft, medusa, prompt_lookup,"),
+        ({"proposer": "oracle"}, "proposer: expected one of draft, parallel_draft, medusa, prompt_lookup,"),
         ({"proposer": "medusa"}, "medusa: expected one with the proposer medusa, found none"),
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
         ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),

@@ -6,6 +6,7 @@ import inspect
 import json
 import shutil
 from dataclasses import asdict, fields
+from itertools import combinations
 from statistics import median
 
 import numpy as np
@@ -16,6 +17,7 @@ from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 from rich.console import Console
 from trained_heads import own_texts, train_heads
+from trained_parallel import train_parallel
 from transformers import AutoModelForCausalLM
 
 import draftsmith.scripts.measure.command as command
@@ -43,7 +45,8 @@ PROMPTS += [("for i in", "code"), ("return a", "code")]  # as many as an interva
 NEW = 13
 LENGTHS = (2, 3)
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
-NAMES = {"draft": "draft", "stock": "baseline_draft", "medusa": "medusa", "prompt_lookup": "prompt_lookup"}
+NAMES = {"draft": "draft", "stock": "baseline_draft", "parallel_draft": "parallel_draft", "medusa": "medusa"}
+NAMES |= {"prompt_lookup": "prompt_lookup"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,13 +65,14 @@ def root(tmp_path_factory, tokenizer):
     root = tmp_path_factory.mktemp("measured")
     target = tiny_llama(0, len(tokenizer))
     models = {"draft": perturbed(target, 0.02), "stock": perturbed(target, 0.2), "bad": perturbed(target, 3.0)}
+    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
+    texts = own_texts(target, ids, max_new_tokens=NEW, do_sample=False)
+    models["parallel"] = train_parallel(perturbed(target, 0.02), 0, 3, texts)
     for name, model in (models | {"target": target}).items():
         model.generation_config.eos_token_id = None
         save_model(model, tokenizer, root / name)
     rows = [{"prompt": text} | ({"category": category} if category else {}) for text, category in PROMPTS]
     (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
-    texts = own_texts(target, ids, max_new_tokens=NEW, do_sample=False)
     heads = train_heads(target, MedusaHeads.of_target(target, 3), texts, steps=15)
     heads.config.medusa_choices = CHOICES
     heads.save_pretrained(root / "heads")
@@ -117,8 +121,8 @@ def measured(root):
         patch.setattr(command, "decode_side_by_side", remembered)
         report = checked(
             root, root / "out", draft=str(root / "draft"), baseline_draft=str(root / "stock"),
-            medusa=str(root / "heads"), prompt_lookup=True, temperature="0,1", draft_length="2,3", batch_size="1,2",
-            measure_costs=True, page=True,
+            parallel_draft=str(root / "parallel"), medusa=str(root / "heads"), prompt_lookup=True, temperature="0,1",
+            draft_length="2,3", batch_size="1,2", measure_costs=True, page=True,
         )  # fmt: skip
     return report, decoded
 
@@ -246,8 +250,8 @@ def test_what_was_measured(measured, root):
     proposers = {run["proposer"]["name"]: run["proposer"] for run in report["runs"]}
     assert {name: proposer["kind"] for name, proposer in proposers.items()} == NAMES
     of_heads = MedusaHeads.from_pretrained(root / "heads").num_parameters()
-    sizes = {"draft": parameters, "stock": parameters, "medusa": of_heads, "prompt_lookup": 0}
-    paths = {"draft": "draft", "stock": "stock", "medusa": "heads"}
+    sizes = dict.fromkeys(("draft", "stock", "parallel_draft"), parameters) | {"medusa": of_heads, "prompt_lookup": 0}
+    paths = {"draft": "draft", "stock": "stock", "parallel_draft": "parallel", "medusa": "heads"}
     for name, proposer in proposers.items():
         assert proposer["path"] == (str(root / paths[name]) if name in paths else None)
         assert (proposer["parameters"], proposer["bytes"]) == (sizes[name], 4 * sizes[name])
@@ -260,7 +264,7 @@ def test_what_was_measured(measured, root):
         n: 4 * s for n, s in sizes.items()
     }
     cached = {name: of["cache_bytes_per_token"] for name, of in memory["drafters"].items()}
-    assert cached == {"draft": 256, "stock": 256, "medusa": 0, "prompt_lookup": 0}
+    assert cached == {"draft": 256, "stock": 256, "parallel_draft": 256, "medusa": 0, "prompt_lookup": 0}
 
 
 def test_counts_are_integers_and_ratios_are_theirs(measured):
@@ -385,11 +389,13 @@ def test_sampled_runs_claim_no_identity(measured):
 def test_curves_cover_every_draft_length(measured):
     report, _ = measured
     found = [(c["temperature"], c["proposer"]["name"], c["verifier"]) for c in report["curves"]]
-    both = [(1.0, name, verifier) for name in ("draft", "stock") for verifier in ("probabilistic", "greedy")]
+    models = "draft", "stock", "parallel_draft"
+    both = [(1.0, name, verifier) for name in models for verifier in ("probabilistic", "greedy")]
     greedy = [(0.0, name, "probabilistic") for name in NAMES]
     assert found == [*greedy, *both, (1.0, "prompt_lookup", "probabilistic")]
     for curve in report["curves"]:
-        lengths = [2] if curve["proposer"]["name"] == "medusa" else list(range(1, 17))
+        # A tree is not cut, and a parallel draft has its longest.
+        lengths = {"medusa": [2], "parallel_draft": [1, 2, 3]}.get(curve["proposer"]["name"], list(range(1, 17)))
         length = curve["mean_acceptance_length"]
         assert [int(k) for k in length] == lengths
         values = [of["value"] for of in length.values()]
@@ -444,10 +450,12 @@ def test_gains_are_paired_and_not_the_stock_drafts(measured):
 def test_comparisons_are_differences_of_curves(measured):
     report, _ = measured
     pairs = {(c["proposer"], c["other"]) for c in report["comparisons"] if c["temperature"] == 0.0}
-    with_stock = {(name, "stock") for name in ("draft", "medusa", "prompt_lookup")}
-    assert pairs == with_stock | {("draft", "medusa"), ("draft", "prompt_lookup"), ("medusa", "prompt_lookup")}
+    assert pairs == {*combinations(("draft", "parallel_draft", "medusa", "prompt_lookup", "stock"), 2)}
     greedy = [c for c in report["comparisons"] if c["verifier"] == "greedy"]
-    assert [(c["proposer"], c["other"], c["draft_length"]) for c in greedy] == [("draft", "stock", k) for k in LENGTHS]
+    greedy_pairs = [*combinations(("draft", "parallel_draft", "stock"), 2)]
+    assert {(c["proposer"], c["other"], c["draft_length"]) for c in greedy} == {
+        (*names, k) for names in greedy_pairs for k in LENGTHS
+    }
     for one in report["comparisons"]:
         curves = [curve_of(report, one[key], one["temperature"], one["verifier"]) for key in ("proposer", "other")]
         k = str(one["draft_length"])
@@ -745,7 +753,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
     argv = flags_of(root, tmp_path, draft=root / "draft")
     strangers = tmp_path / "strangers"
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(strangers)
-    assert "draft: expected a draft model or, as `medusa`, heads to measure, or `prompt_lookup`, found none" in fails(
+    assert "or, as `medusa`, heads to measure, or `prompt_lookup`, found none" in fails(
         capsys, flags_of(root, tmp_path)
     )
     for flags, named in [
@@ -772,6 +780,11 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
             "Medusa heads: expected a model directory or a hub id, found nothing at",
         ),
         (["--medusa", str(strangers)], "medusa: expected heads with the target's hidden_size 32, found 8"),
+        (["--parallel_draft", str(root / "stock")], "parallel draft: expected pard_token in the config"),
+        (
+            ["--parallel_draft", str(root / "parallel"), "--draft-length", "2,4"],
+            f"draft_length: expected at most the 3 tokens that {root / 'parallel'} was trained to propose, found 4",
+        ),
         (["--prompts", str(tmp_path / "gone.jsonl")], "gone.jsonl: expected a file of prompts, found nothing there"),
         (["--draft", str(tmp_path / "gone")], "draft: expected a model directory or a hub id, found nothing at"),
         (["--baseline_draft", str(tmp_path / "gone")], "baseline_draft: expected a model directory or a hub id"),

@@ -293,7 +293,7 @@ def test_the_command(root, tmp_path, capsys):
 def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys):
     draft = ("--draft", str(root / "draft"))
     for more, named in [
-        ((), "draft: expected one drafter out of draft, medusa and prompt_lookup, found none"),
+        ((), "draft: expected one drafter out of draft, parallel_draft, medusa and prompt_lookup, found none"),
         ((*draft, "--prompt_lookup", "true"), "prompt_lookup, found draft and prompt_lookup"),
         ((*draft, "--batch_size", "1,6"), "batch_size: expected at most the 5 prompts, found 6"),
         ((*draft, "--batch_size", "2,0"), "batch_size: expected at least 1, found 0"),
