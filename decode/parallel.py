@@ -10,7 +10,7 @@ entries of a row, tokens of the text and masks in any order.
 """
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 
@@ -20,13 +20,18 @@ LENGTH = "parallel_length"
 """The key that says how many tokens K the draft was trained to propose in one forward."""
 
 
-def length_of(model: PreTrainedModel) -> int | None:
+def is_parallel(config: PretrainedConfig) -> bool:
+    """Whether a model's config says that it drafts in parallel: it names a mask token."""
+    return getattr(config.get_text_config(), MASK_TOKEN, None) is not None
+
+
+def length_of(config: PretrainedConfig) -> int | None:
     """Return how many tokens a parallel draft was trained to propose in one forward; None where it does not say.
 
     Raises:
         InputError: the config says something else than a number of tokens.
     """
-    length = getattr(model.config.get_text_config(), LENGTH, None)
+    length = getattr(config.get_text_config(), LENGTH, None)
     if length is not None and (not isinstance(length, int) or length < 1):
         raise InputError(f"parallel draft: expected {LENGTH} of at least 1 in the config, found {length}")
     return length
@@ -81,12 +86,20 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     """
     if len(tokenizer) < vocab_size:
         return len(tokenizer)
-    template = str(getattr(tokenizer, "chat_template", None) or "")
-    named = set(tokenizer.all_special_ids)
-    for token, added in sorted(tokenizer.added_tokens_decoder.items(), reverse=True):
-        if added.special and (token not in named or token == tokenizer.pad_token_id) and added.content not in template:
+    for token in sorted(tokenizer.added_tokens_decoder, reverse=True):
+        if is_unused(tokenizer, token):
             return int(token)
     raise InputError(
         "parallel_mask_token: expected a token that no text contains, found no unused special token in the tokenizer: "
         "name one"
     )
+
+
+def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
+    """Whether texts do not contain a token, as far as the tokenizer can say: see `unused_token`."""
+    if token >= len(tokenizer):
+        return True
+    added = tokenizer.added_tokens_decoder.get(token)
+    named = token in tokenizer.all_special_ids and token != tokenizer.pad_token_id
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    return added is not None and added.special and not named and added.content not in template

@@ -8,8 +8,9 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode import DraftModelProposer, Proposer, Tree
+from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, Proposer, Tree
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.parallel import is_parallel, length_of, mask_token_of
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import VLLM_READS, check_output, export_heads
@@ -106,20 +107,45 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
 
 def _served_draft(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
     path, code = str(config.draft), config.trust_remote_code
-    speculative = {
-        "method": "draft_model",
-        "model": path,
-        "num_speculative_tokens": GAMMA if config.draft_length is None else config.draft_length,
-    }
+    speculative = speculative_config(config, path, load_config(path, field="draft", trust_remote_code=code))
     served = [
         Served(f"the draft, {method}", {**speculative, "draft_sample_method": method})
         for method in ("greedy", "probabilistic")
     ]
 
     def drafter(_: PreTrainedModel) -> Proposer:
-        return DraftModelProposer(load_model(path, field="draft", dtype="float32", trust_remote_code=code))
+        draft = load_model(path, field="draft", dtype="float32", trust_remote_code=code)
+        return ParallelDraftProposer(draft) if is_parallel(draft.config) else DraftModelProposer(draft)
 
     return served, drafter
+
+
+def speculative_config(config: ExportConfig, path: str, draft: PretrainedConfig) -> dict[str, Any]:
+    """Return vLLM's speculative config of a draft; one that names a mask token drafts all tokens in one forward.
+
+    vLLM 0.32 reads `pard_token` of the draft's config (`v1/spec_decode/llm_base_proposer.py`) and asks for no length.
+    """
+    found: dict[str, Any] = {
+        "method": "draft_model",
+        "model": path,
+        "num_speculative_tokens": draft_length(config, draft),
+    }
+    return found | ({"parallel_drafting": True} if is_parallel(draft) else {})
+
+
+def draft_length(config: ExportConfig, draft: PretrainedConfig) -> int:
+    """Return γ: what was asked for, all that a parallel draft proposes, or 4.
+
+    Raises:
+        InputError: more than a parallel draft was trained to propose.
+    """
+    longest = length_of(draft)
+    given = config.draft_length or longest or GAMMA
+    if longest is not None and given > longest:
+        raise InputError(
+            f"draft_length: expected at most the {longest} tokens that the draft was trained to propose, found {given}"
+        )
+    return given
 
 
 def _served_heads(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
@@ -159,7 +185,7 @@ def _import(config: ExportConfig, source: str) -> list[str]:
 
 
 def _serve_draft(config: ExportConfig, path: str) -> list[str]:
-    directory, length = Path(path), GAMMA if config.draft_length is None else config.draft_length
+    directory = Path(path)
     if not directory.is_dir():
         raise InputError(f"draft: expected a directory, found none at {path}")
     if not any(directory.glob("*.safetensors")):
@@ -178,7 +204,7 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
                 f"draft: expected the target's vocab_size {sizes[0]}, which {server} requires, found {sizes[1]}; "
                 f"draft.resize_token_embeddings({max(sizes)}) pads it"
             )
-    name = config.target or "TARGET"
+    name, parallel = config.target or "TARGET", is_parallel(draft.config)
     lines = [
         f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
     ]
@@ -186,8 +212,14 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses
         # rejection sampling, and a draft of another vocab_size or another map of tokens than the target's.
         drawn = "it drafts the most likely token, and cannot draw: of the report's figures those of greedy drafts apply"
-        return [*lines, f"# {drawn}", sglang_command(name, path, length)]
-    speculative = {"method": "draft_model", "model": path, "num_speculative_tokens": length}
+        lines.append(f"# {drawn}")
+        if parallel:
+            lines.append("# SGLang's STANDALONE drafts a token a forward, with this draft too: measure it as --draft")
+        return [*lines, sglang_command(name, path, config.draft_length or GAMMA)]
+    if parallel:
+        mask_token_of(draft)
+        lines.append("# it drafts all tokens in one forward; measure it as --parallel_draft")
+    speculative = speculative_config(config, path, draft.config)
     drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
     return [*lines, f"# {drawn}", vllm_command(name, speculative)]
 

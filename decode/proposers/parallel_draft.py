@@ -45,7 +45,7 @@ class ParallelDraftProposer(DraftModelProposer):
     def __init__(self, draft_model: PreTrainedModel, tree: Tree | None = None, greedy: bool = False):
         super().__init__(draft_model, tree, greedy=greedy)
         self._mask = mask_token_of(draft_model)
-        self.longest = length_of(draft_model)
+        self.longest = length_of(draft_model.config)
         if tree is not None and self.longest is not None and tree.depth > self.longest:
             raise InputError(
                 f"tree: expected a depth of at most the draft's {LENGTH} {self.longest}, found {tree.depth}"

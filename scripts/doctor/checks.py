@@ -9,6 +9,7 @@ import torch
 
 from draftsmith.decode.cache import check_model
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.parallel import is_parallel, is_unused, length_of, mask_token_of
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side
@@ -31,6 +32,8 @@ def check_pair(pair: Pair, context: int | None, dtype: str, device: torch.device
     if target is not None and draft is not None:
         yield _sizes(target, draft)
         yield _tokenizers(target, draft)
+    if draft is not None and is_parallel(draft.model.config):
+        yield _parallel(draft)
     if sides:
         yield _vocabulary(sides)
         yield _rollback(sides)
@@ -112,6 +115,22 @@ def _heads(target: Side, heads: Part) -> Finding:
             "search a deeper tree (draftsmith medusa-tree --heads DIR), or train fewer heads",
         )
     return Finding("ok", name, text)
+
+
+def _parallel(draft: Side) -> Finding:
+    name = "parallel"
+    try:
+        mask, length = mask_token_of(draft.model), length_of(draft.model.config)
+    except InputError as error:
+        text = str(error).removeprefix("parallel draft: ")
+        return Finding("error", name, text, "write into its config.json what it was trained with")
+    known = "tokens" if length is None else f"{length} tokens"
+    text = f"drafts {known} in one forward (--parallel_draft), with token {mask} for a mask"
+    if is_unused(draft.tokenizer, mask):
+        return Finding("ok", name, text)
+    remedy = "drafts stay lossless, but it can't tell a mask from text: train with an unused token"
+    written = draft.tokenizer.convert_ids_to_tokens(mask)
+    return Finding("warning", name, f"{text}, which texts may contain: {written!r}", remedy)
 
 
 def _sizes(target: Side, draft: Side) -> Finding:

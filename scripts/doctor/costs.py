@@ -8,10 +8,11 @@ import psutil  # type: ignore[import-untyped]
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode import DraftModelProposer
+from draftsmith.decode import DraftModelProposer, ParallelDraftProposer
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
+from draftsmith.decode.parallel import is_parallel
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer
@@ -100,13 +101,24 @@ def check_costs(
 
 
 def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> Finding:
-    """Measure t(1), t(5) and c = d(1) / t(1), and solve for the α from which γ = 4 beats plain decoding."""
-    text, verifying, drafting = _measured(target, DraftModelProposer(draft), rows, GAMMA, GAMMA, [target, draft])
-    name, costs = f"costs, B = {rows}", Costs(verifying, drafting / GAMMA)
-    text += f"drafting c = {costs.draft_step / costs.target[1]:.2f} t(1) a token: γ = {GAMMA} pays"
-    alpha = costs.break_even_acceptance(GAMMA)
+    """Measure t(1), t(γ + 1) and d(γ), and solve for the α from which γ beats plain decoding.
+
+    γ is 4, or of a parallel draft all that it proposes in one forward.
+    """
+    name, gamma = f"costs, B = {rows}", GAMMA
+    if is_parallel(draft.config):
+        parallel = ParallelDraftProposer(draft)
+        gamma = parallel.longest or GAMMA
+        text, verifying, drafting = _measured(target, parallel, rows, gamma, gamma, [target, draft])
+        costs = Costs(verifying, 0.0, draft_start=drafting)
+        text += f"drafting {drafting / costs.target[1]:.2f} t(1) a round: γ = {gamma} pays"
+    else:
+        text, verifying, drafting = _measured(target, DraftModelProposer(draft), rows, gamma, gamma, [target, draft])
+        costs = Costs(verifying, drafting / gamma)
+        text += f"drafting c = {costs.draft_step / costs.target[1]:.2f} t(1) a token: γ = {gamma} pays"
+    alpha = costs.break_even_acceptance(gamma)
     if alpha is None:
-        best = costs.speedup(GAMMA + 1, GAMMA)
+        best = costs.speedup(gamma + 1, gamma)
         remedy = "take a smaller draft, or another --dtype or device"
         return Finding("warning", name, f"{text} at no α, for at α = 1 it is {best:.2f}× as fast", remedy)
     text += f" from α = {alpha:.2f} on"

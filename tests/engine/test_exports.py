@@ -7,6 +7,7 @@ import torch
 from engine import DRAFT, PYTHON, TARGET
 from safetensors.torch import load_file, save_file
 from trained_heads import train_heads
+from trained_parallel import train_parallel
 from transformers import GenerationConfig
 
 from draftsmith.decode import Tree
@@ -18,6 +19,7 @@ from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
 from draftsmith.scripts.engine.verification import Checks
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.runs import save_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -116,3 +118,20 @@ def test_a_draft_is_verified_by_the_command(capsys, monkeypatch):
             f"# vLLM with the draft, {method}: 4 of 4 texts are its text without\n# the draft, {method}, γ = 4: " in out
         )
     assert out.count("as replay says that vLLM counts") == 2
+
+
+def test_a_draft_that_drafts_in_one_forward_is_verified_by_the_command(target, prompts, tmp_path, capsys, monkeypatch):
+    """One that learnt the target's own text, so that masks are accepted too."""
+    texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:4]], 4, max_new_tokens=TOKENS)
+    draft = train_parallel(load_model(DRAFT, dtype="float32", device="cpu"), 1, K, texts, steps=40)
+    save_model(draft, load_tokenizer(DRAFT), tmp_path / "parallel")
+    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
+    argv = ["export", "--draft", str(tmp_path / "parallel"), "--target", str(TARGET), "--format", "vllm"]
+    code = cli.main([*argv, "--verify", "vllm", "--limit", "4", "--max_new_tokens", str(TOKENS)])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    for method in ("greedy", "probabilistic"):
+        (line,) = (line for line in out.splitlines() if line.startswith(f"# the draft, {method}, γ = {K}: "))
+        assert line.endswith("as replay says that vLLM counts")
+        first, *later = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
+        assert first > later[0] > later[1] > 0, "drafts that guess nothing prove nothing"

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from families import tiny_model
 from rich.cells import cell_len
 from rich.console import Console
 from safetensors.torch import load_file, save_file
+from trained_parallel import as_parallel
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
 from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 from unit.test_retokenized import permuted, with_merges
@@ -271,6 +273,28 @@ def test_what_costs_mean_is_said(target, draft, monkeypatch):
         found = heads_costs(target, heads, 2) if "τ" in text else draft_costs(target, draft, 2)
         assert (found.name, found.state) == ("heads, B = 2" if "τ" in text else "costs, B = 2", state)
         assert found.text.endswith(text) and found.remedy.startswith(remedy) and bool(found.remedy) == bool(remedy)
+
+
+def test_a_parallel_draft_is_told_with_its_mask(pair_dirs, tmp_path, capsys):
+    target, draft = pair_dirs
+    shutil.copytree(draft, tmp_path / "parallel")
+    pad = load_tokenizer(draft).pad_token_id
+    rewrite(tmp_path / "parallel", pard_token=pad, parallel_length=4)
+    _, lines, _, _ = check(capsys, target, tmp_path / "parallel")
+    assert lines["parallel"] == f"✓ drafts 4 tokens in one forward (--parallel_draft), with token {pad} for a mask"
+    rewrite(tmp_path / "parallel", pard_token=50)
+    code, lines, _, _ = check(capsys, target, tmp_path / "parallel")
+    assert code == 0 and lines["parallel"].startswith("! ") and "which texts may contain" in lines["parallel"]
+    rewrite(tmp_path / "parallel", pard_token=10**6)
+    code, lines, _, _ = check(capsys, target, tmp_path / "parallel")
+    assert code == 2 and "expected pard_token in the config, a token below" in lines["parallel"]
+
+
+def test_a_parallel_draft_costs_one_forward_a_round(target, monkeypatch):
+    drafts = as_parallel(tiny_llama(1, target.config.vocab_size, layers=1), 0, 6)
+    monkeypatch.setattr(pair_costs, "_measure", lambda *a: ({1: 1.0, 1 + a[4]: 1.0}, 0.75))
+    found = draft_costs(target, drafts, 1)
+    assert "t(7) = 1.00 t(1), drafting 0.75 t(1) a round: γ = 6 pays from α = 0." in found.text
 
 
 def test_a_draft_of_four_tokens_is_timed_as_four_forwards(target, draft, monkeypatch):

@@ -276,3 +276,20 @@ def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys
     assert err.startswith(f"error: {pair_dirs[0]}")
     assert not (tmp_path / "out").exists()
     assert "export" in cli.COMMANDS
+
+
+def test_a_draft_that_drafts_in_one_forward_is_served_so(pair_dirs, tmp_path, capsys):
+    target, draft = pair_dirs
+    shutil.copytree(draft, tmp_path / "parallel")
+    path = tmp_path / "parallel" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"pard_token": 1, "parallel_length": 6}))
+    flags = ["--draft", tmp_path / "parallel", "--target", target]
+    speculative = {"method": "draft_model", "model": str(tmp_path / "parallel"), "parallel_drafting": True}
+    for more, length in (([], 6), (["--draft_length", 3], 3)):
+        lines, _ = ran(capsys, *flags, "--format", "vllm", *more)
+        assert json.loads(shlex.split(lines[-1])[-1]) == speculative | {"num_speculative_tokens": length}
+        assert lines[1].startswith("# it drafts all tokens in one forward")
+    lines, _ = ran(capsys, *flags, "--format", "sglang")
+    assert "# SGLang's STANDALONE drafts a token a forward" in lines[-2] and "--speculative-num-steps 4 " in lines[-1]
+    _, err = ran(capsys, *flags, "--format", "vllm", "--draft_length", 7, code=2)
+    assert "draft_length: expected at most the 6 tokens that the draft was trained to propose, found 7" in err

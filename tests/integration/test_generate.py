@@ -14,7 +14,8 @@ from conftest import perturbed, tiny_llama
 from rich.cells import cell_len
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from trained_parallel import as_parallel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 from unit.test_retokenized import permuted
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
@@ -54,6 +55,8 @@ def pair(tmp_path_factory, tokenizer):
         else:  # any bytes: most of what it writes is no UTF-8
             model = tiny_llama(0, len(tokenizer))
         save_model(model, tokenizer, root / name)
+    draft = AutoModelForCausalLM.from_pretrained(root / "draft")
+    save_model(as_parallel(draft, 0, 4), tokenizer, root / "parallel")
     MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
     return root
 
@@ -362,6 +365,7 @@ def test_a_draft_with_another_tokenizer_writes_the_targets_text_at_temperature_0
 
 PROPOSERS = {
     "draft": {},
+    "parallel_draft": {"parallel_draft": "parallel"},
     "medusa": {"medusa": "heads"},
     "prompt_lookup": {},
     "lookahead": {},
@@ -379,7 +383,7 @@ def test_all_proposers_are_tried_here():
 def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
     text, _, _ = decoded(pair)
     compare = proposer != "none"
-    options = {name: pair / value if name == "medusa" else value for name, value in PROPOSERS[proposer].items()}
+    options = {name: pair / value if isinstance(value, str) else value for name, value in PROPOSERS[proposer].items()}
     out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **options))
     assert out == text + "\n"
     assert err.splitlines()[0].startswith(f"{NEW} tokens in ")

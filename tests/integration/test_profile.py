@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from rich.console import Console
+from trained_parallel import as_parallel
 
 from draftsmith.decode import DraftModelProposer, PromptLookupProposer, Tree, speculative_generate
 from draftsmith.decode.cache import model as cached_model
@@ -247,6 +248,7 @@ def root(tmp_path_factory, tokenizer):
     target = tiny_llama(0, len(tokenizer))
     for name, model in {"target": target, "draft": perturbed(target, 0.05)}.items():
         save_model(model, tokenizer, root / name)
+    save_model(as_parallel(perturbed(target, 0.05), 0, 3), tokenizer, root / "parallel")
     MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=len(tokenizer), num_heads=2)).save_pretrained(root / "heads")
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(root / "strangers")
     (root / "prompts.txt").write_text("def f(x):\nimport os\na story of x\nfor i in\nself\n")
@@ -265,6 +267,7 @@ def test_the_command(root, tmp_path, capsys):
     for i, (drafter, kind, temperature, depth) in enumerate(
         [
             (("--draft", str(root / "draft")), "draft", "0", 3),
+            (("--parallel_draft", str(root / "parallel")), "parallel_draft", "0.8", 3),
             (("--medusa", str(root / "heads")), "medusa", "0.8", 2),
             (("--prompt-lookup", "true"), "prompt_lookup", "0", 3),
         ]

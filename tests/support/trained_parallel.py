@@ -9,12 +9,18 @@ from transformers import PreTrainedModel
 from draftsmith.decode.parallel import LENGTH, MASK_TOKEN, visible_entries
 
 
+def as_parallel(draft: PreTrainedModel, mask: int, length: int) -> PreTrainedModel:
+    """Write into a draft's config that it drafts so many tokens in one forward, which it has not learnt."""
+    setattr(draft.config, MASK_TOKEN, mask)
+    setattr(draft.config, LENGTH, length)
+    return draft
+
+
 def train_parallel(
     draft: PreTrainedModel, mask: int, length: int, texts: Sequence[Tensor], steps: int = 20, rate: float = 2e-3
 ) -> PreTrainedModel:
     """Make a draft one of `length` tokens a forward, and fit it to texts (T,) with masks behind each token."""
-    setattr(draft.config, MASK_TOKEN, mask)
-    setattr(draft.config, LENGTH, length)
+    as_parallel(draft, mask, length)
     optimizer = torch.optim.Adam(draft.train().requires_grad_(True).parameters(), lr=rate)
     for step in range(steps):
         text = texts[step % len(texts)]
