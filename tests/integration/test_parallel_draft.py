@@ -2,17 +2,20 @@
 
 import pytest
 import torch
-from trained_parallel import train_parallel
+from conftest import tiny_llama
+from trained_parallel import as_parallel, train_parallel
 from transformers import GenerationConfig
 
 from draftsmith.decode import ParallelDraftProposer, Tree, replay_acceptance, speculative_generate
+from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.scripts.configs import ASSETS
 from draftsmith.scripts.quickstart import STOCK
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
 
-TARGET, NEW, LONGEST = ASSETS / "tiny-target", 40, 8
+TARGET, NEW, LONGEST = ASSETS / "tiny-target", 32, 8
+TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)])
 
 
 @pytest.fixture(scope="module")
@@ -20,8 +23,8 @@ def embedded():
     """The target, a draft that learnt its text a little, prompts, and their plain texts."""
     target = load_model(str(TARGET), dtype="float32", device="cpu")
     target.generation_config = GenerationConfig(pad_token_id=0)
-    prompts = [torch.tensor(ids) for ids in encoded_prompts(None, load_tokenizer(str(TARGET)), 6, 48)]
-    texts = plain_texts(target, prompts, 6, max_new_tokens=NEW)
+    prompts = [torch.tensor(ids) for ids in encoded_prompts(None, load_tokenizer(str(TARGET)), 4, 48)]
+    texts = plain_texts(target, prompts, 4, max_new_tokens=NEW)
     draft = load_model(str(STOCK), dtype="float32", device="cpu")
     return target, train_parallel(draft, 1, LONGEST, texts[:3], steps=30), prompts, texts
 
@@ -44,8 +47,7 @@ def test_replay_is_the_decoder_at_every_length(embedded, draft_length):
 
 def test_trees_replay_too_alone_and_in_a_batch(embedded):
     target, draft, prompts, texts = embedded
-    tree = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0)])
-    proposer = ParallelDraftProposer(draft, tree)
+    proposer = ParallelDraftProposer(draft, TREE)
     replay = replay_acceptance(target, proposer, texts, [len(p) for p in prompts], [4], 0.0)
     width = max(map(len, prompts))
     ids = torch.stack([torch.nn.functional.pad(p, (width - len(p), 0)) for p in prompts])
@@ -56,15 +58,23 @@ def test_trees_replay_too_alone_and_in_a_batch(embedded):
         assert_same(replayed.counts[4], out.row_counts[row])
 
 
-def test_compiled_rounds_draft_the_same(embedded):
-    """Rows that need one token and rows that need several share a forward of a fixed shape."""
-    target, draft, prompts, texts = embedded
-    for rows in (1, 2):
-        ids = torch.stack([prompt[-32:] for prompt in prompts[:rows]])
-        options = {"draft_length": 4, "max_new_tokens": NEW, "do_sample": False}
-        eager = speculative_generate(target, ParallelDraftProposer(draft), ids, **options)
-        compiled = speculative_generate(target, ParallelDraftProposer(draft), ids, compiled=True, **options)
-        assert torch.equal(eager.sequences, compiled.sequences) and eager.row_counts == compiled.row_counts
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_fixed_shapes_change_nothing_and_are_few(monkeypatch, tree):
+    """Rows that lack one token and rows that lack several share a forward, compiled by a backend that runs graphs."""
+    target = tiny_llama(0, 6, scale=2.0)
+    draft = as_parallel(tiny_llama(1, 6, layers=1), 5, 6)
+    compiled = {model: torch.compile(model.forward, backend="eager", dynamic=False) for model in (target, draft)}
+    monkeypatch.setattr(cached_model, "_compiled", lambda model: compiled[model])
+    ids = torch.randint(0, 6, (3, 9), generator=torch.Generator().manual_seed(1))
+    options = {"draft_length": 4, "max_new_tokens": 30, "do_sample": tree is None, "top_k": 0, "seed": 1}
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager = speculative_generate(target, ParallelDraftProposer(draft, tree), ids, **options)
+    out = speculative_generate(target, ParallelDraftProposer(draft, tree), ids, compiled=True, **options)
+    assert torch.equal(out.sequences, eager.sequences) and out.row_counts == eager.row_counts
+    assert eager.counts.num_accepted_tokens_per_pos[2] > 0
+    # The target's block; the draft's with 2, 4 and 8 tokens of the text.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 1 + 3
 
 
 def assert_same(replayed, counted):
