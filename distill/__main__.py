@@ -10,6 +10,9 @@ from draftsmith.distill.draft_init import finish_draft, make_draft
 from draftsmith.distill.parallel_draft import choose_attention, make_parallel, require_masks
 from draftsmith.distill.parallel_trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.distill.vocabulary import keep_tokens
+from draftsmith.train.cut_vocabulary import frequent_tokens
+from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
@@ -44,6 +47,10 @@ def distill(config: DistillConfig) -> DistillTrainer:
         require_masks(draft)
     else:
         set_attention(draft, config.attn_implementation)
+    if config.init.draft_vocabulary is not None:
+        count, size = config.init.draft_vocabulary, tokenizer_size(tokenizer)
+        ends = end_of_sequence_ids(draft.generation_config, tokenizer)
+        keep_tokens(draft, frequent_tokens(train, count, size, ends, "init.draft_vocabulary").tolist())
     if config.packing:
         if not config.parallel:  # masks tell the samples apart
             require_packing(draft, "draft", args.per_device_train_batch_size)

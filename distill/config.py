@@ -41,6 +41,10 @@ class DraftInit:
     with it all the same; "none": it trains its own, copied (carved) or random."""
     seed: int = 0
     """The seed of random weights, adapters included."""
+    draft_vocabulary: int | None = None
+    """D: the draft's head knows the D tokens alone that the completions hold most often, those that end a text among
+    them (FR-Spec, arXiv 2502.14856): less to read for each drafted token, and other tokens are never accepted. All if
+    not given, or those that a given draft has. Saved are the whole embeddings and head all the same."""
     pad_vocabulary: bool = True
     """Give the draft's head as many rows as the target's, as vLLM and `generate(assistant_model=…)` demand; rows that
     are no token get low logits."""
@@ -52,6 +56,7 @@ class DraftInit:
             raise InputError("init: expected one of layers and config, found both")
         sizes = ("hidden_size", "attention_heads", "intermediate_size")
         require(self, at_least(1), *sizes, prefix="init.")
+        require(self, at_least(2), "draft_vocabulary", prefix="init.")
         require(self, one_of(("none", "embeddings")), "share", prefix="init.")
         for name in sizes:
             if getattr(self, name) is not None and self.layers is None:

@@ -14,6 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.config import DraftInit
@@ -76,6 +77,9 @@ def make_draft(
             check_same_tokenizer(tokenizer, stored, str(target.name_or_path), draft, ends_may_differ=True)
             draft_tokenizer = stored if stored.get_vocab() == tokenizer.get_vocab() else tokenizer
             model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
+            if (known := kept_tokens(model.config)) is not None and init.draft_vocabulary is not None:
+                found = f"{init.draft_vocabulary} beside the draft's {len(known)}"
+                raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {found}")
         else:
             model = _carved(target, init) if init.layers is not None else _random(target, init.config or {})
             model.generation_config = copy.deepcopy(target.generation_config)

@@ -23,8 +23,8 @@ from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import inside_model
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_features, replay_sums
-from draftsmith.train.teacher.distributions import CachedDistributions, GatheredDistributions
+from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_sums
+from draftsmith.train.teacher.distributions import GatheredDistributions
 
 
 class ParallelTrainer(DistillTrainer):
@@ -42,7 +42,8 @@ class ParallelTrainer(DistillTrainer):
         config = self.config
         self.compute_metrics = parallel_metrics
         self.mask_token = mask_token_of(self.draft)
-        self.vocab_size = loss_vocabulary(self.draft, self.vocab_size)
+        if self.cut is None:
+            self.vocab_size = loss_vocabulary(self.draft, self.vocab_size)
         if self.target is not None and self.target.config.get_text_config().vocab_size < self.vocab_size:
             raise InputError(
                 f"parallel_mask_token: expected a token that the target's vocabulary of "
@@ -101,15 +102,15 @@ class ParallelTrainer(DistillTrainer):
         """Return the objective summed over this part's completion tokens and the masks behind them."""
         chains: Chains = inputs["chains"]
         objective = self.current_objective() if model.training else self.objective
-        labels_E = positions.next_tokens(inputs["input_ids"])[chains.places_E]
-        p_E = chains.gathered(self._teacher_of(inputs, positions)) if objective.needs_target else None
+        labels_E = self.learned(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
+        p_E = chains.gathered(self.taught(self._teacher_of(inputs, positions))) if objective.needs_target else None
 
         def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
                 return chunked_objective(
                     objective,
                     chains.take(hidden_BLH),
-                    head.cut(self.vocab_size),
+                    self.trained(head),
                     p_E,
                     labels_E,
                     chains.offsets_E > 0,
@@ -134,10 +135,6 @@ class ParallelTrainer(DistillTrainer):
         counts_B = torch.bincount(row_N, minlength=rows)
         number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a place in its row
 
-        def features_of(p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-            replayed_PF = replay_features(p, q_logits_PV, labels_P, self.sampler)
-            return torch.cat([replayed_PF, self.objective.features(p, q_logits_PV, labels_P)], dim=1)
-
         table_BNKF: Tensor | None = None
         inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool, device=self.args.device)
         further = self.length - 1
@@ -154,8 +151,8 @@ class ParallelTrainer(DistillTrainer):
                 p_E: GatheredDistributions = p_E,
                 labels_E: Tensor = labels_E,
             ) -> Tensor:
-                hidden_EH, head = chains.take(hidden_BLH), head.cut(self.vocab_size)
-                return chunked_features(features_of, labels_E, hidden_EH, head, p_E, self.sizes)
+                hidden_EH, head = chains.take(hidden_BLH), self.trained(head)
+                return chunked_features(self.evaluated, labels_E, hidden_EH, head, p_E, self.evaluation_sizes)
 
             beside = self._with_masks(inputs, chains)
             features_EF = model(**beside, inside=inside_model(self.draft, taken, parallel_hidden)).float()

@@ -5,19 +5,24 @@ token before the one to predict, so that rows have T − 1 of them.
 """
 
 import time
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_vocabulary import kept_tokens
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
+from draftsmith.train.cut_vocabulary import CutVocabulary
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.lora import merged_state
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
@@ -60,6 +65,9 @@ class DistillTrainer(RecipeTrainer):
             compute_metrics=acceptance_metrics,
             **kwargs,
         )
+        kept_D = kept_tokens(draft.config)
+        self.cut = None if kept_D is None else CutVocabulary(kept_D.to(self.args.device), self.vocab_size)
+        """The tokens that the draft proposes; None of all."""
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
     def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -104,8 +112,10 @@ class DistillTrainer(RecipeTrainer):
 
     @property
     def unwritten(self) -> list[int]:
-        """The tokens that the draft must not write: rows of its head that are none."""
-        return list(range(self.vocab_size, self.draft.config.get_text_config().vocab_size))
+        """The tokens that the draft must not write: rows of its head that are none, and those that it can't propose."""
+        rows: int = self.draft.config.get_text_config().vocab_size
+        written = range(self.vocab_size) if self.cut is None else self.cut.tokens_D.tolist()
+        return sorted(set(range(rows)) - set(written))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what sampling from the draft has cost since the last time."""
@@ -118,13 +128,13 @@ class DistillTrainer(RecipeTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens."""
-        labels_N, follow_N = positions.next_tokens(inputs["input_ids"]), positions.follow()
+        labels_N, follow_N = self.learned(positions.next_tokens(inputs["input_ids"])), positions.follow()
         objective = self.current_objective() if model.training else self.objective
-        teacher = self._teacher_of(inputs, positions) if objective.needs_target else None
+        teacher = self.taught(self._teacher_of(inputs, positions)) if objective.needs_target else None
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                hidden_NH, head = positions.take(hidden_BTH), head.cut(self.vocab_size)
+                hidden_NH, head = positions.take(hidden_BTH), self.trained(head)
                 return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.sizes)
 
         return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
@@ -139,13 +149,9 @@ class DistillTrainer(RecipeTrainer):
         positions = LossPositions(inputs["positions"][0])
         labels_N, teacher = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
 
-        def features_of(p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
-            replayed_PK = replay_features(p, q_logits_PV, labels_P, self.sampler)
-            return torch.cat([replayed_PK, self.objective.features(p, q_logits_PV, labels_P)], dim=1)
-
         def taken(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
-            hidden_NH, head = positions.take(hidden_BTH), head.cut(self.vocab_size)
-            return chunked_features(features_of, labels_N, hidden_NH, head, teacher, self.sizes)
+            hidden_NH, head = positions.take(hidden_BTH), self.trained(head)
+            return chunked_features(self.evaluated, labels_N, hidden_NH, head, teacher, self.evaluation_sizes)
 
         features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
         features_BTK = features_NK.new_zeros(*chosen_BT.shape, features_NK.shape[1])
@@ -156,6 +162,39 @@ class DistillTrainer(RecipeTrainer):
         ]
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
+
+    def trained(self, head: OutputHead) -> OutputHead:
+        """Return what the loss takes of the draft's head: the rows of the tokens that it proposes."""
+        return head.cut(self.vocab_size) if self.cut is None else self.cut.of_head(head)
+
+    def learned(self, labels_N: Tensor) -> Tensor:
+        """Return the text's tokens as the loss numbers them: of a cut vocabulary the places there."""
+        return labels_N if self.cut is None else self.cut.labels(labels_N)
+
+    def taught(self, teacher: LiveDistributions | CachedDistributions) -> LiveDistributions | CachedDistributions:
+        """Return what the loss compares the draft with: p over the tokens that it proposes."""
+        if self.cut is None:
+            return teacher
+        if isinstance(teacher, CachedDistributions):
+            return self.cut.of_cached(teacher)
+        return replace(teacher, head=self._cut_target_head)
+
+    @cached_property
+    def _cut_target_head(self) -> OutputHead:
+        assert self.cut is not None
+        return self.cut.of_head(self.target_head)
+
+    def evaluated(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """Return the four features of replay, over all tokens, and behind them those of the loss."""
+        cut, wide_PV = self.cut, q_logits_PV if self.cut is None else self.cut.widened(q_logits_PV)
+        replayed_PK = replay_features(p, wide_PV, labels_P, self.sampler)
+        p = p if cut is None else cut.of_distributions(p)
+        return torch.cat([replayed_PK, self.objective.features(p, q_logits_PV, self.learned(labels_P))], dim=1)
+
+    @property
+    def evaluation_sizes(self) -> ChunkSizes:
+        """Of the chunks of an evaluation, which holds all tokens' p beside the q of those that the draft proposes."""
+        return self.sizes if self.cut is None else self.cut.sizes(self.sizes)
 
     def _teacher_of(self, inputs: dict[str, Any], positions: LossPositions) -> LiveDistributions | CachedDistributions:
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions

@@ -4,11 +4,13 @@ Verification compares token ids, so draft and target must mean the same by an id
 the tokenizer is padding; some servers demand that it be equal all the same.
 """
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_vocabulary import KEPT_TOKENS, kept_tokens
 from draftsmith.decode.parallel import MASK_TOKEN
 from draftsmith.train.models import tokenizer_size
 
@@ -38,6 +40,12 @@ def fit_vocabulary(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
         draft.resize_token_embeddings(wanted, mean_resizing=rows < tokens)
     if size is not None:
         silence_padding(draft, tokens)
+
+
+def keep_tokens(draft: PreTrainedModel, tokens: Sequence[int]) -> None:
+    """Have a draft propose these ascending tokens alone: its config says so (`decode.draft_vocabulary`)."""
+    setattr(draft.config.get_text_config(), KEPT_TOKENS, list(tokens))
+    kept_tokens(draft.config)
 
 
 @torch.no_grad()

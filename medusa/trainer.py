@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.errors import InputError, at_most
+from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.cut_vocabulary import CutVocabulary
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective, chunked_objectives
@@ -86,11 +86,10 @@ class MedusaTrainer(RecipeTrainer):
         if config.joint:
             model.thaw()
             self._works = self._works[0], self.trained_work()
-        self._places: Tensor | None = None
-        """For each of the target's tokens its place in a truncated vocabulary; no label where it has none."""
+        self._cut: CutVocabulary | None = None
+        """The tokens of a truncated vocabulary."""
         if heads.token_map is not None:
-            self._places = torch.full((heads.config.vocab_size,), IGNORED)
-            self._places[heads.token_map.cpu()] = torch.arange(len(heads.token_map))
+            self._cut = CutVocabulary(heads.token_map.to(self.args.device), heads.config.vocab_size)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what joint training cannot be sharded by."""
@@ -177,8 +176,8 @@ class MedusaTrainer(RecipeTrainer):
         """
         heads, at = self.heads, Positions(inputs, self.count)
         labels = at.labels
-        if self._places is not None:  # a token that cannot be drafted cannot be learned
-            labels = self._places.to(labels.device)[labels]
+        if self._cut is not None:
+            labels = self._cut.labels(labels)
         p = None
         if self.objective.needs_target and teacher is not None:
             p = LiveDistributions(at.teacher(teacher[0]), teacher[1])
@@ -200,14 +199,14 @@ class MedusaTrainer(RecipeTrainer):
     ) -> Tensor:
         """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
         heads, labels = self.heads, inputs["labels"][:, 1:]
-        places = None if self._places is None else self._places.to(labels.device)
+        cut = self._cut
 
         def features(p: Any, q_logits: Tensor, tokens: Tensor) -> Tensor:
             wide = heads.widened(q_logits)[..., : self.vocab_size]
             replayed = replay_features(p, wide, tokens, self.sampler)
             right = (wide.argmax(-1) == tokens).float()
-            if places is not None:
-                p, tokens = p[:, heads.token_map], places[tokens]
+            if cut is not None:
+                p, tokens = cut.of_distributions(p), cut.labels(tokens)
             return torch.cat([replayed[:, :2], right[:, None], self.objective.features(p, q_logits, tokens)], dim=1)
 
         a = hidden.new_zeros(*chosen.shape, self.count, dtype=torch.float32)
@@ -241,7 +240,7 @@ class MedusaTrainer(RecipeTrainer):
     def _trained_head(self, index: int) -> OutputHead:
         """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
         head = self.heads.head(index)
-        return head if self._places is not None else head.cut(self.vocab_size)
+        return head if self._cut is not None else head.cut(self.vocab_size)
 
     @cached_property
     def _teacher_head(self) -> OutputHead:
@@ -249,8 +248,7 @@ class MedusaTrainer(RecipeTrainer):
         return self._narrowed(self.target_head)
 
     def _narrowed(self, head: OutputHead) -> OutputHead:
-        token_map = self.heads.token_map
-        return head if token_map is None else head.of(token_map.to(head.weight.device))
+        return head if self._cut is None else self._cut.of_head(head)
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of the heads, and of a backbone in training; what it was before is counted apart."""
@@ -349,31 +347,3 @@ def medusa_metrics(prediction: EvalPrediction) -> dict[str, float]:
         metrics[f"alpha_{index}"] = float(overlap / max(count, 1))
     metrics["alpha"] = metrics["alpha_1"]
     return metrics
-
-
-def frequent_tokens(data: TrainingData, count: int, size: int) -> Tensor:
-    """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
-
-    Completions that hold fewer are filled up with the lowest ids, and a warning says so: tokenizers number the bytes
-    and the merges that their own corpus needed most first.
-
-    Args:
-        data: what is learned from.
-        count: D.
-        size: the tokenizer's number of tokens.
-
-    Raises:
-        InputError: the tokenizer has fewer tokens.
-    """
-    at_most(size).check("draft_vocabulary", count)
-    counts = np.zeros(size, dtype=np.int64)
-    for at in range(0, len(data), 1024):
-        kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
-        counts += np.bincount(kept[kept != IGNORED], minlength=size)
-    if (found := np.count_nonzero(counts)) < count:
-        logger.warning(
-            "draft_vocabulary: the completions hold %d different tokens; %d more, the tokenizer's lowest ids, make %d",
-            found, count - found, count,
-        )  # fmt: skip
-    ranked = np.argsort(-counts, kind="stable")[:count]
-    return torch.from_numpy(np.sort(ranked))

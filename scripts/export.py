@@ -25,6 +25,7 @@ from draftsmith.train.models import (
     check_same_tokenizer,
     empty_model,
     load_config,
+    load_draft,
     load_model,
     load_tokenizer,
     stored_dtype,
@@ -114,7 +115,7 @@ def _served_draft(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrai
     ]
 
     def drafter(_: PreTrainedModel) -> Proposer:
-        draft = load_model(path, field="draft", dtype="float32", trust_remote_code=code)
+        draft = load_draft(path, dtype="float32", trust_remote_code=code)
         return ParallelDraftProposer(draft) if is_parallel(draft.config) else DraftModelProposer(draft)
 
     return served, drafter

@@ -24,7 +24,15 @@ from draftsmith.decode import (
     early_exit,
 )
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, load_model, load_tokenizer, resolve_dtype
+from draftsmith.train.models import (
+    DTYPES,
+    check_head,
+    check_same_tokenizer,
+    load_draft,
+    load_model,
+    load_tokenizer,
+    resolve_dtype,
+)
 
 STOCK = "stock"
 """What the draft to beat is called."""
@@ -198,7 +206,7 @@ def load_pair(
     models = {}
     for draft, spec in drafts.items():
         own = spec.dtype or dtype
-        models[draft] = load_model(draft, field=spec.kind, dtype=own, trust_remote_code=trust_remote_code)
+        models[draft] = load_draft(draft, field=spec.kind, dtype=own, trust_remote_code=trust_remote_code)
         check_head(models[draft], tokenizers[draft], spec.kind)
     pair = Pair(target, tokenizer, dtype, [])
     pair.drafters.extend(_drafter(spec, pair, models, tokenizers) for spec in drafters)

@@ -20,7 +20,7 @@ from draftsmith.decode.clock import median_seconds
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
 from draftsmith.train.files import write_aside
-from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
+from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_draft, load_model
 
 CONTEXT = 64
 REPEATS = 9
@@ -148,12 +148,13 @@ def fastest_settings(
 
     def copies(model: PreTrainedModel, path: str) -> dict[str, PreTrainedModel]:
         found = {own: model}
+        load = load_model if model is target else load_draft
         if dtype == "auto" and model.num_parameters() <= SMALL:
             for other in {stored, "float32"} - {own}:
                 found[other] = (
                     MedusaHeads.from_pretrained(path, dtype=DTYPES[other])
                     if isinstance(model, MedusaHeads)
-                    else load_model(path, dtype=other, trust_remote_code=trust_remote_code)
+                    else load(path, dtype=other, trust_remote_code=trust_remote_code)
                 )
         return found
 

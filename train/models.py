@@ -23,6 +23,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
+from draftsmith.decode.draft_vocabulary import cut_head
 from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
@@ -201,6 +202,15 @@ def load_model(
     check_loaded(model, info, stored, path, field)
     model.generation_config = load_generation_config(path, config, field=field)
     return model.eval().requires_grad_(False)
+
+
+def load_draft(path: str | Path, *, field: str = "draft", **options: Any) -> PreTrainedModel:
+    """Load a draft model to draft with: as `load_model` does, and its head cut where its config says so (`cut_head`).
+
+    Raises:
+        InputError: as `load_model`, or a config whose cut vocabulary is none.
+    """
+    return cut_head(load_model(path, field=field, **options), field)
 
 
 def empty_model(

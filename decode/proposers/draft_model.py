@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, Places, check_model, padded
+from draftsmith.decode.draft_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree
@@ -54,6 +55,11 @@ class DraftModelProposer(Proposer):
         greedy: bool = False,
     ):
         check_model(draft_model, "draft model")
+        if has_whole_head(draft_model):
+            raise InputError(
+                "draft model: expected its head cut to the tokens that it learned to draft, found a whole one; "
+                "draftsmith.decode.cut_head cuts it"
+            )
         if tree is not None and stop is not None:
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
         self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy

@@ -19,7 +19,7 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair, Part
 from draftsmith.scripts.summary import size
-from draftsmith.train.models import DTYPES, load_model
+from draftsmith.train.models import DTYPES, load_draft, load_model
 
 GAMMA = 4
 CONTEXT = 64
@@ -84,7 +84,7 @@ def check_costs(
     name = "costs"
     try:
         target = load_model(pair.target.path, field="target", **options)
-        draft = None if pair.draft is None else load_model(pair.draft.path, field="draft", **options)
+        draft = None if pair.draft is None else load_draft(pair.draft.path, **options)
         heads: Any = None
         if pair.heads is not None:
             heads = MedusaHeads.from_pretrained(pair.heads.path, dtype=DTYPES[dtype]).eval()

@@ -19,7 +19,7 @@ from draftsmith.scripts.serve_draft.worker import Worker
 from draftsmith.scripts.serving.draft_protocol import VERSION, Row, Service
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.endpoint.server import api_key
-from draftsmith.train.models import load_model
+from draftsmith.train.models import load_draft
 
 KEEP_ALIVE = 120
 """Seconds that a silent connection stays open: a decoder without requests asks for nothing."""
@@ -33,9 +33,8 @@ def load_texts(config: ServeDraftConfig) -> DraftTexts:
     Raises:
         InputError: no model that can draft, or lengths that do not fit it.
     """
-    model = load_model(
+    model = load_draft(
         config.draft,
-        field="draft",
         dtype=config.dtype,
         device=config.device,
         trust_remote_code=config.trust_remote_code,

@@ -64,10 +64,8 @@ class DraftTexts:
         limit = rotary_limit(model)
         self.max_length = max_length if limit is None else min(max_length, limit[1])
         # Where the head is padded, ids beyond the tokenizer's may be drafted, and are rejected.
-        self.vocab_size, self._known = (
-            len(cast(Tensor, cast(torch.nn.Module, part).weight))
-            for part in (model.get_output_embeddings(), model.get_input_embeddings())
-        )
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._known = len(cast(Tensor, model.get_input_embeddings().weight))
         self._texts: OrderedDict[Hashable, Text] = OrderedDict()  # that asked for longest ago first
         self._batch: list[Hashable] = []
         self._cache: CachedModel | None = None

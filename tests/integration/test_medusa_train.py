@@ -21,8 +21,9 @@ from draftsmith.medusa import __main__ as command
 from draftsmith.medusa import trainer as module
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.replay import replay_heads, replay_ranks
-from draftsmith.medusa.trainer import MedusaTrainer, frequent_tokens
+from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.train.cli import run
+from draftsmith.train.cut_vocabulary import frequent_tokens
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare

@@ -10,6 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from draftsmith.decode.draft_vocabulary import has_whole_head, kept_tokens
+
 
 @dataclass(frozen=True)
 class Device:
@@ -67,7 +69,11 @@ class Work:
         decoder = sum(numbers.values())
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         attention = 2 * config.num_hidden_layers * config.num_attention_heads * width
-        return cls(decoder, _multiply_adds(head), attention, trained / max(decoder, 1))
+        logits = _multiply_adds(head)
+        kept_D = kept_tokens(model.config)
+        if kept_D is not None and has_whole_head(model):
+            logits = logits * len(kept_D) // config.vocab_size
+        return cls(decoder, logits, attention, trained / max(decoder, 1))
 
     @classmethod
     def of_maps(cls, *parts: nn.Module) -> "Work":

@@ -122,7 +122,7 @@ class Objective:
             p: the target's logits, (N, V), or its cached distributions, under this objective's temperature, top-k and
                 top-p; not looked at unless the objective `needs_target`.
             q_logits_NV: the draft's; gradients flow to them.
-            labels_N: the text's tokens.
+            labels_N: the text's tokens; −100 where the draft can't propose it: never accepted, and no example.
 
         Returns:
             (N, 1), or where it `couples` (N, 3): log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q); with the mean
@@ -164,8 +164,9 @@ class Objective:
             total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
-        of_text_N = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p_NE, labels_N)
-        log_a_N = (_at(log_q_NV, labels_N) - of_text_N).clamp(max=0.0)
+        known_N = labels_N.clamp(min=0)
+        of_text_N = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p_NE, known_N)
+        log_a_N = (_at(log_q_NV, known_N) - of_text_N).clamp(max=0.0).masked_fill(labels_N < 0, LOWEST)
         overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
         return torch.stack([total_N, log_a_N, overlap_N, *([kl_N] if self._has_mean_alpha else [])], dim=1)
 

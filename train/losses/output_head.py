@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
+from draftsmith.decode.draft_vocabulary import CutHead
 from draftsmith.decode.errors import InputError
 
 
@@ -106,8 +107,11 @@ def require_split(model: PreTrainedModel, field: str) -> None:
     """Require that a model's forward returns `head_of(model)` of `last_hidden`, by trying it.
 
     Raises:
-        InputError: it does more to its logits, so that no loss can be taken in pieces of them; names the field.
+        InputError: it does more to its logits, so that no loss can be taken in pieces of them, or its head was cut;
+            names the field.
     """
+    if isinstance(model.get_output_embeddings(), CutHead):
+        raise InputError(f"{field}: expected a model with its whole head, as load_model returns it, found a cut one")
     training, alike = model.training, False
     model.eval()
     try:

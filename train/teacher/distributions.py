@@ -80,7 +80,7 @@ class CachedDistributions:
         return len(self.log_tail)
 
     def __getitem__(self, at: slice | Tensor) -> "CachedDistributions":
-        return CachedDistributions(*(getattr(self, field.name)[at] for field in fields(self)))
+        return type(self)(*(getattr(self, field.name)[at] for field in fields(self)))
 
     def to(self, device: torch.device | str) -> "CachedDistributions":
         """Return them on a device."""
@@ -103,6 +103,42 @@ class CachedDistributions:
         ids_Nk = self.ids.long()
         tail_N1 = log_q_NV.scatter(1, ids_Nk, LOWEST).logsumexp(-1, keepdim=True)
         return torch.cat([log_q_NV.gather(1, ids_Nk), tail_N1], dim=1)
+
+    def among(self, places_V: Tensor, count: int) -> "CutDistributions":
+        """Return the distributions over the D tokens of a cut vocabulary, renormalised.
+
+        What the tail holds of them is not known: no more than the whole tail, nor than each of them being as probable
+        as the least of the k; that much is taken for it. Where nothing is left, p is the tail, which teaches next to
+        nothing.
+
+        Args:
+            places_V: for each token its place among the D, or D where it has none.
+            count: D.
+        """
+        ids_Nk = places_V[self.ids.long()]
+        inside_Nk = ids_Nk < count
+        log_p_Nk, log_tail_N = self.log_p.float(), self.log_tail.float()
+        others_N = (count - inside_Nk.sum(1)).float()
+        log_tail_N = torch.minimum(log_tail_N, others_N.log() + log_p_Nk.amin(1))
+        log_p_Nk = log_p_Nk.masked_fill(~inside_Nk, -torch.inf)
+        log_mass_N = torch.cat([log_p_Nk, log_tail_N[:, None]], dim=1).logsumexp(1)
+        empty_N = log_mass_N == -torch.inf
+        log_mass_N = log_mass_N.masked_fill(empty_N, 0.0)
+        return CutDistributions(
+            ids_Nk,
+            log_p_Nk - log_mass_N[:, None],
+            (log_tail_N - log_mass_N).masked_fill(empty_N, 0.0),
+            self.log_p_of_text.float() - log_mass_N,
+        )
+
+
+@dataclass(frozen=True)
+class CutDistributions(CachedDistributions):
+    """Cached distributions over the D tokens of a cut vocabulary; of a token that is none of them the id is D."""
+
+    def bucket(self, log_q_NV: Tensor) -> Tensor:
+        """Return log q of the same outcomes, (N, k + 1), of log-probabilities of the D tokens; at the id D q is 0."""
+        return super().bucket(torch.nn.functional.pad(log_q_NV, (0, 1), value=LOWEST))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""Learning with a cut vocabulary: which tokens it has, and what a loss compares among them.
+
+p is renormalised over these tokens, and a position whose text has another token is no example for it. Shape suffixes: N
+positions, V vocabulary, D its tokens.
+"""
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import at_least, at_most
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.teacher.distributions import CachedDistributions
+
+logger = logging.getLogger(__name__)
+
+
+def frequent_tokens(
+    data: TrainingData, count: int, size: int, always: Sequence[int] = (), field: str = "draft_vocabulary"
+) -> Tensor:
+    """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
+
+    Completions that hold fewer are filled up with the lowest ids, and a warning says so: tokenizers number the bytes
+    and the merges that their own corpus needed most first.
+
+    Args:
+        data: what is learned from.
+        count: D.
+        size: the tokenizer's number of tokens.
+        always: tokens that are among them however rare.
+        field: the option that asked for them, for messages.
+
+    Raises:
+        InputError: the tokenizer has fewer tokens, or `always` has more.
+    """
+    at_most(size).check(field, count)
+    at_least(len(always)).check(field, count)
+    counts = np.zeros(size, dtype=np.int64)
+    for at in range(0, len(data), 1024):
+        kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
+        counts += np.bincount(kept[kept != IGNORED], minlength=size)
+    if (found := np.count_nonzero(counts)) < count:
+        logger.warning(
+            "%s: the completions hold %d different tokens; %d more, the tokenizer's lowest ids, make %d",
+            field, found, count - found, count,
+        )  # fmt: skip
+    counts[list(always)] = np.iinfo(np.int64).max
+    ranked = np.argsort(-counts, kind="stable")[:count]
+    return torch.from_numpy(np.sort(ranked))
+
+
+class CutVocabulary:
+    """The D tokens of a draft or of drafting heads among the V of their target.
+
+    Args:
+        tokens_D: ids, int64, each once.
+        vocab_size: V.
+    """
+
+    def __init__(self, tokens_D: Tensor, vocab_size: int):
+        self.tokens_D, self.vocab_size = tokens_D, vocab_size
+        self.places_V = torch.full((vocab_size,), len(tokens_D), device=tokens_D.device)
+        """For each of V its place among the D, or D where it has none."""
+        self.places_V[tokens_D] = torch.arange(len(tokens_D), device=tokens_D.device)
+
+    def of_head(self, head: OutputHead) -> OutputHead:
+        """Return the D rows of a head, a copy whose gradients are those of the whole."""
+        return head.of(self.tokens_D.to(head.weight.device))
+
+    def labels(self, labels_N: Tensor) -> Tensor:
+        """Return the places of the text's tokens, −100 for one that has none: it can't be drafted, nor learned."""
+        places_N = self.places_V[labels_N]
+        return places_N.masked_fill(places_N == len(self.tokens_D), IGNORED)
+
+    def of_cached(self, p: CachedDistributions) -> CachedDistributions:
+        """Return cached distributions over the D tokens."""
+        return p.among(self.places_V, len(self.tokens_D))
+
+    def of_distributions(self, p: Tensor | CachedDistributions) -> Tensor | CachedDistributions:
+        """Return what a feature is given for p, logits (N, V) or cached distributions, over the D tokens."""
+        return self.of_cached(p) if isinstance(p, CachedDistributions) else p[:, self.tokens_D]
+
+    def widened(self, logits_ND: Tensor) -> Tensor:
+        """Return logits over all tokens, (N, V), −∞ for those that can't be drafted."""
+        nothing = logits_ND.new_full((len(logits_ND), self.vocab_size), -torch.inf)
+        return nothing.index_copy(1, self.tokens_D, logits_ND)
+
+    def sizes(self, sizes: ChunkSizes) -> ChunkSizes:
+        """Return chunks for a head of D logits beside which all V are held: so many times fewer positions."""
+        share = len(self.tokens_D) / self.vocab_size
+        return ChunkSizes(max(1, int(sizes.chunk * share)), max(1, int(sizes.part * share)))
