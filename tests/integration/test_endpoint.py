@@ -113,6 +113,12 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
     server.answer = lambda path, body, number: vllm(body, [65], "length")
     prepare(remote("greedy"))
     assert all("seed" not in body and body["temperature"] == 0 for body in server.asked)
+    server.requests.clear()
+    prepare(remote("mixed", temperatures=[0.0, 1.2]))
+    heats = [body["temperature"] for body in server.asked]
+    assert sorted(heats) == [0.0] * COUNT + [1.2] * COUNT
+    assert all(("seed" in body) == (body["temperature"] > 0) for body in server.asked)
+    assert sorted(row["temperature"] for row in rows(remote("mixed"))) == pytest.approx(sorted(heats))
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from draftsmith.train import files
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data import decoding, shards
 from draftsmith.train.data import generate as completions
+from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 
 COUNT = 11  # in batches of 2: five full ones and a last one of a single row
@@ -472,3 +473,50 @@ def test_prompts_may_be_completed_more_than_once(pair_dirs, tmp_path):
     assert all(len({tuple(ids) for ids in same}) == 3 for same in texts.values())
     with pytest.raises(InputError, match="samples: expected 1 where a prompt has one answer"):
         replace(config, temperature=0)
+
+
+def test_prompts_may_be_completed_at_several_temperatures(pair_dirs, tmp_path, capsys):
+    target, _ = pair_dirs
+    (tmp_path / "prompts.txt").write_text("def f(x):\nimport os\n")
+    flags = [
+        "--target",
+        str(target),
+        "--prompts",
+        str(tmp_path / "prompts.txt"),
+        "--max_new_tokens",
+        "8",
+        "--seed",
+        "1",
+    ]
+    main([*flags, "--output", str(tmp_path / "mixed"), "--temperatures", "0,0.7,1.5", "--samples", "2"])
+    found = {row["id"]: row for row in load_completions(str(tmp_path / "mixed"))}
+    heats = {"": 0.0, "#2": 0.7, "#3": 0.7, "#4": 1.5, "#5": 1.5}
+    assert {name: row["temperature"] for name, row in found.items()} == pytest.approx(
+        {f"{prompt}{end}": heat for prompt in "01" for end, heat in heats.items()}
+    )
+    main([*flags, "--output", str(tmp_path / "greedy"), "--temperature", "0"])
+    for row in load_completions(str(tmp_path / "greedy")):  # what was written at 0 is what is written at 0 alone
+        assert found[row["id"]]["input_ids"] == row["input_ids"] and "temperature" not in row
+    assert len({tuple(row["input_ids"]) for row in found.values()}) == 10
+    # Learned from as others are, and resumed under the same temperatures alone.
+    assert len(training_examples([str(tmp_path / "mixed")])) == 10
+    (tmp_path / "mixed" / "shard-00001.parquet").unlink()
+    main([*flags, "--output", str(tmp_path / "mixed"), "--temperatures", "0,0.7,1.5", "--samples", "2"])
+    assert {row["id"]: row for row in load_completions(str(tmp_path / "mixed"))} == found
+    with pytest.raises(InputError, match=r"temperatures: expected \[0.0, 0.7, 1.5\], found \[0.0, 0.7\]"):
+        main([*flags, "--output", str(tmp_path / "mixed"), "--temperatures", "0,0.7"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temperatures": "0,-1"}, "temperatures: expected a finite number, at least 0, found -1.0"),
+        ({"temperatures": "1,1"}, "temperatures: expected each number once, found 1.0 again"),
+        ({"temperatures": "warm"}, "temperatures: expected numbers separated by commas, found 'warm'"),
+        ({"temperatures": [0.0], "samples": 2}, "samples: expected 1 where a prompt has one answer"),
+        ({"temperatures": [1.0], "answers": "given"}, "temperatures: expected none with --answers given"),
+    ],
+)
+def test_temperatures_that_cannot_be_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        PrepareConfig("t", "p", "o", **options)

@@ -172,8 +172,12 @@ def _prompts(
 ) -> list[Sample]:
     """Encode the prompts, which must leave room for their completions within the target's positions."""
     read = read_prompts(config.prompts, split=config.split, limit=config.limit)
-    prompts = read + [replace(p, id=f"{p.id}#{n}") for n in range(2, config.samples + 1) for p in read]
-    samples = [Sample(p, encode_prompt(p, tokenizer, **config.encoding)) for p in prompts]
+    ids = [encode_prompt(p, tokenizer, **config.encoding) for p in read]
+    samples = [
+        Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), own, temperature=temperature)
+        for n, temperature in enumerate(config.plan(), 1)
+        for p, own in zip(read, ids, strict=True)
+    ]
     longest = max(samples, key=lambda sample: len(sample.ids))
     if limit is not None and len(longest.ids) + new_tokens > limit:
         raise InputError(
@@ -272,8 +276,10 @@ def _complete(
                 device=config.target_device,
                 quantization=config.target_quantization,
             )
-            generation = set_generation_config(config, config.new_tokens(), model, tokenizer)
             for batch in missing:
+                temperature = batch.samples[0].temperature
+                sampling = config if temperature is None else config.at(temperature)
+                generation = set_generation_config(sampling, config.new_tokens(), model, tokenizer)
                 prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
                 rows = config.batch_size
                 finished(batch, complete(model, generation, prompts, seed, rows=rows, finished=ended))
@@ -284,7 +290,8 @@ def _manifest(config: PrepareConfig, source: dict[str, Any], samples: list[Sampl
     digest = hashlib.sha256()
     for sample in samples:
         mask = [] if sample.mask is None else [sample.mask]
-        digest.update(json.dumps([sample.prompt.id, sample.prompt.category, sample.ids, *mask]).encode())
+        heat = [] if sample.temperature is None else [f"temperature {sample.temperature}"]
+        digest.update(json.dumps([sample.prompt.id, sample.prompt.category, sample.ids, *mask, *heat]).encode())
     decides = config.endpoint is None and config.answers == "target"  # else the weights need not be there
     return {
         "schema": SCHEMA,

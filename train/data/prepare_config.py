@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, fields
 
 from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require
 from draftsmith.decode.options import Sampling
+from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import TargetOptions, TemplateOptions, checked_url
 
 ANSWERS = ("target", "given")
@@ -31,9 +32,13 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     """Tokens of a completion at most; 1,024 if not given, or half of the target's positions if it has fewer than twice
     as many."""
     samples: int = 1
-    """Completions of each prompt; the second and later ones have ids that end in #2, #3, …"""
+    """Completions of each prompt, at each of `temperatures` if these are given; the second and later ones have ids that
+    end in #2, #3, …"""
     temperature: float = field(default=1.0, kw_only=True)
     """Sample at this temperature; 0 takes the most likely token each time."""
+    temperatures: Floats = field(default_factory=list, kw_only=True)
+    """Complete each prompt at each of these temperatures in place of `temperature`, with commas: `samples` times, at 0
+    once. The column `temperature` says at which each completion was written."""
     batch_size: int = 16
     """Prompts completed together; where a completion ends, the next prompt takes its row."""
     shard_size: int | None = None
@@ -69,7 +74,12 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
         require(self, at_least(0), "seed", "endpoint_retries")
         require(self, finite(more_than(0)), "endpoint_timeout", "endpoint_deadline")
         require(self, one_of(ANSWERS), "answers")
-        if self.samples > 1 and (self.temperature == 0 or self.answers == "given"):
+        self.temperatures = numbers(self.temperatures, float, "temperatures")
+        require(self, finite(at_least(0)), "temperatures")
+        if self.temperatures and self.answers == "given":
+            raise InputError("temperatures: expected none with --answers given, which samples nothing")
+        hottest = max(self.temperatures, default=self.temperature)
+        if self.samples > 1 and (hottest == 0 or self.answers == "given"):
             raise InputError(
                 f"samples: expected 1 where a prompt has one answer (temperature 0, or given), found {self.samples}"
             )
@@ -88,6 +98,12 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
         """Return the tokens of a completion at most, by a target of so many positions."""
         most = MAX_NEW_TOKENS if positions is None else min(MAX_NEW_TOKENS, max(1, positions // 2))
         return self.max_new_tokens or most
+
+    def plan(self) -> list[float | None]:
+        """Return the temperatures of a prompt's completions, in order; None is the one for all."""
+        if not self.temperatures:
+            return [None] * self.samples
+        return [t for t in self.temperatures for _ in range(self.samples if t else 1)]
 
     @property
     def alone(self) -> bool:

@@ -2,14 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pyarrow as pa
 
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.data.shards import COLUMNS
+from draftsmith.train.data.shards import COLUMNS, MIXED
 
 
 @dataclass
@@ -107,11 +107,13 @@ class Sample:
     prompt: Prompt
     ids: list[int]
     mask: list[int] | None = None
+    temperature: float | None = None
+    """Of the completion, where there are several; None for the run's."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that are completed together, and become one shard."""
+    """Samples that are completed together, at one temperature, and become one shard."""
 
     index: int
     samples: list[Sample]
@@ -129,7 +131,7 @@ class Batch:
     def completed(self, completions: Iterable[Completion]) -> pa.Table:
         """Return the shard of prompts with their completions."""
         pairs = list(zip(self.samples, completions, strict=True))
-        whole = [Sample(s.prompt, s.ids + c.ids, [0] * len(s.ids) + [1] * len(c.ids)) for s, c in pairs]
+        whole = [replace(s, ids=s.ids + c.ids, mask=[0] * len(s.ids) + [1] * len(c.ids)) for s, c in pairs]
         return _shard(whole, [c.finish_reason for _, c in pairs])
 
     def given(self) -> pa.Table:
@@ -138,18 +140,26 @@ class Batch:
 
 
 def _shard(samples: Sequence[Sample], reasons: Sequence[str]) -> pa.Table:
-    rows = []
+    rows, mixed = [], samples[0].temperature is not None
     for sample, reason in zip(samples, reasons, strict=True):
         mask = sample.mask or []
         length = mask.index(1) if 1 in mask else len(mask)  # a prompt ends where the mask begins
-        rows.append((sample.prompt.id, sample.prompt.category, length, sample.ids, mask, reason))
-    return pa.Table.from_pylist([dict(zip(COLUMNS.names, row, strict=True)) for row in rows], schema=COLUMNS)
+        row = (sample.prompt.id, sample.prompt.category, length, sample.ids, mask, reason)
+        rows.append(dict(zip(COLUMNS.names, row, strict=True)) | ({"temperature": sample.temperature} if mixed else {}))
+    return pa.Table.from_pylist(rows, schema=MIXED if mixed else COLUMNS)
 
 
 def make_batches(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
-    """Put samples of similar length together, to pad little; the longest come first, to run out of memory at once."""
+    """Put samples of similar length together, to pad little; the longest come first, to run out of memory at once.
+
+    Those of one temperature are apart from others.
+    """
     ordered = sorted(samples, key=lambda sample: -len(sample.ids))
-    return [Batch(n, ordered[at : at + batch_size]) for n, at in enumerate(range(0, len(ordered), batch_size))]
+    parts = list[list[Sample]]()
+    for temperature in dict.fromkeys(sample.temperature for sample in samples):
+        alike = [sample for sample in ordered if sample.temperature == temperature]
+        parts += [alike[at : at + batch_size] for at in range(0, len(alike), batch_size)]
+    return [Batch(n, part) for n, part in enumerate(parts)]
 
 
 def mixed_seed(*parts: int | str) -> int:

@@ -30,6 +30,8 @@ COLUMNS = pa.schema(
         ("finish_reason", pa.string()),  # "stop": it ended with an end-of-sequence token; "length": it was cut; "given"
     ]
 )
+MIXED = COLUMNS.append(pa.field("temperature", pa.float32()))
+"""Of completions at several temperatures, which say at which each was written."""
 
 FIELDS = {"settings": dict, "target": dict, "versions": dict}
 """What every manifest has; that of completions has its number of `shards` too."""
@@ -41,6 +43,7 @@ UNNAMED: dict[str, Any] = {
     "system_prompt": None,
     "chat_template_kwargs": {},
     "target_quantization": None,
+    "temperatures": [],
 }
 """Settings that older manifests do not name, and what they were."""
 SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
@@ -92,7 +95,8 @@ def read_shard(
     try:
         # Not pq.read_table: it would take `name=value` in a directory's name for a column.
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            if not file.schema_arrow.equals(schema):
+            mixed = schema is COLUMNS and file.schema_arrow.equals(MIXED)
+            if not mixed and not file.schema_arrow.equals(schema):
                 return None
             return file.read(columns) if row_group is None else file.read_row_group(row_group, columns)
     except (OSError, pa.ArrowException):

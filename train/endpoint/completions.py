@@ -167,9 +167,10 @@ class Source:
     def request(self, sample: Sample) -> dict[str, Any]:
         """Return the body that asks for one completion."""
         config = self.server.config
+        temperature = config.temperature if sample.temperature is None else sample.temperature
         mixed = request_seed(config.seed, sample.prompt.id)
-        seed = {"sampling_seed" if self.server.native else "seed": mixed} if config.temperature > 0 else {}
-        sampling = sampling_fields(config, config.temperature) | {
+        seed = {"sampling_seed" if self.server.native else "seed": mixed} if temperature > 0 else {}
+        sampling = sampling_fields(config, temperature) | {
             "stop_token_ids": self.vocabulary.ends,
             # for the text, should it come to that
             "skip_special_tokens": False,
