@@ -18,14 +18,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import endless, loop_seconds
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
-from draftsmith.decode.planner import Costs, verification_costs
-from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import replay_ranks, text_states
-from draftsmith.medusa.tree_search import (
+from draftsmith.decode.measurement.tree_search import (
     Budget,
     acceptance_estimate,
     choices_of,
@@ -36,6 +29,13 @@ from draftsmith.medusa.tree_search import (
     search_budgets,
     search_tree,
 )
+from draftsmith.decode.planner import Costs, verification_costs
+from draftsmith.decode.replay.ranks import TextRanks
+from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.tree import Tree
+from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.medusa.replay import replay_ranks, text_states
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.pair import DrafterSpec
 from draftsmith.scripts.report.tree_chart import draw_tree

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TrainingArguments
 
+from draftsmith.decode.measurement.tree_search import rank_accuracies, reference_tree, search_tree
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -24,7 +25,6 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer
-from draftsmith.medusa.tree_search import rank_accuracies, reference_tree, search_tree
 from draftsmith.scripts.bench.common import run_benchmark
 from draftsmith.scripts.bench.variants import (
     VariantsConfig,

@@ -25,11 +25,11 @@ from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import Replay, replay_acceptance
+from draftsmith.decode.measurement.tree_search import reference_tree
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.tree_search import reference_tree
 from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, run_benchmark
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import Ints, numbers, run

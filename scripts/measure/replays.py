@@ -7,10 +7,10 @@ from torch import Tensor
 from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
+from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_shares
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.replay import replay_ranks
-from draftsmith.medusa.tree_search import acceptance_estimate, node_shares
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
 from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.tree_chart import draw_tree

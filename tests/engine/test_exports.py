@@ -123,7 +123,7 @@ def test_a_draft_is_verified_by_the_command(capsys, monkeypatch):
 def test_a_draft_that_drafts_in_one_forward_is_verified_by_the_command(target, prompts, tmp_path, capsys, monkeypatch):
     """One that learnt the target's own text, so that masks are accepted too."""
     texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:4]], 4, max_new_tokens=TOKENS)
-    draft = train_parallel(load_model(DRAFT, dtype="float32", device="cpu"), 1, K, texts, steps=40)
+    draft = train_parallel(load_model(DRAFT, dtype="float32", device="cpu"), 0, K, texts, steps=60, rate=3e-3)
     save_model(draft, load_tokenizer(DRAFT), tmp_path / "parallel")
     monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
     argv = ["export", "--draft", str(tmp_path / "parallel"), "--target", str(TARGET), "--format", "vllm"]

@@ -7,10 +7,7 @@ import numpy as np
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.planner import Costs
-from draftsmith.decode.replay.ranks import NONE, TextRanks
-from draftsmith.decode.tree import Tree
-from draftsmith.medusa.tree_search import (
+from draftsmith.decode.measurement.tree_search import (
     REFERENCE_TREE,
     acceptance_estimate,
     choices_of,
@@ -24,6 +21,9 @@ from draftsmith.medusa.tree_search import (
     search_budgets,
     search_tree,
 )
+from draftsmith.decode.planner import Costs
+from draftsmith.decode.replay.ranks import NONE, TextRanks
+from draftsmith.decode.tree import Tree
 
 
 def text(ranks, most: int = 10, limit: int | None = None) -> TextRanks:
