@@ -152,15 +152,17 @@ class ProfileConfig(Sampling, PromptOptions):
 
 @dataclass
 class MedusaTreeConfig(ModelOptions):
-    """Search the tree that Medusa heads should draft, on completions that the target wrote at temperature 0."""
+    """Search the tree that Medusa heads or a parallel draft should draft, on what the target wrote at temperature 0."""
 
     target: str
     """The target: a model directory or hub id."""
-    heads: str
-    """The directory of its heads, whose config.json gets the tree."""
     completions: list[str]
-    """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the heads were
+    """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the drafter was
     trained on."""
+    heads: str | None = None
+    """The directory of its heads, whose config.json gets the tree."""
+    parallel_draft: str | None = None
+    """In their place a draft of several tokens in one forward; the tree goes to `output` alone."""
     nodes: int | None = None
     """Nodes of the tree. None measures what rounds with some trees take on this machine, and lets that choose."""
     compiled: bool | None = None
@@ -177,6 +179,11 @@ class MedusaTreeConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.heads is None) == (self.parallel_draft is None):
+            found = "neither" if self.heads is None else "both"
+            raise InputError(f"heads: expected heads or a `parallel_draft` to search a tree for, found {found}")
+        if self.parallel_draft is not None and self.output is None:
+            raise InputError("output: expected a directory for the tree of a parallel draft, found none")
         require(self, at_least(1), "limit")
         require(self, at_least(1) & at_most(1024), "rows")
         require(self, TREE_NODES, "nodes")

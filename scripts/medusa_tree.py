@@ -1,4 +1,4 @@
-"""`draftsmith medusa-tree`: the tree that Medusa heads should draft, searched on text that the target wrote."""
+"""`draftsmith medusa-tree`: the tree that Medusa heads or a parallel draft should draft, searched on target text."""
 
 import json
 import sys
@@ -30,14 +30,17 @@ from draftsmith.decode.measurement.tree_search import (
     search_tree,
 )
 from draftsmith.decode.planner import Costs, verification_costs
-from draftsmith.decode.replay.ranks import TextRanks
+from draftsmith.decode.proposers.base import Proposer
+from draftsmith.decode.proposers.parallel_draft import ParallelDraftProposer
+from draftsmith.decode.replay.parallel import text_ranks
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import replay_ranks, text_states
 from draftsmith.scripts.configs import MedusaTreeConfig
-from draftsmith.scripts.pair import DrafterSpec
+from draftsmith.scripts.pair import MEDUSA, PARALLEL, DrafterSpec
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table
@@ -72,22 +75,26 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     Raises:
         InputError: no heads or another target's, completions that are not the target's at temperature 0, or too few.
     """
-    if config.output is None and not (Path(config.heads) / "config.json").is_file():
+    if config.output is None and not (Path(str(config.heads)) / "config.json").is_file():
         raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
     require_writable(_directory(config), *FILES, field="heads" if config.output is None else "output")
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     pair, settings = load_fastest(
         config.target,
         tokenizer,
-        [DrafterSpec("medusa", config.heads)],
+        [
+            DrafterSpec(MEDUSA, config.heads)
+            if config.heads
+            else DrafterSpec(PARALLEL, config.parallel_draft, None, [1])
+        ],
         config.dtype,
         torch.get_num_threads(),
         config.compiled if config.nodes is None else False,  # without a choice of nodes nothing is timed
         config.trust_remote_code,
     )
-    target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
+    target, drafter = pair.target, cast(MedusaProposer | ParallelDraftProposer, pair.drafter.proposer)
     require_split(target, "target")
-    texts, median = replayed_texts(config, target, heads, tokenizer_size(tokenizer), progress)
+    texts, median = replayed_texts(config, target, drafter, tokenizer_size(tokenizer), progress)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
     ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
     searched_on, selection, check = (
@@ -95,12 +102,12 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     budgets: list[Budget] = []
     if config.nodes is None:
-        costs = partial(round_costs, target, heads, calibration_text(config), config.rows, median, settings.compiled)
+        costs = partial(round_costs, target, drafter, calibration_text(config), config.rows, median, settings.compiled)
         budgets = search_budgets(searched_on, LADDER, costs, selection)
         tree = max(budgets, key=lambda budget: budget.speedup).tree
     else:
         tree = search_tree(searched_on, config.nodes, selection)
-    count = heads.config.num_heads
+    count = depth_of(drafter)
     trees = {
         "chain": Tree.chain(count),
         "reference": reference_tree(count),
@@ -113,7 +120,11 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
         "environment": environment(target.device, pair.dtype),
         "choices": choices_of(tree),
         "target": config.target,
-        "heads": {"path": config.heads, "num_heads": count, "hydra": heads.config.hydra},
+        **(
+            {"heads": {"path": config.heads, "num_heads": count, "hydra": drafter.heads.config.hydra}}
+            if isinstance(drafter, MedusaProposer)
+            else {"parallel_draft": {"path": config.parallel_draft, "parallel_length": count}}
+        ),
         "calibration": {
             "completions": config.completions,
             "texts": {"search": len(searched_on), "selection": len(selection), "check": len(check)},
@@ -144,8 +155,25 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     return report
 
 
+def depth_of(drafter: MedusaProposer | ParallelDraftProposer) -> int:
+    """Return the depth of its deepest tree; of a parallel draft that says nothing, 8."""
+    if isinstance(drafter, MedusaProposer):
+        return drafter.heads.config.num_heads
+    return drafter.longest or 8
+
+
+def _with_tree(drafter: MedusaProposer | ParallelDraftProposer, tree: Tree) -> Proposer:
+    if isinstance(drafter, MedusaProposer):
+        return MedusaProposer(drafter.heads, tree)
+    return ParallelDraftProposer(drafter.draft_model, tree)
+
+
 def replayed_texts(
-    config: MedusaTreeConfig, target: PreTrainedModel, heads: MedusaHeads, size: int, progress: bool
+    config: MedusaTreeConfig,
+    target: PreTrainedModel,
+    drafter: MedusaProposer | ParallelDraftProposer,
+    size: int,
+    progress: bool,
 ) -> tuple[list[TextRanks], int]:
     """Return the ranks of every different text's tokens, and the median length to a text's middle.
 
@@ -169,7 +197,12 @@ def replayed_texts(
             if turned and not wrong:
                 first = f"the first in sample {sample['id']!r}, token {turned[0]} of its text"
             wrong, tokens = wrong + len(turned), tokens + len(hidden)
-            texts.append(replay_ranks(target, heads, sequence, prompt_length, hidden_NH=hidden))
+            if isinstance(drafter, MedusaProposer):
+                texts.append(replay_ranks(target, drafter.heads, sequence, prompt_length, hidden_NH=hidden))
+            else:
+                text, most = WrittenText(sequence, prompt_length, len(hidden)), [MOST_RANKS] * depth_of(drafter)
+                width = target.config.get_text_config().vocab_size
+                texts.append(text_ranks(drafter.draft_model, text, Sampler.of(0), width, most)[0])
             middles.append((prompt_length + len(ids)) // 2)
         if wrong > MOST_DISAGREEMENT * tokens:
             raise InputError(
@@ -199,7 +232,7 @@ def calibration_text(config: MedusaTreeConfig) -> Tensor:
 
 def round_costs(
     target: PreTrainedModel,
-    heads: MedusaHeads,
+    drafter: MedusaProposer | ParallelDraftProposer,
     text: Tensor,
     rows: int,
     context: int,
@@ -212,7 +245,7 @@ def round_costs(
     rest of a round is that of an eager one.
     """
     eager = verification_costs(target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9)
-    proposers = {str(i): MedusaProposer(heads, tree) for i, tree in enumerate(trees)}
+    proposers = {str(i): _with_tree(drafter, tree) for i, tree in enumerate(trees)}
     depths = {str(i): tree.depth for i, tree in enumerate(trees)}
     with endless(target):
         token, rounds = loop_seconds(
@@ -250,7 +283,7 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
 
 
 def _directory(config: MedusaTreeConfig) -> str:
-    return config.heads if config.output is None else config.output
+    return str(config.heads) if config.output is None else config.output
 
 
 def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None:
@@ -271,7 +304,7 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
     console = console or Console()
     texts = report["calibration"]["texts"]
     columns = ("", *(f"top {k}" for k in TOP))
-    table = figures_table(columns, "", f"accuracy of the heads, on {texts['check']} texts")
+    table = figures_table(columns, "", f"accuracy by depth, on {texts['check']} texts")
     for head, shares in enumerate(report["rank_accuracies"]):
         table.add_row(f"head {head}", *(f"{sum(shares[:k]):.1%}" for k in TOP))
     console.print(table)

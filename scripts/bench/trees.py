@@ -61,9 +61,11 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
     planned = MedusaTreeConfig(target=config.target, heads=config.heads, completions=config.completions)
-    texts, median = replayed_texts(planned, target, heads, tokenizer_size(tokenizer), progress=False)
+    texts, median = replayed_texts(planned, target, MedusaProposer(heads), tokenizer_size(tokenizer), progress=False)
     trees = [search_tree(texts, nodes) for nodes in config.nodes]
-    costs = round_costs(target, heads, calibration_text(planned), planned.rows, median, config.compiled, trees)
+    costs = round_costs(
+        target, MedusaProposer(heads), calibration_text(planned), planned.rows, median, config.compiled, trees
+    )
 
     target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False, "compiled": config.compiled}

@@ -180,7 +180,7 @@ def test_compiled_forwards_are_priced_by_two_sizes_whatever_the_trees(monkeypatc
     monkeypatch.setattr(medusa_tree, "verification_costs", seconds)
     monkeypatch.setattr(medusa_tree, "loop_seconds", lambda *args: (1.2, {"0": (1.5, 1.0), "1": (1.9, 3.0)}))
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
-    small, large = medusa_tree.round_costs(target, heads, torch.arange(40) % 7, 1, 30, True, trees)
+    small, large = medusa_tree.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, True, trees)
     assert asked == [(False, (1, 2, 4)), (True, (1, 4))]
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
     assert small.overhead == pytest.approx(0.3) and large.overhead == pytest.approx(0.5)
