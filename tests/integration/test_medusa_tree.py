@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from trained_heads import train_heads
+from trained_parallel import train_parallel
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.tree import Tree
@@ -19,7 +20,8 @@ from draftsmith.scripts.bench import trees
 from draftsmith.scripts.cli import main
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
-from draftsmith.train.models import load_model
+from draftsmith.train.models import load_model, load_tokenizer
+from draftsmith.train.runs import save_model
 
 WORDS = ["def", "return", "self", "import os", "for i in range(10):", "print(x)", "class A:", "x = [1, 2]"]
 
@@ -116,6 +118,25 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(pipel
         assert smaller["verification_seconds"] <= larger["verification_seconds"]
     assert all(budget["predicted_speedup"] > 0 and math.isfinite(budget["rest_seconds"]) for budget in budgets)
     assert "speed-up" in capsys.readouterr().out
+
+
+def test_a_parallel_draft_has_a_tree_searched(pipeline, made, tmp_path, capsys):
+    """Its replayed τ is the decoder's; the draft's directory stays as it is."""
+    texts = [torch.tensor(ids) for ids in load_completions(str(made / "greedy"))["input_ids"]]
+    draft = train_parallel(load_model(pipeline / "target"), 0, 3, texts[:8], steps=16)
+    save_model(draft, load_tokenizer(pipeline / "target"), tmp_path / "parallel")
+    before = (tmp_path / "parallel" / "config.json").read_text()
+    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--parallel_draft", str(tmp_path / "parallel")]
+    argv += ["--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
+    code = main([*argv, "--nodes", "6"])
+    assert code == 2 and "output: expected a directory for the tree of a parallel draft" in capsys.readouterr().err
+    assert main([*argv, "--nodes", "6", "--output", str(tmp_path / "tree")]) == 0
+    report = json.loads((tmp_path / "tree" / "tree.json").read_text())
+    assert report["parallel_draft"] == {"path": str(tmp_path / "parallel"), "parallel_length": 3}
+    assert (tmp_path / "parallel" / "config.json").read_text() == before
+    assert len(report["choices"]) <= 6 and len(report["rank_accuracies"]) == 3
+    lengths = {name: own["mean_acceptance_length"]["value"] for name, own in report["trees"].items()}
+    assert lengths["searched"] >= lengths["chain"] > 1
 
 
 def test_the_benchmark_measures_what_is_predicted(pipeline, made, heads, capsys):
