@@ -331,7 +331,7 @@ class LearningCurveConfig:
     times: Floats = field(default_factory=lambda: [2.0, 4.0])
     """Multiples of the text to forecast τ for."""
     draft_length: int = 4
-    """γ of the replayed τ; heads draft a chain of all of them at most."""
+    """γ of the replayed τ; heads and parallel drafts draft no more tokens than they have learned to."""
 
     def __post_init__(self) -> None:
         require(self, one_of(("distill", "medusa")), "recipe")

@@ -19,10 +19,11 @@ from draftsmith.decode import Proposer, Tree, replay_acceptance
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.learning_curve import LearningCurve, learning_curve
+from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.cli import config_class, launcher_flags
 from draftsmith.scripts.configs import LearningCurveConfig
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import PARALLEL, DrafterSpec, load_pair
 from draftsmith.scripts.report.charts import value_of
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
@@ -85,11 +86,12 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
     if code := _trained(config.recipe, given):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
     tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
-    kind = "draft" if config.recipe == "distill" else "medusa"
-    spec = DrafterSpec(kind, str(directory))
+    parallel = recipe.parallel if isinstance(recipe, DistillConfig) else 0
+    kind = "medusa" if config.recipe == "medusa" else PARALLEL if parallel else "draft"
+    draft_length = min(config.draft_length, parallel or config.draft_length)
+    spec = DrafterSpec(kind, str(directory), draft_lengths=[draft_length])
     pair = load_pair(recipe.target, tokenizer, [spec], recipe.target_dtype, recipe.trust_remote_code)
     proposer: Proposer = pair.drafter.proposer
-    draft_length = config.draft_length
     if isinstance(pair.drafter.model, MedusaHeads):
         draft_length = min(draft_length, pair.drafter.model.config.num_heads)
         proposer = MedusaProposer(pair.drafter.model, Tree.chain(draft_length))

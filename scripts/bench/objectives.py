@@ -16,10 +16,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import PreTrainedModel, TrainingArguments
 
-from draftsmith.decode import DraftModelProposer, replay_acceptance
+from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, replay_acceptance
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.parallel_draft import make_parallel
+from draftsmith.distill.parallel_trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import ASSETS, run_benchmark
 from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, read_texts, taus
@@ -95,6 +97,15 @@ class BenchObjectivesConfig(VariantsConfig):
     """γ of the replayed τ, and of the block objectives."""
     baseline: str = "forward_kl"
     """The objective that the others are compared with."""
+    parallel: int | None = None
+    """K: train drafts that draft so many tokens in one forward, and replay them so; plain drafts if not given."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel and any(name.startswith(("trl", STOCK)) for name in [*self.variants, self.baseline]):
+            raise InputError(f"variants: expected none of TRL's nor {STOCK} with parallel, which has no such draft")
+        if self.parallel and self.draft_length > self.parallel:
+            raise InputError(f"draft_length: expected at most parallel, {self.parallel}, found {self.draft_length}")
 
 
 def bench(config: BenchObjectivesConfig) -> dict[str, Any]:
@@ -109,7 +120,9 @@ def _train_and_replay(
     draft = load_model(config.draft, device="cpu")
     if variant != STOCK:
         _distil(config, variant, seed, draft.requires_grad_(True), target, train)
-    proposer, results = DraftModelProposer(draft.eval().requires_grad_(False)), {}
+    draft.eval().requires_grad_(False)
+    proposer = ParallelDraftProposer(draft) if config.parallel else DraftModelProposer(draft)
+    results = {}
     for temperature, side in ((0, "greedy"), (1, "sampled")):
         texts, lengths = read_texts(config.completions / f"replayed-{side}")
         replay = replay_acceptance(target, proposer, texts, lengths, [config.draft_length], temperature)
@@ -156,10 +169,14 @@ def _distil(
         )
     else:
         options = {"draft_length": config.draft_length, "on_policy_tokens": 96, **options}
+        options["parallel"] = config.parallel or 0
         recipe = DistillConfig(
             config.target, ["-"], draft=config.draft, training=TrainingArguments(**training), **options
         )
-        trainer = DistillTrainer(draft, target, tokenizer, recipe, train, optimizers=(optimizer, None))
+        if config.parallel:
+            make_parallel(draft, tokenizer, config.parallel)
+        kind = ParallelTrainer if config.parallel else DistillTrainer
+        trainer = kind(draft, target, tokenizer, recipe, train, optimizers=(optimizer, None))
     trainer.train()
 
 

@@ -57,6 +57,8 @@ def test_every_command_line_of_the_documentation_parses():
         ("replay", ["--draws", "1"], "draws: expected at least 2, found 1"),
         ("objectives", ["--variants", '["tvd@x"]'], "variants: expected NAME or NAME@STEPS"),
         ("prepare", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
+        ("objectives", ["--parallel", "4", "--variants", '["stock"]'], "variants: expected none of TRL's nor stock"),
+        ("objectives", ["--parallel", "2", "--variants", '["jsd"]'], "draft_length: expected at most parallel, 2"),
         ("medusa", ["--baseline", "none"], "variants: expected NAME or NAME@STEPS"),
     ],
 )
@@ -163,6 +165,19 @@ def test_variants_are_trained_and_replayed(pair_dirs, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.count(f"{own}, seed 0") == 1
     results = json.loads((tmp_path / "bench" / "results.json").read_text())
     assert set(results) == {*names, "environment"}
+
+
+def test_objectives_are_compared_for_parallel_drafts_too(pair_dirs, tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "WRITTEN", {name: (t, 6) for name, (t, _) in variants.WRITTEN.items()})
+    arguments = ["--target", str(pair_dirs[0]), "--draft", str(pair_dirs[1]), "--seeds", "[0]", "--steps", "1"]
+    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--parallel", "3", "--draft_length", "3"]
+    arguments += ["--variants", '["forward_kl", "lk_hybrid_batch", "nla"]', "--output", str(tmp_path / "bench")]
+    config_class = objectives.BenchObjectivesConfig
+    assert common.run_benchmark(config_class, objectives.bench, objectives.shown, argv=arguments) == 0
+    results = json.loads((tmp_path / "bench" / "results.json").read_text())
+    for name in ("forward_kl", "lk_hybrid_batch", "nla"):
+        for side in results[name]["0"].values():
+            assert 1 <= sum(side["tokens"]) / sum(side["rounds"]) <= 4
 
 
 @pytest.mark.parametrize("benchmark", [objectives, medusa])

@@ -41,10 +41,11 @@ def recipe(pipeline, tmp_path, monkeypatch):
     return write, trained
 
 
-@pytest.mark.parametrize("name", ["distill", "medusa"])
-def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(pipeline, recipe, tmp_path, name, capsys):
+@pytest.mark.parametrize("what", ["distill", "parallel", "medusa"])
+def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(pipeline, recipe, tmp_path, what, capsys):
     write, trained = recipe
-    run = write(draft=pipeline / "draft") if name == "distill" else write(num_heads=2)
+    name = "medusa" if what == "medusa" else "distill"
+    run = write(num_heads=2) if what == "medusa" else write(draft=pipeline / "draft", parallel=3 * (what == "parallel"))
     arguments = ["--run", run, "--recipe", name, "--output", str(tmp_path / "curve")]
     assert command.main([*arguments, "--shares", "0.3,0.6,1", "--times", "2"]) == 0
     (smallest, few), (middle, some), (whole, all_of_them) = trained
@@ -53,7 +54,9 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(pipeline, recip
     assert found["schema"] == "draftsmith.learning_curve/1"
     assert [len(point["rounds"]) for point in found["points"]] == [5, 5, 5]
     assert found["curve"]["sizes"] == [point["tokens_learned"] for point in found["points"]]
-    assert all(1 <= length["value"] <= 5 for length in found["curve"]["lengths"])
+    assert all(
+        1 <= length["value"] <= {"distill": 5, "parallel": 4, "medusa": 3}[what] for length in found["curve"]["lengths"]
+    )
     assert (tmp_path / "curve" / "learning_curve.svg").read_text().startswith("<?xml")
     assert found["says"][0] in " ".join(capsys.readouterr().out.split())
     # Again, with one share more: only that is trained on.
