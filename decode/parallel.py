@@ -84,8 +84,8 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     Raises:
         InputError: there is none; says which option names one.
     """
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer)
+    if _size(tokenizer) < vocab_size:
+        return _size(tokenizer)
     for token in sorted(tokenizer.added_tokens_decoder, reverse=True):
         if is_unused(tokenizer, token):
             return int(token)
@@ -97,9 +97,16 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
 
 def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Whether texts do not contain a token, as far as the tokenizer can say: see `unused_token`."""
-    if token >= len(tokenizer):
+    if token >= _size(tokenizer):
         return True
     added = tokenizer.added_tokens_decoder.get(token)
-    named = token in tokenizer.all_special_ids and token != tokenizer.pad_token_id
+    # What pads may have a role in texts besides: it is often the end of sequence.
+    roles = [name for role, name in tokenizer.special_tokens_map.items() if role != "pad_token"]
+    pads = token == tokenizer.pad_token_id and tokenizer.pad_token not in roles
+    named = token in tokenizer.all_special_ids and not pads
     template = str(getattr(tokenizer, "chat_template", None) or "")
     return added is not None and added.special and not named and added.content not in template
+
+
+def _size(tokenizer: PreTrainedTokenizerBase) -> int:
+    return max(tokenizer.get_vocab().values()) + 1

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from draftsmith.decode.parallel import mask_token_of
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.checkpoint import stored_tensors
 from draftsmith.train.provenance import environment
@@ -24,7 +25,10 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
     made = "some of the target's layers" if init.layers is not None else "random weights"
     tensors = stored_tensors(output, "draft").values()
     terms = {config.divergence: 1.0} if isinstance(config.divergence, str) else config.divergence
-    speculative = {"method": "draft_model", "model": "DIR", "num_speculative_tokens": config.draft_length}
+    draft_length = min(config.draft_length, config.parallel or config.draft_length)
+    speculative = {"method": "draft_model", "model": "DIR", "num_speculative_tokens": draft_length}
+    if config.parallel:
+        speculative["parallel_drafting"] = True
     evaluations = [entry for entry in trainer.state.log_history if "eval_alpha" in entry]
     return ModelCard.from_template(
         ModelCardData(
@@ -39,6 +43,8 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         dtype=str(trainer.save_dtype).removeprefix("torch."),
         divergence=" + ".join(name if weight == 1 else f"{weight} × {name}" for name, weight in terms.items()),
         config=config,
+        draft_length=draft_length,
+        mask_token=mask_token_of(trainer.draft) if config.parallel else None,
         completions=", ".join(f"`{Path(path).name}`" for path in config.completions),
         rows=len(trainer.train_dataset),  # type: ignore[arg-type]
         heldout=len(trainer.eval_dataset or ()),  # type: ignore[arg-type]

@@ -31,6 +31,7 @@ CONFIGS = ROOT / "configs"
 SHAPES = ROOT / "tests" / "golden" / "configs"
 PAIRS = {
     "qwen3-8b-to-0.6b": ("qwen3-8b", "qwen3-0.6b"),
+    "qwen3-8b-to-0.6b-parallel": ("qwen3-8b", "qwen3-0.6b"),
     "llama-3.1-8b-to-1b": ("llama-3.1-8b", "llama-3.2-1b"),
     "llama-3.1-8b-carved": ("llama-3.1-8b", None),
     "pythia-6.9b-to-160m": ("pythia-6.9b", "pythia-160m"),
@@ -46,7 +47,7 @@ def distill_file(name: str) -> Path:
 
 
 def test_each_pair_is_tested():
-    assert {path.stem for path in (CONFIGS / "distill").glob("*.yaml")} - {"tiny"} == set(PAIRS)
+    assert {path.stem for path in (CONFIGS / "distill").glob("*.yaml")} - {"tiny", "tiny-parallel"} == set(PAIRS)
 
 
 @pytest.mark.parametrize("name", PAIRS)

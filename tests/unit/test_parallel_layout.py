@@ -44,3 +44,10 @@ def test_a_padded_vocabulary_lends_its_first_row_and_otherwise_padding_serves() 
     tokenizer = AutoTokenizer.from_pretrained("assets/tiny-target")
     assert unused_token(tokenizer, 4096 + 64) == 4096
     assert unused_token(tokenizer, 4096) == tokenizer.pad_token_id
+
+
+def test_padding_that_ends_texts_too_is_no_mask() -> None:
+    tokenizer = AutoTokenizer.from_pretrained("assets/tiny-target")
+    tokenizer.pad_token = tokenizer.eos_token
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    assert unused_token(tokenizer, 4096) == 1  # which has no name now
