@@ -5,13 +5,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import tiny_llama
 from pipelines import configured, history
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
+from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
+from draftsmith.distill.config import DistillConfig, DraftInit
 from draftsmith.distill.parallel_trainer import ParallelTrainer
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
+from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.losses.objective import Objective
+from draftsmith.train.models import load_model
+from draftsmith.train.options import LoraOptions
+from draftsmith.train.runs import save_model
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 K = 4
 
@@ -103,11 +112,145 @@ def test_the_loss_and_its_gradients_are_those_of_a_forward_for_each_anchor(pipel
         assert (parameter.grad - gradients[name]).abs().max() <= 2e-5 * scale, name
 
 
-def test_a_run_leaves_a_parallel_draft_with_its_figures(pipeline, tmp_path):
-    trainer = command.distill(parallel(pipeline, tmp_path, {"eval_strategy": "steps", "eval_steps": 1}))
-    config = json.loads((tmp_path / "config.json").read_text())
+@pytest.fixture(scope="module")
+def trained(pipeline, tmp_path_factory):
+    output = tmp_path_factory.mktemp("trained")
+    steps = {"eval_strategy": "steps", "eval_steps": 1}
+    return command.distill(parallel(pipeline, output, steps, draft_length=3)), output
+
+
+FIGURES = ("mean_acceptance_length", "plain_mean_acceptance_length", "alpha", "alpha_1", "alpha_3", "loss")
+
+
+def test_a_run_leaves_a_parallel_draft_with_its_figures(trained):
+    trainer, output = trained
+    config = json.loads((output / "config.json").read_text())
     assert config["parallel_length"] == K and config["pard_token"] == trainer.mask_token
-    for name in ("mean_acceptance_length", "plain_mean_acceptance_length", "alpha", "alpha_1", "alpha_3", "loss"):
+    for name in FIGURES:
         assert len(history(trainer, f"eval_{name}")) == 3
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert again.config.pard_token == trainer.mask_token
+    card = (output / "README.md").read_text()
+    assert f"{K} tokens in one forward" in card and '"parallel_drafting":true' in card
+
+
+def test_what_is_measured_in_training_is_what_replay_says(trained, pipeline):
+    """Of the saved draft, by the proposers that decode with it, on the same texts."""
+    trainer, output = trained
+    target, draft = (load_model(path) for path in (pipeline / "target", output))
+    rows = list(trainer.eval_dataset)
+    sequences = [torch.tensor(row["input_ids"]) for row in rows]
+    prompts = [next(t for t, label in enumerate(row["labels"]) if label != -100) for row in rows]
+    for proposer, name in ((ParallelDraftProposer, ""), (DraftModelProposer, "plain_")):
+        replay = replay_acceptance(target, proposer(draft), sequences, prompts, draft_lengths=[3])
+        found = history(trainer, f"eval_{name}mean_acceptance_length")[-1]
+        assert found == pytest.approx(replay.mean_acceptance_length[3].value, rel=1e-4)
+
+
+def test_a_parallel_draft_goes_on_with_its_mask_token(trained, pipeline, tmp_path, monkeypatch):
+    _, output = trained
+    before = load_model(output).get_input_embeddings().weight
+    trainer = built(parallel(pipeline, tmp_path, draft=str(output), parallel=6), monkeypatch)
+    assert trainer.draft.config.parallel_length == 6
+    assert torch.equal(trainer.draft.get_input_embeddings().weight, before)
+
+
+def test_a_mask_token_may_be_named_and_begins_as_the_mean(pipeline, tmp_path, monkeypatch, tokenizer):
+    name = tokenizer.convert_ids_to_tokens(7)
+    before = load_model(pipeline / "draft").get_input_embeddings().weight
+    for token in (7, name):
+        trainer = built(parallel(pipeline, tmp_path, parallel_mask_token=token), monkeypatch)
+        rows = trainer.draft.get_input_embeddings().weight
+        assert trainer.mask_token == 7 and torch.allclose(rows[7], before.mean(0), atol=1e-6)
+        assert torch.equal(rows[8:], before[8:]) and 7 in trainer.unwritten
+    for token in (len(before), "no such token"):
+        with pytest.raises(InputError, match=r"^parallel.*: expected .* found "):
+            built(parallel(pipeline, tmp_path, parallel_mask_token=token), monkeypatch)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_mask_of_a_padded_vocabulary_is_kept_and_not_drafted(pipeline, tmp_path, tokenizer, tied):
+    """Its row of the head is silenced with the padding; tied to the embedding, it has learned that no text has it."""
+    size = len(tokenizer)
+    for name, seed in (("target", 0), ("draft", 1)):
+        model = tiny_llama(seed, size + 5, layers=1, tie_word_embeddings=tied and name == "draft")
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        save_model(model, tokenizer, tmp_path / name)
+    paths = {"target": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
+    trainer = command.distill(parallel(pipeline, tmp_path / "out", **paths))
+    assert trainer.mask_token == size and trainer.vocab_size == size + tied
+    saved = load_model(tmp_path / "out")
+    embedding = saved.get_input_embeddings().weight[size]
+    assert torch.equal(embedding, trainer.draft.get_input_embeddings().weight[size].detach())
+    assert torch.equal(saved.get_output_embeddings().weight[size], embedding) == tied
+    before = load_model(tmp_path / "draft").get_input_embeddings().weight[:size].mean(0)
+    assert (embedding - before).abs().max() > 1e-3  # it was trained, though the row may be that of padding
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"init": DraftInit(layers=1, share="embeddings"), "draft": None}, {"init": DraftInit(lora=LoraOptions(r=4))}],
+    ids=["shared", "lora"],
+)
+def test_frozen_embeddings_keep_the_mean_as_mask(pipeline, tmp_path, options):
+    trainer = command.distill(parallel(pipeline, tmp_path, **options))
+    assert all(torch.isfinite(torch.tensor(history(trainer, "loss"))))
+    rows = load_model(tmp_path).get_input_embeddings().weight
+    others = torch.arange(len(rows)) != trainer.mask_token
+    source = load_model(pipeline / ("target" if options.get("draft", "") is None else "draft"))
+    source_rows = source.get_input_embeddings().weight
+    assert torch.equal(rows[others], source_rows[others])
+    assert torch.allclose(rows[trainer.mask_token], source_rows.mean(0), atol=1e-6)
+
+
+def test_a_teacher_cache_of_all_tokens_is_the_target(trained, pipeline, tmp_path):
+    completions = [str(pipeline / name) for name in ("short", "long", "heldout")]
+    cache = CacheConfig(str(pipeline / "target"), completions, str(tmp_path / "cache"), k=300)
+    make_cache(cache)
+    steps = {"eval_strategy": "steps", "eval_steps": 1}
+    options = {"teacher_cache": [str(tmp_path / "cache")], "draft_length": 3}
+    found = command.distill(parallel(pipeline, tmp_path / "out", steps, **options))
+    assert history(found, "loss") == pytest.approx(history(trained[0], "loss"), rel=2e-3)  # half-precision numbers
+    for name in FIGURES:
+        assert history(found, f"eval_{name}") == pytest.approx(history(trained[0], f"eval_{name}"), rel=2e-3)
+
+
+def test_on_policy_text_has_masks_too_and_never_the_mask(pipeline, tmp_path, monkeypatch):
+    options = {"on_policy": 1.0, "on_policy_tokens": 6}
+    trainer = built(parallel(pipeline, tmp_path, **options), monkeypatch)
+    trainer.draft.get_output_embeddings().weight.data[trainer.mask_token] *= 50  # would be written often
+    trainer.state.max_steps = 1
+    batch = a_step(trainer)
+    written = batch["input_ids"][batch["labels"] != -100]
+    assert len(written) and trainer.mask_token not in written.tolist()
+    assert (batch["chains"].offsets_E > 0).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": 1}, "parallel: expected 0, or between 2 and 256 tokens, found 1"),
+        ({"parallel_retention": 0.0}, "parallel_retention: expected more than 0"),
+        ({"parallel_minimum": 1.5}, "parallel_minimum: expected a share"),
+        ({"parallel_decay": 0.0}, "parallel_decay: expected "),
+    ],
+)
+def test_fields_out_of_range_are_refused(pipeline, tmp_path, options, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        parallel(pipeline, tmp_path, **options)
+
+
+@pytest.mark.slow
+def test_the_stock_draft_learns_to_draft_four_tokens_at_once(tmp_path):
+    """30 steps by the config that ships, on little text and so at a lower rate: replayed τ at γ = 4 rises."""
+    for name, records in (("train", stdlib_prompts(112, heldout=False)), ("heldout", stdlib_prompts(16, heldout=True))):
+        write_prompts(tmp_path / f"{name}.jsonl", records)
+        options = {"max_new_tokens": 32, "temperature": 1.0, "batch_size": 16}
+        prompts = str(tmp_path / f"{name}.jsonl")
+        prepare(PrepareConfig("assets/tiny-target", prompts, str(tmp_path / name), **options))
+    argv = ["--config", "configs/distill/tiny-parallel.yaml", "--completions", f"[{tmp_path / 'train'}]"]
+    argv += ["--heldout", f"[{tmp_path / 'heldout'}]", "--max_length", "128"]
+    training = {"output_dir": tmp_path / "out", "max_steps": 30, "eval_steps": 30, "save_steps": 30}
+    training |= {"per_device_train_batch_size": 8, "learning_rate": 1e-3, "report_to": "none", "disable_tqdm": "true"}
+    argv += [part for key, value in training.items() for part in (f"--training.{key}", str(value))]
+    trainer = command.distill(parse_config(DistillConfig, argv))
+    lengths = history(trainer, "eval_mean_acceptance_length")
+    assert lengths[-1] > lengths[0] + 0.01

@@ -5,7 +5,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from draftsmith.decode.parallel import visible_entries
 from draftsmith.distill.parallel_chains import ALIGNED, chained, drawn_lengths, kept_shares
+from draftsmith.distill.parallel_draft import _blocks
 from draftsmith.train.losses.positions import LossPositions
 
 
@@ -69,3 +71,18 @@ def test_masks_of_packed_rows_stand_in_their_texts():
 def test_a_step_without_room_for_masks_has_none():
     chains = chained(torch.tensor([3]), (1, 8), torch.tensor([7]))
     assert chains.positions_BM.shape == (1, 0) and chains.entries_E.tolist() == [3]
+
+
+@pytest.mark.parametrize("window", [0, 2])
+@pytest.mark.parametrize("packed", [False, True])
+def test_flex_attention_is_told_the_same_as_other_kinds(packed, window):
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]]) if packed else torch.arange(8)[None]
+    flat = torch.tensor([1, 2, 4, 5]) if packed else torch.arange(2, 7)
+    chains = chained(flat, (1, 8), torch.full((len(flat),), 2), positions if packed else None)
+    entries = torch.cat([positions, chains.positions_BM], dim=1), torch.cat([positions, chains.anchors_BM], dim=1)
+    visible = visible_entries(*entries, chains.texts_BL)[0]
+    if window:
+        visible &= entries[0].T - entries[0] < window
+    number = torch.arange(len(visible))
+    told = _blocks(*entries, chains.texts_BL, window).mask_mod(torch.tensor(0), None, number[:, None], number)
+    assert torch.equal(told, visible)
