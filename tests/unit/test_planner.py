@@ -1,8 +1,9 @@
 """Costs, lengths and the choice between them, by hand."""
 
 import pytest
+import torch
 
-from draftsmith.decode import InputError
+from draftsmith.decode import InputError, Proposal, Proposer, Tree, planner
 from draftsmith.decode.planner import Costs, Plan, acceptance_length, best_draft_length, verification_costs
 
 
@@ -74,6 +75,30 @@ def test_a_plan_gives_up_probes_and_comes_back():
     for _ in range(60):
         plan.observe(accepted=1, drafted=1)
     assert plan.draft_length() == 4
+
+
+class Clocked(Proposer):
+    """Drafts what was asked for in a time that is its first forward's, or each token's."""
+
+    def __init__(self, at_once, clock, longest=None):
+        self.at_once, self.clock, self.longest = at_once, clock, longest
+
+    def propose(self, contexts, draft_lengths):
+        self.clock[0] += 1.0 if self.at_once else 0.5 * draft_lengths[0]
+        return [Proposal(torch.zeros(k, dtype=torch.long), None, Tree.chain(k)) for k in draft_lengths]
+
+
+def test_what_drafts_at_once_is_priced_by_the_draft(target, monkeypatch):
+    """Four tokens a draft: one forward of 1 s, or four of 0.5 s; where all are accepted the one pays to its longest."""
+    clock = [0.0]
+    monkeypatch.setattr(planner, "now", lambda device: clock[0])
+    monkeypatch.setattr(planner, "verification_costs", lambda *a, **k: {1: 1.0, 2: 1.0, 9: 1.0})
+    for at_once, longest, best in ((True, 6, 6), (True, None, 8), (False, None, 0)):
+        plan, proposer = Plan(), Clocked(at_once, clock, longest)
+        plan.start(target, proposer, 1, 8, False)
+        plan.propose(target, proposer, [torch.zeros(3)], [9])
+        plan._accepted, plan._rejected = (1000.0, 1e-9) if at_once else (1.0, 3.0)
+        assert plan.draft_length() == best
 
 
 def test_costs_are_measured(target):
