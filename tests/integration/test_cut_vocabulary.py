@@ -1,0 +1,108 @@
+"""Drafts that learn with a cut vocabulary: what is measured in training is what the saved directory accepts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
+from transformers import AutoModelForCausalLM
+
+from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
+from draftsmith.distill import __main__ as command
+from draftsmith.distill.config import DraftInit
+from draftsmith.train.cli import run
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import training_examples
+from draftsmith.train.models import load_draft, load_model, load_tokenizer
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+
+D, T = 60, 0.8
+
+
+def distilled(pipeline: Path, output: Path, **options):
+    """Ten steps, on what it is measured on."""
+    training = {"max_steps": 10, "eval_on_start": True} | options.pop("training", {})
+    data = [str(pipeline / "short"), str(pipeline / "long")]
+    options = {"temperature": T, "draft_length": 3, "init": DraftInit(draft_vocabulary=D), "heldout": data} | options
+    with measured_on_what_it_learns():
+        return command.distill(configured(pipeline, output, training=training, **options))
+
+
+def replayed(pipeline: Path, draft: Path, kind=DraftModelProposer):
+    """What the saved directory accepts of the completions, and their share of tokens that it lacks."""
+    samples = list(training_examples([str(pipeline / "short"), str(pipeline / "long")]))
+    starts = [next(i for i, label in enumerate(row["labels"]) if label != IGNORED) for row in samples]
+    texts = [torch.tensor(row["input_ids"]) for row in samples]
+    proposer = kind(load_draft(draft))
+    found = replay_acceptance(
+        load_model(pipeline / "target"), proposer, texts, starts, draft_lengths=[3], temperature=T
+    )
+    kept = set(json.loads((draft / "config.json").read_text())["draft_vocabulary"])
+    labels = [label for row in samples for label in row["labels"] if label != IGNORED]
+    return found, sum(label not in kept for label in labels) / len(labels)
+
+
+@pytest.mark.parametrize(
+    "divergence", ["forward_kl", {"expected_length": 1.0, "cross_entropy": 0.1}, {"lk_hybrid": 1.0}], ids=str
+)
+def test_evaluation_is_the_replay_of_the_saved_directory(pipeline, tmp_path, divergence):
+    trainer = distilled(pipeline, tmp_path / "out", divergence=divergence)
+    before, *_, after = history(trainer, "eval_loss")
+    assert after < before
+    found, outside = replayed(pipeline, tmp_path / "out")
+    assert outside > 0
+    assert history(trainer, "eval_alpha")[-1] == pytest.approx(found.alpha.value, rel=1e-4)
+    lengths = history(trainer, "eval_mean_acceptance_length")
+    assert lengths[-1] == pytest.approx(found.mean_acceptance_length[3].value, rel=1e-4)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert len(whole.get_output_embeddings().weight) == len(load_tokenizer(tmp_path / "out"))
+
+
+def test_rows_that_it_lacks_are_not_learned(pipeline, tmp_path):
+    trainer = distilled(pipeline, tmp_path / "out", training={"weight_decay": 0.0})
+    ends = trainer.tokenizer.eos_token_id
+    kept = json.loads((tmp_path / "out" / "config.json").read_text())["draft_vocabulary"]
+    assert len(kept) == D and ends in kept
+    others = [token for token in range(len(trainer.tokenizer)) if token not in kept]
+    before, after = (weights(path)["lm_head.weight"] for path in (pipeline / "draft", tmp_path / "out"))
+    assert torch.equal(before[others], after[others]) and not torch.equal(before[kept], after[kept])
+
+
+def test_a_cache_teaches_the_same(pipeline, tmp_path):
+    completions = [str(pipeline / name) for name in ("short", "long")]
+    make_cache(CacheConfig(str(pipeline / "target"), completions, str(tmp_path / "cache"), k=300, temperature=T))
+    live = distilled(pipeline, tmp_path / "live")
+    cached = distilled(pipeline, tmp_path / "cached", teacher_cache=[str(tmp_path / "cache")])
+    assert history(cached, "loss") == pytest.approx(history(live, "loss"), rel=1e-2)
+    for name in ("alpha", "mean_acceptance_length", "loss"):
+        assert history(cached, f"eval_{name}") == pytest.approx(history(live, f"eval_{name}"), rel=1e-2)
+
+
+def test_a_parallel_draft_may_have_one(pipeline, tmp_path):
+    trainer = distilled(pipeline, tmp_path / "out", parallel=3)
+    found, _ = replayed(pipeline, tmp_path / "out", ParallelDraftProposer)
+    lengths = history(trainer, "eval_mean_acceptance_length")
+    assert lengths[-1] == pytest.approx(found.mean_acceptance_length[3].value, rel=1e-4)
+
+
+def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tmp_path):
+    distilled(pipeline, tmp_path / "first", training={"max_steps": 1})
+    options = {"draft": str(tmp_path / "first"), "training": {"max_steps": 2}}
+    again = distilled(pipeline, tmp_path / "again", init=DraftInit(), on_policy=1.0, on_policy_tokens=4, **options)
+    first, second = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "again"))
+    assert first["draft_vocabulary"] == second["draft_vocabulary"]
+    assert set(again.unwritten) == set(range(300)) - set(first["draft_vocabulary"])
+    assert furthest(weights(tmp_path / "first"), weights(tmp_path / "again")) > 0
+    with pytest.raises(InputError, match=f"init.draft_vocabulary: expected none for a draft that has one, found {D}"):
+        distilled(pipeline, tmp_path / "other", **options)
+
+
+def test_bad_sizes_are_refused_in_one_line(pipeline, tmp_path, capsys):
+    flags = ["--target", str(pipeline / "target"), "--draft", str(pipeline / "draft")]
+    flags += ["--completions", f"[{pipeline / 'short'}]", "--training.output_dir", str(tmp_path / "out")]
+    flags += ["--training.use_cpu", "true", "--training.max_steps", "1"]
+    for count, expected in ((1, "at least 2, found 1"), (301, "at most 3")):
+        assert run(lambda count=count: command.main([*flags, "--init.draft_vocabulary", str(count)])) == 2
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("error: init.draft_vocabulary: expected ") and expected in error
