@@ -40,6 +40,7 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         target=config.target,
         start=f"`{config.draft}`" if config.draft else made,
         parameters=sum(math.prod(shape) for _, shape in tensors),
+        kept=None if trainer.cut is None else len(trainer.cut.tokens_D),
         dtype=str(trainer.save_dtype).removeprefix("torch."),
         divergence=" + ".join(name if weight == 1 else f"{weight} × {name}" for name, weight in terms.items()),
         config=config,

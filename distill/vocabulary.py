@@ -4,6 +4,7 @@ Verification compares token ids, so draft and target must mean the same by an id
 the tokenizer is padding; some servers demand that it be equal all the same.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_vocabulary import KEPT_TOKENS, kept_tokens
 from draftsmith.decode.parallel import MASK_TOKEN
-from draftsmith.train.models import tokenizer_size
+from draftsmith.train.cut_vocabulary import whole_rows
+from draftsmith.train.models import empty_model, tokenizer_size
 
 # Contexts on which the least likely token is found: random tokens, which the usual contexts of no token dominate.
 TEXTS, LENGTH = 4, 64
@@ -46,6 +48,32 @@ def keep_tokens(draft: PreTrainedModel, tokens: Sequence[int]) -> None:
     """Have a draft propose these ascending tokens alone: its config says so (`decode.draft_vocabulary`)."""
     setattr(draft.config.get_text_config(), KEPT_TOKENS, list(tokens))
     kept_tokens(draft.config)
+
+
+@torch.no_grad()
+def with_whole_head(draft: PreTrainedModel) -> PreTrainedModel:
+    """Return a draft of all tokens that drafts what one with a cut vocabulary does, where it drafts the most likely.
+
+    For servers, which read every row of a head: those that the draft lacks become the mean of the others, as
+    `whole_rows` does. Embeddings that were the head are no longer. Beside the head all tensors are the draft's own.
+
+    Args:
+        draft: as `load_model` returns it, with a cut vocabulary.
+    """
+    tokens_D = kept_tokens(draft.config)
+    assert tokens_D is not None
+    config = copy.deepcopy(draft.config)
+    delattr(config.get_text_config(), KEPT_TOKENS)
+    for each in {id(c): c for c in (config, config.get_text_config())}.values():
+        each.tie_word_embeddings = False
+    whole = empty_model(config, field="draft", dtype=draft.dtype)
+    head, tensors = draft.get_output_embeddings(), draft.state_dict()
+    (place,) = [name for name, module in draft.named_modules() if module is head]
+    for name, rows in head.named_parameters():  # type: ignore[union-attr]
+        tensors[f"{place}.{name}"] = whole_rows(rows[tokens_D], tokens_D, len(rows))
+    whole.load_state_dict(tensors, assign=True)
+    whole.generation_config = draft.generation_config
+    return whole
 
 
 @torch.no_grad()

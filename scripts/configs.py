@@ -205,7 +205,7 @@ class ExportConfig:
     """Of `heads`: own, vllm, fasterdecoding or modelopt. Of `import_from`: the same; recognised if not given. Of
     `draft`: vllm or sglang."""
     output: str | None = None
-    """Where heads are written: a new or empty directory."""
+    """Where heads are written, or a draft with a cut vocabulary, which servers need whole: a new or empty directory."""
     target: str | None = None
     """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
     that use its language-model head."""
@@ -243,10 +243,8 @@ class ExportConfig:
             )
         if self.draft is None and not self.output:
             raise InputError("output: expected a directory to write heads in, found none")
-        if self.draft is not None:
-            for name in ("output", "dtype"):
-                if getattr(self, name) is not None:
-                    raise InputError(f"{name}: expected none with a draft model, which stays as it is, found one")
+        if self.draft is not None and self.dtype is not None:
+            raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
         if self.import_from is None and self.format is None:
             raise InputError("format: expected one, found none")
         if self.format is not None:

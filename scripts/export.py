@@ -9,8 +9,10 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, Proposer, Tree
+from draftsmith.decode.draft_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.parallel import is_parallel, length_of, mask_token_of
+from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.export import VLLM_READS, check_output, export_heads
@@ -30,7 +32,7 @@ from draftsmith.train.models import (
     load_tokenizer,
     stored_dtype,
 )
-from draftsmith.train.runs import sglang_command, vllm_command
+from draftsmith.train.runs import save_model, sglang_command, vllm_command
 
 GAMMA = 4
 PROMPT_TOKENS = 128
@@ -108,7 +110,8 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
 
 def _served_draft(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
     path, code = str(config.draft), config.trust_remote_code
-    speculative = speculative_config(config, path, load_config(path, field="draft", trust_remote_code=code))
+    written = config.output or path  # of a cut vocabulary
+    speculative = speculative_config(config, written, load_config(path, field="draft", trust_remote_code=code))
     served = [
         Served(f"the draft, {method}", {**speculative, "draft_sample_method": method})
         for method in ("greedy", "probabilistic")
@@ -192,8 +195,14 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
     if not any(directory.glob("*.safetensors")):
         raise InputError(f"draft: expected weights in safetensors in {path}, found none; save it with save_pretrained")
     code = config.trust_remote_code
-    draft = load_model(path, field="draft", dtype="bfloat16", trust_remote_code=code, device="cpu")
+    dtype = stored_dtype(load_config(path, field="draft", trust_remote_code=code))
+    draft = load_model(path, field="draft", dtype=dtype, trust_remote_code=code, device="cpu")
     tokenizer = load_tokenizer(path, field="draft", trust_remote_code=code)
+    kept_D = kept_tokens(draft.config)
+    if (kept_D is None) != (config.output is None):
+        if config.output is not None:
+            raise InputError("output: expected none with a draft model, which stays as it is, found one")
+        raise InputError("output: expected a directory for a draft whose cut head is written whole, found none")
     if config.target is not None:
         other = load_tokenizer(config.target, field="target", trust_remote_code=code)
         check_same_tokenizer(other, tokenizer, config.target, path)
@@ -209,6 +218,15 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
     lines = [
         f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
     ]
+    if kept_D is not None:
+        path = str(config.output)
+        check_output(Path(path))
+        save_model(with_whole_head(draft), tokenizer, Path(path).absolute())
+        rows = draft.config.get_text_config().vocab_size
+        lines.append(
+            f"# wrote {path}: servers load no cut vocabulary, so that a draft of {len(kept_D):,} tokens has "
+            f"all {rows:,} there, the others never the most likely; greedy drafts stay the same, what the head saves is lost"
+        )
     if config.format == "sglang":
         # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses
         # rejection sampling, and a draft of another vocab_size or another map of tokens than the target's.

@@ -55,6 +55,18 @@ def frequent_tokens(
     return torch.from_numpy(np.sort(ranked))
 
 
+def whole_rows(rows_D: Tensor, tokens_D: Tensor, vocab_size: int) -> Tensor:
+    """Return a head's rows for all tokens, (V, …), of those for D tokens, (D, …): the others are the mean of these.
+
+    Its logit is the mean of theirs, so that it is never the largest: for readers that know whole heads alone, and draft
+    the most likely token.
+    """
+    mean = rows_D.mean(0, dtype=torch.float64).to(rows_D.dtype)
+    rows_V = mean.expand(vocab_size, *rows_D.shape[1:]).clone()
+    rows_V[tokens_D] = rows_D
+    return rows_V
+
+
 class CutVocabulary:
     """The D tokens of a draft or of drafting heads among the V of their target.
 

@@ -28,6 +28,7 @@ from transformers import PretrainedConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats.proof import prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
+from draftsmith.train.cut_vocabulary import whole_rows
 from draftsmith.train.files import require_writable, written_aside
 from draftsmith.train.models import DTYPES
 
@@ -148,7 +149,7 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
     if token_map is not None:
         config.truncated_vocab_size = config.vocab_size
         for name in [name for name in tensors if name.startswith("lm_head")]:
-            tensors[name] = _whole(tensors[name], token_map, config.vocab_size)
+            tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             tensors[name] = tensor.cpu()
@@ -158,14 +159,6 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         if not tensors[name].isfinite().all():
             raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
     return assembled(config, tensors)
-
-
-def _whole(weight_DH: Tensor, token_map: Tensor, vocab_size: int) -> Tensor:
-    """Return a head of all tokens, (V, H): the rows of others than the map's are the mean of those there are."""
-    mean_H = weight_DH.mean(0, dtype=torch.float64).to(weight_DH.dtype)
-    weight_VH = mean_H.expand(vocab_size, -1).clone()
-    weight_VH[token_map] = weight_DH
-    return weight_VH
 
 
 def _write(heads: MedusaHeads, directory: Path, format: str) -> None:

@@ -23,12 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from draftsmith.decode.draft_vocabulary import kept_tokens
 from draftsmith.distill.parallel_draft import parallel_hidden
 from draftsmith.scripts.plan.model_states import Precision
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum
 from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import head_of, last_hidden
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 
 
@@ -283,7 +284,11 @@ def trace_loss(
         k: tokens of a cached distribution.
         sizes: of chunks; those of a CPU if None.
     """
-    vocabulary = common_vocabulary(draft, target)
+    vocabulary, kept_D = common_vocabulary(draft, target), kept_tokens(draft.config)
+
+    def learned(head: OutputHead) -> OutputHead:
+        return head.cut(vocabulary) if kept_D is None else head.of(torch.arange(vocabulary))
+
     with mode:
         q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
         labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
@@ -299,12 +304,12 @@ def trace_loss(
             given = [teacher.ids, teacher.log_p, teacher.log_tail]
         else:
             hidden = _hidden(target, positions)
-            teacher = LiveDistributions(hidden, head_of(target).cut(vocabulary))
+            teacher = LiveDistributions(hidden, learned(head_of(target)))
             given = [*tensors_of(target), hidden]
         hold_gradients(draft)
         with LiveBytes([*tensors_of(draft), *given, q_hidden, labels, weights]) as live:
             with precision_of(precision):
-                head = head_of(draft).cut(vocabulary)
+                head = learned(head_of(draft))
                 total = chunked_sum(objective.features, weights, labels, q_hidden, head, teacher, sizes)[0]
             forward = live.peak
             live.restart()
@@ -314,8 +319,10 @@ def trace_loss(
 
 
 def common_vocabulary(*models: PreTrainedModel | None) -> int:
-    """Return the number of tokens that the heads of all these models have; None is no model."""
-    return min(len(head_of(model).weight) for model in models if model is not None)
+    """Return the number of tokens that the heads of all these models have, or propose; None is no model."""
+    given = [model for model in models if model is not None]
+    kept = [kept_tokens(model.config) for model in given]
+    return min(len(head_of(m).weight) if kept_D is None else len(kept_D) for m, kept_D in zip(given, kept, strict=True))
 
 
 def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = None) -> Tensor:

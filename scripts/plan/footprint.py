@@ -124,7 +124,7 @@ class Footprint:
             Moment("the optimiser's step", {"optimiser: temporary": self.step}),
         ]
         if self.cache is not None:
-            logits = 6 * 4 * rows * common_vocabulary(self.draft)  # processors sort and copy
+            logits = 6 * 4 * rows * len(head_of(self.draft).weight)  # processors sort and copy
             moments.append(
                 Moment("sampling", {"draft: keys and values": self.cache(rows), "sampling: logits": float(logits)})
             )

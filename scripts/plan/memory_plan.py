@@ -10,9 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, PreTrainedModel
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError, at_most, first_line
 from draftsmith.distill.draft_init import make_draft
 from draftsmith.distill.parallel_chains import most_masks
+from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.scripts.plan.activations import (
     Affine,
     BatchShape,
@@ -118,6 +119,9 @@ class MemoryPlan:
             if init.lora is not None:
                 with torch.device("meta"):
                     add_lora(draft, init.lora)
+        if init.draft_vocabulary is not None:  # which tokens they are does not matter
+            at_most(draft.config.get_text_config().vocab_size).check("init.draft_vocabulary", init.draft_vocabulary)
+            keep_tokens(draft, range(init.draft_vocabulary))
         shadow(self.mode, draft, half)  # float16 takes the bytes of bfloat16
         return draft
 

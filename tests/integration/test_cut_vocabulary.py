@@ -11,6 +11,8 @@ from transformers import AutoModelForCausalLM
 from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
+from draftsmith.scripts.configs import ExportConfig
+from draftsmith.scripts.export import export
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import training_examples
@@ -96,6 +98,27 @@ def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tm
     assert furthest(weights(tmp_path / "first"), weights(tmp_path / "again")) > 0
     with pytest.raises(InputError, match=f"init.draft_vocabulary: expected none for a draft that has one, found {D}"):
         distilled(pipeline, tmp_path / "other", **options)
+
+
+def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_path):
+    distilled(pipeline, tmp_path / "draft")
+    flags = {"draft": str(tmp_path / "draft"), "target": str(pipeline / "target"), "format": "vllm"}
+    with pytest.raises(
+        InputError, match="output: expected a directory for a draft whose cut head is written whole, found none"
+    ):
+        export(ExportConfig(**flags))
+    lines = export(ExportConfig(**flags, output=str(tmp_path / "served")))
+    assert any("what the head saves is lost" in line for line in lines) and str(tmp_path / "served") in lines[-1]
+    served = load_model(tmp_path / "served")
+    assert not hasattr(served.config, "draft_vocabulary") and not served.config.tie_word_embeddings
+    ids = torch.arange(200).view(4, 50)
+    found, expected = served(ids).logits, load_draft(tmp_path / "draft")(ids).logits
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    inside = expected.isfinite()
+    torch.testing.assert_close(found[inside], expected[inside])
+    whole = {**flags, "draft": str(pipeline / "draft"), "output": str(tmp_path / "whole")}
+    with pytest.raises(InputError, match="output: expected none with a draft model, which stays as it is, found one"):
+        export(ExportConfig(**whole))
 
 
 def test_bad_sizes_are_refused_in_one_line(pipeline, tmp_path, capsys):

@@ -246,7 +246,7 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
         (["--heads", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, fasterdecoding"),
         (["--import_from", "H", "--output", "O", "--format", "x"], "format: expected one of own, vllm, fasterdecoding"),
         (["--draft", "D", "--format", "modelopt"], "format: expected one of vllm, sglang, found 'modelopt'"),
-        (["--draft", "D", "--format", "vllm", "--output", "O"], "output: expected none with a draft model"),
+        (["--draft", "D", "--format", "vllm", "--dtype", "float16"], "dtype: expected none with a draft model"),
         (["--draft", "D", "--format", "vllm", "--draft_length", "0"], "draft_length: expected at least 1 and at"),
         (["--heads", "H", "--output", "O", "--format", "own", "--draft_length", "2"], "draft_length: expected it with"),
         (["--heads", "H", "--output", "O", "--format", "vllm", "--dtype", "int4"], "dtype: expected one of float32"),
