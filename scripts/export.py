@@ -224,8 +224,8 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         save_model(with_whole_head(draft), tokenizer, Path(path).absolute())
         rows = draft.config.get_text_config().vocab_size
         lines.append(
-            f"# wrote {path}: servers load no cut vocabulary, so that a draft of {len(kept_D):,} tokens has "
-            f"all {rows:,} there, the others never the most likely; greedy drafts stay the same, what the head saves is lost"
+            f"# wrote {path}: servers load no cut vocabulary, so that a draft of {len(kept_D):,} tokens has all "
+            f"{rows:,} there, the others never the most likely; greedy drafts stay as they are, what it saves is lost"
         )
     if config.format == "sglang":
         # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses

@@ -103,12 +103,10 @@ def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tm
 def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_path):
     distilled(pipeline, tmp_path / "draft")
     flags = {"draft": str(tmp_path / "draft"), "target": str(pipeline / "target"), "format": "vllm"}
-    with pytest.raises(
-        InputError, match="output: expected a directory for a draft whose cut head is written whole, found none"
-    ):
+    with pytest.raises(InputError, match="output: expected a directory for a draft whose cut head is written"):
         export(ExportConfig(**flags))
     lines = export(ExportConfig(**flags, output=str(tmp_path / "served")))
-    assert any("what the head saves is lost" in line for line in lines) and str(tmp_path / "served") in lines[-1]
+    assert any("what it saves is lost" in line for line in lines) and str(tmp_path / "served") in lines[-1]
     served = load_model(tmp_path / "served")
     assert not hasattr(served.config, "draft_vocabulary") and not served.config.tie_word_embeddings
     ids = torch.arange(200).view(4, 50)
