@@ -206,6 +206,23 @@ def test_the_chunked_objective_is_the_eager_one(lk_alpha, lengths):
         assert torch.allclose(one, two, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["lk_hybrid", "nla"])
+def test_a_batch_may_be_split_as_one_likes_but_for_the_mean_alpha(name):
+    p, q, labels = drawn()
+
+    def split(objective):
+        return sum(float(total_of(objective, at)) for at in (slice(0, 5), slice(5, N)))
+
+    def total_of(objective, at=slice(None)):
+        return objective.shortfall(objective.features(p[at], q[at], labels[at]), FOLLOWS[at])
+
+    whole = Objective({name: 1.0})
+    assert split(whole) == pytest.approx(float(total_of(whole)), rel=1e-6)
+    if name == "lk_hybrid":
+        mean = Objective({name: 1.0}, lk_alpha="batch")
+        assert abs(split(mean) - float(total_of(mean))) > 1e-4
+
+
 def test_each_head_has_the_mean_alpha_of_its_own_positions():
     generator = torch.Generator().manual_seed(4)
     p_hidden, *seen = (torch.randn(N, 6, generator=generator) for _ in range(3))
