@@ -1,5 +1,7 @@
 """A draft that learns to draft in parallel: its mask token, and its forward over texts with masks beside them."""
 
+import os
+import sys
 from typing import Any, cast
 
 import torch
@@ -69,7 +71,8 @@ def choose_attention(draft: PreTrainedModel, name: str | None) -> None:
     if takes_bounds(draft):
         found = implementation_of(draft)
         set_attention(draft, "sdpa")
-        print(f"attn_implementation: the draft learns under sdpa, for {found} takes no masks")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"attn_implementation: the draft learns under sdpa, for {found} takes no masks", file=sys.stderr)
 
 
 def parallel_hidden(

@@ -12,7 +12,9 @@ from torch import Tensor
 from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig, DraftInit
+from draftsmith.distill.parallel_chains import kept_shares, most_masks
 from draftsmith.distill.parallel_trainer import ParallelTrainer
+from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -222,6 +224,31 @@ def test_on_policy_text_has_masks_too_and_never_the_mask(pipeline, tmp_path, mon
     written = batch["input_ids"][batch["labels"] != -100]
     assert len(written) and trainer.mask_token not in written.tolist()
     assert (batch["chains"].offsets_E > 0).any()
+
+
+def test_the_arithmetic_of_masks_is_the_drafts_alone(pipeline, tmp_path, monkeypatch):
+    trainer = built(parallel(pipeline, tmp_path), monkeypatch)
+    chains = a_step(trainer)["chains"]
+    target, draft = trainer._works
+    masks, seen, learning = chains.work
+    assert learning <= masks < seen
+    expected = target.forward(100, 1000, 50) + draft.step(100 + masks, 1000 + seen, 50 + learning)
+    assert trainer._work(100, 1000, 50) == pytest.approx(expected)
+    assert trainer._work(100, 1000, 50) < expected  # counted once
+
+
+def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
+    """Beside a plain draft's: activations of twice the entries, and under sdpa the square of their number a row."""
+    argv = ["--config", "configs/distill/tiny-parallel.yaml", "--max_length", "512", "--training.use_cpu", "true"]
+    held = {}
+    kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--attn_implementation", "flex_attention"]}
+    for name, options in kinds.items():
+        plan = MemoryPlan(parse_config(PlanConfig, [*argv, *options]))
+        held[name] = plan.footprint(plan.setting).activations.kept(16)
+        assert plan.parallel.masks == (0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05)))
+    entries = plan.parallel.entries
+    assert 1.5 * held["plain"] < held["flex"] < held["sdpa"]
+    assert held["sdpa"] - held["flex"] >= 16 * 4 * entries**2  # in float32
 
 
 @pytest.mark.parametrize(
