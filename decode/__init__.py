@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.autoregressive import autoregressive_decode as autoregressive_decode
     from draftsmith.decode.autoregressive import autoregressive_generate as autoregressive_generate
     from draftsmith.decode.counts import Counts as Counts
-    from draftsmith.decode.draft_vocabulary import cut_head as cut_head
+    from draftsmith.decode.draft_models.cut_vocabulary import cut_head as cut_head
     from draftsmith.decode.errors import InputError as InputError
     from draftsmith.decode.generation import DecodeOutput as DecodeOutput
     from draftsmith.decode.measurement.replay import Replay as Replay
@@ -47,7 +47,7 @@ _MODULES = {
     "Plan": "draftsmith.decode.planner",
     "Proposal": "draftsmith.decode.proposers.base",
     "Proposer": "draftsmith.decode.proposers.base",
-    "cut_head": "draftsmith.decode.draft_vocabulary",
+    "cut_head": "draftsmith.decode.draft_models.cut_vocabulary",
     "DraftModelProposer": "draftsmith.decode.proposers.draft_model",
     "DynamicTree": "draftsmith.decode.proposers.draft_tree",
     "early_exit": "draftsmith.decode.proposers.early_exit",

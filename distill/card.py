@@ -5,7 +5,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftsmith.decode.parallel import mask_token_of
+from draftsmith.decode.draft_models.parallel import mask_token_of
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.checkpoint import stored_tensors
 from draftsmith.train.provenance import environment

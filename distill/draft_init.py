@@ -14,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.draft_vocabulary import kept_tokens
+from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.config import DraftInit

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.attention import implementation_of
+from draftsmith.decode.draft_models.parallel import LENGTH, MASK_TOKEN, mask_token_of, unused_token, visible_entries
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.parallel import LENGTH, MASK_TOKEN, mask_token_of, unused_token, visible_entries
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import set_attention, takes_bounds, tokenizer_size

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import EvalPrediction
 
+from draftsmith.decode.draft_models.parallel import mask_token_of
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.parallel import mask_token_of
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.distill.parallel_chains import Chains, chained, drawn_lengths
 from draftsmith.distill.parallel_draft import loss_vocabulary, parallel_hidden

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.draft_vocabulary import kept_tokens
+from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
-from draftsmith.train.cut_vocabulary import CutVocabulary
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
@@ -24,6 +23,7 @@ from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split

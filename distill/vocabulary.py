@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.draft_vocabulary import KEPT_TOKENS, kept_tokens
-from draftsmith.decode.parallel import MASK_TOKEN
-from draftsmith.train.cut_vocabulary import whole_rows
+from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, kept_tokens
+from draftsmith.decode.draft_models.parallel import MASK_TOKEN
+from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import empty_model, tokenizer_size
 
 # Contexts on which the least likely token is found: random tokens, which the usual contexts of no token dominate.
@@ -45,7 +45,7 @@ def fit_vocabulary(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, s
 
 
 def keep_tokens(draft: PreTrainedModel, tokens: Sequence[int]) -> None:
-    """Have a draft propose these ascending tokens alone: its config says so (`decode.draft_vocabulary`)."""
+    """Have a draft propose these ascending tokens alone: its config says so (`decode.draft_models.cut_vocabulary`)."""
     setattr(draft.config.get_text_config(), KEPT_TOKENS, list(tokens))
     kept_tokens(draft.config)
 

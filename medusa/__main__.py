@@ -8,10 +8,10 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.trainer import MedusaTrainer
-from draftsmith.train.cut_vocabulary import frequent_tokens
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
+from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
 
 

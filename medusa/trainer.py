@@ -22,10 +22,10 @@ from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.train.cut_vocabulary import CutVocabulary
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective, chunked_objectives
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, Proposer, Tree
-from draftsmith.decode.draft_vocabulary import kept_tokens
+from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
+from draftsmith.decode.draft_models.parallel import is_parallel, length_of, mask_token_of
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.parallel import is_parallel, length_of, mask_token_of
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card

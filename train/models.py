@@ -23,7 +23,7 @@ from transformers.integrations import deepspeed
 from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
-from draftsmith.decode.draft_vocabulary import cut_head
+from draftsmith.decode.draft_models.cut_vocabulary import cut_head
 from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (

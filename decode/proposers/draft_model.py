@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, Places, check_model, padded
-from draftsmith.decode.draft_vocabulary import has_whole_head
+from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree

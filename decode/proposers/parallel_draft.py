@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.draft_models.parallel import LENGTH, length_of, mask_token_of
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.parallel import LENGTH, length_of, mask_token_of
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
@@ -22,7 +22,7 @@ from draftsmith.decode.tree import Tree
 
 
 class ParallelDraftProposer(DraftModelProposer):
-    """Drafts K tokens with one forward of a draft that was trained for it: see `draftsmith.decode.parallel`.
+    """Drafts K tokens with one forward of a draft trained for it: see `draftsmith.decode.draft_models.parallel`.
 
     Fed are the tokens of the text that the cache lacks, and K − 1 mask tokens behind them. What was drafted is never
     fed as itself: of a round's accepted tokens the cache holds masks, in whose slots they are fed in the next round.

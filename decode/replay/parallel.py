@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.parallel import mask_token_of, visible_entries
+from draftsmith.decode.draft_models.parallel import mask_token_of, visible_entries
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from, ranks_of
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import WrittenText

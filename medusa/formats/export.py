@@ -28,8 +28,8 @@ from transformers import PretrainedConfig
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.formats.proof import prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
-from draftsmith.train.cut_vocabulary import whole_rows
 from draftsmith.train.files import require_writable, written_aside
+from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from draftsmith.decode.cache import check_model
+from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, length_of, mask_token_of
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.parallel import is_parallel, is_unused, length_of, mask_token_of
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side

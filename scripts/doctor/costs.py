@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer
 from draftsmith.decode.cache import cached_numbers
+from draftsmith.decode.draft_models.parallel import is_parallel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
-from draftsmith.decode.parallel import is_parallel
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.medusa import MedusaHeads, MedusaProposer

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from draftsmith.decode.draft_vocabulary import kept_tokens
+from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.parallel_draft import parallel_hidden
 from draftsmith.scripts.plan.model_states import Precision
 from draftsmith.train.losses.chunk_sizes import ChunkSizes

@@ -23,12 +23,12 @@ from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.replay import replay_heads, replay_ranks
 from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.train.cli import run
-from draftsmith.train.cut_vocabulary import frequent_tokens
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 from draftsmith.train.options import LoraOptions

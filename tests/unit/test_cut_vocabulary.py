@@ -6,13 +6,13 @@ from conftest import tiny_llama
 from families import VOCAB, tiny_model
 
 from draftsmith.decode import DraftModelProposer, cut_head, replay_acceptance, speculative_generate
-from draftsmith.decode.draft_vocabulary import KEPT_TOKENS, CutHead, kept_tokens
+from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, CutHead, kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.vocabulary import keep_tokens
-from draftsmith.train.cut_vocabulary import CutVocabulary
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
 from draftsmith.train.teacher.distributions import CachedDistributions

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from draftsmith.decode.draft_vocabulary import has_whole_head, kept_tokens
+from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head, kept_tokens
 
 
 @dataclass(frozen=True)

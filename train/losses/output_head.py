@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 
-from draftsmith.decode.draft_vocabulary import CutHead
+from draftsmith.decode.draft_models.cut_vocabulary import CutHead
 from draftsmith.decode.errors import InputError
 
 
