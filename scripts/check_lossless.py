@@ -16,18 +16,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode import DynamicTree, InputError, Proposer, Tree
+from draftsmith.decode import Counts, DynamicTree, InputError, Proposer, Tree
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
-from draftsmith.scripts.configs import LosslessConfig
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.configs import PARALLEL_CHECKED, LosslessConfig
+from draftsmith.scripts.pair import PARALLEL, DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
-TREES = {"draft": None, "tree": TREE, "dynamic": DynamicTree()}
+TREES = {"draft": None, "tree": TREE, "dynamic": DynamicTree(), "parallel_draft": None, "parallel_tree": TREE}
 
 
 def check(config: LosslessConfig, console: Console) -> bool:
@@ -35,10 +35,7 @@ def check(config: LosslessConfig, console: Console) -> bool:
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    specs = [
-        DrafterSpec("draft", config.draft, name, tree=TREES[name]) if name in TREES else DrafterSpec(name)
-        for name in config.proposers
-    ]
+    specs = [_spec(config, name) for name in config.proposers]
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     target = pair.target
     encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
@@ -53,8 +50,9 @@ def check(config: LosslessConfig, console: Console) -> bool:
     plain = plain_texts(target, shown, config.batch_size, max_new_tokens=config.max_new_tokens)
     passed = True
     for drafter in pair.drafters:
-        found = _greedy(target, drafter.proposer, prompts, plain, options)
-        _print(console, f"{drafter.name}, T=0: {found.prompts_identical} of {len(prompts)} identical", found)
+        found, counts = _greedy(target, drafter.proposer, prompts, plain, options)
+        length = f"τ {counts.mean_acceptance_length() or 1.0:.2f}"
+        _print(console, f"{drafter.name}, T=0: {found.prompts_identical} of {len(prompts)} identical, {length}", found)
         certificates = {"greedy": found}
         if config.sampled_tokens:
             with tqdm(total=config.sampled_tokens, desc=f"{drafter.name}, sampled", disable=None) as bar:
@@ -69,7 +67,7 @@ def check(config: LosslessConfig, console: Console) -> bool:
                 )
             words = f"{drafter.name}, T={config.temperature:g}: {found.tokens} tokens, p-value {found.p_value:.2g}"
             _print(console, words, found)
-        figures["drafters"][drafter.name] = certificates
+        figures["drafters"][drafter.name] = {**certificates, "counts": counts}
         passed &= all(certificate.passed for certificate in certificates.values())
         if config.output:
             write_json(Path(config.output), figures)
@@ -77,15 +75,26 @@ def check(config: LosslessConfig, console: Console) -> bool:
     return passed
 
 
+def _spec(config: LosslessConfig, name: str) -> DrafterSpec:
+    """Return what to load for one of the proposers; trees no deeper than γ."""
+    if name not in TREES:
+        return DrafterSpec(name)
+    tree, lengths = TREES[name], [config.draft_length]
+    tree = tree.pruned(config.draft_length)[0] if isinstance(tree, Tree) else tree
+    if name in PARALLEL_CHECKED:
+        return DrafterSpec(PARALLEL, config.parallel_draft, name, lengths, tree)
+    return DrafterSpec("draft", config.draft, name, lengths, tree)
+
+
 def _greedy(
     target: PreTrainedModel, proposer: Proposer, prompts: list[Tensor], plain: list[Tensor], options: dict[str, int]
-) -> Certificate:
+) -> tuple[Certificate, Counts]:
     """Decode at T=0, and compare with the plain texts."""
     expected = [text[len(prompt) :].tolist() for text, prompt in zip(plain, prompts, strict=True)]
-    texts = list(expected)
-    for difference in compare_greedy(target, proposer, prompts, plain, **options).differences:
+    texts, comparison = list(expected), compare_greedy(target, proposer, prompts, plain, **options)
+    for difference in comparison.differences:
         texts[difference.prompt] = list(difference.found[len(prompts[difference.prompt]) :])
-    return certify_greedy(target, expected, texts, prompts)
+    return certify_greedy(target, expected, texts, prompts), comparison.counts
 
 
 def _print(console: Console, words: str, certificate: Certificate) -> None:

@@ -41,6 +41,8 @@ STORED_DRAFTERS = ("draft", "parallel_draft", "medusa")
 """Proposers that are read from a directory."""
 CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
 """What the check of losslessness decodes by."""
+PARALLEL_CHECKED = ("parallel_draft", "parallel_tree")
+"""What it decodes by where it is given a parallel draft."""
 
 
 @dataclass
@@ -273,13 +275,15 @@ class LosslessConfig(Sampling, ModelOptions):
     """The target: a model directory or hub id."""
     draft: str = str(ASSETS / "tiny-draft")
     """A draft model with the target's tokenizer."""
+    parallel_draft: str | None = None
+    """A draft of `draft_length` tokens in one forward, for the proposers parallel_draft and parallel_tree."""
     prompts: str | None = None
     """A file of prompts; held-out modules of the standard library if None."""
     limit: int | None = None
     """Use the first so many prompts; all if None (128 of the standard library)."""
     proposers: list[str] = field(default_factory=lambda: list(CHECKED))
     """Any of draft (a chain), tree (a static one of nine nodes), dynamic (grown by probability), prompt_lookup,
-    lookahead."""
+    lookahead, parallel_draft (the tree of its config, or a chain), parallel_tree (the one of nine nodes)."""
     draft_length: int = 4
     """γ."""
     max_new_tokens: int = 64
@@ -301,9 +305,13 @@ class LosslessConfig(Sampling, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        unknown = [name for name in self.proposers if name not in CHECKED]
+        known = (*CHECKED, *PARALLEL_CHECKED)
+        unknown = [name for name in self.proposers if name not in known]
         if unknown or not self.proposers:
-            raise InputError(f"proposers: expected some of {', '.join(CHECKED)}, found {', '.join(unknown) or 'none'}")
+            raise InputError(f"proposers: expected some of {', '.join(known)}, found {', '.join(unknown) or 'none'}")
+        for name in self.proposers:
+            if name in PARALLEL_CHECKED and self.parallel_draft is None:
+                raise InputError(f"parallel_draft: expected one with the proposer {name}, found none")
         require(self, at_least(1), "max_new_tokens", "max_prompt_tokens", "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, THREADS, "threads")

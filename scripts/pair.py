@@ -23,6 +23,7 @@ from draftsmith.decode import (
     Tree,
     early_exit,
 )
+from draftsmith.decode.draft_models.parallel import tree_of
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.train.models import (
     DTYPES,
@@ -239,7 +240,12 @@ def _drafter(
         lengths = [proposer.tree.depth]
     elif spec.kind == PARALLEL:
         model = models[str(path)]
-        proposer, greedy = ParallelDraftProposer(model), ParallelDraftProposer(model, greedy=True)
+        tree = spec.tree if isinstance(spec.tree, Tree) else tree_of(model.config)
+        proposer = ParallelDraftProposer(model, tree)
+        if tree is None:
+            greedy = ParallelDraftProposer(model, greedy=True)
+        elif spec.tree is None:
+            lengths = [tree.depth]
         if proposer.longest is not None and max(lengths) > proposer.longest:
             raise InputError(
                 f"draft_length: expected at most the {proposer.longest} tokens that {path} was trained to propose, "

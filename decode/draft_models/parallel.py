@@ -13,11 +13,14 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.tree import Tree
 
 MASK_TOKEN = "pard_token"
 """The key of a parallel draft's config that names its mask token; vLLM reads it."""
 LENGTH = "parallel_length"
 """The key that says how many tokens K the draft was trained to propose in one forward."""
+TREE = "parallel_tree"
+"""The key that holds the tree that was searched for it, as choices: see `Tree.from_choices`."""
 
 
 def is_parallel(config: PretrainedConfig) -> bool:
@@ -35,6 +38,32 @@ def length_of(config: PretrainedConfig) -> int | None:
     if length is not None and (not isinstance(length, int) or length < 1):
         raise InputError(f"parallel draft: expected {LENGTH} of at least 1 in the config, found {length}")
     return length
+
+
+def tree_of(config: PretrainedConfig) -> Tree | None:
+    """Return the tree that was searched for a parallel draft; None where its config has none, and it drafts chains.
+
+    Raises:
+        InputError: the config says something else than a tree, or one deeper than the draft was trained for.
+    """
+    choices = getattr(config.get_text_config(), TREE, None)
+    if choices is None:
+        return None
+    try:
+        tree = Tree.from_choices(choices)
+    except TypeError as error:
+        raise InputError(f"{TREE}: expected lists of ranks, found {choices!r}") from error
+    if not len(tree):
+        raise InputError(f"{TREE}: expected at least one node, found none")
+    check_depth(tree, config)
+    return tree
+
+
+def check_depth(tree: Tree, config: PretrainedConfig) -> None:
+    """Raise an InputError for a tree that is deeper than a parallel draft was trained for."""
+    longest = length_of(config)
+    if longest is not None and tree.depth > longest:
+        raise InputError(f"tree: expected a depth of at most the draft's {LENGTH} {longest}, found {tree.depth}")
 
 
 def mask_token_of(model: PreTrainedModel) -> int:

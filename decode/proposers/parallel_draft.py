@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.draft_models.parallel import LENGTH, length_of, mask_token_of
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.draft_models.parallel import check_depth, length_of, mask_token_of
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import draft_static_tree
@@ -46,10 +45,8 @@ class ParallelDraftProposer(DraftModelProposer):
         super().__init__(draft_model, tree, greedy=greedy)
         self._mask = mask_token_of(draft_model)
         self.longest = length_of(draft_model.config)
-        if tree is not None and self.longest is not None and tree.depth > self.longest:
-            raise InputError(
-                f"tree: expected a depth of at most the draft's {LENGTH} {self.longest}, found {tree.depth}"
-            )
+        if tree is not None:
+            check_depth(tree, draft_model.config)
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""
