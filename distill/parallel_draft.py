@@ -9,7 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.attention import implementation_of
-from draftsmith.decode.draft_models.parallel import LENGTH, MASK_TOKEN, mask_token_of, unused_token, visible_entries
+from draftsmith.decode.draft_models.parallel import (
+    LENGTH,
+    MASK_TOKEN,
+    TREE,
+    mask_token_of,
+    unused_token,
+    visible_entries,
+)
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
@@ -21,7 +28,8 @@ def make_parallel(
 ) -> None:
     """Give a draft a mask token, and say so in its config, in place.
 
-    The token's embedding becomes the mean of all tokens'. A parallel draft goes on with what it has learned.
+    The token's embedding becomes the mean of all tokens'. A parallel draft goes on with what it has learned. The tree
+    that was searched for it is dropped, for it will not fit what it learns.
 
     Args:
         draft: the draft model, whole.
@@ -36,6 +44,7 @@ def make_parallel(
     known, embeddings = getattr(config, MASK_TOKEN, None), cast(Any, draft.get_input_embeddings())
     embeddings.padding_idx = None  # the row of padding, which may serve as mask, would have no gradient
     setattr(config, LENGTH, length)
+    config.__dict__.pop(TREE, None)
     if known is not None and token is None:
         mask_token_of(draft)
         return

@@ -164,14 +164,14 @@ class MedusaTreeConfig(ModelOptions):
     heads: str | None = None
     """The directory of its heads, whose config.json gets the tree."""
     parallel_draft: str | None = None
-    """In their place a draft of several tokens in one forward; the tree goes to `output` alone."""
+    """In their place a draft of several tokens in one forward, whose config.json gets the tree."""
     nodes: int | None = None
     """Nodes of the tree. None measures what rounds with some trees take on this machine, and lets that choose."""
     compiled: bool | None = None
     """For forwards that run through `torch.compile`; null: as `measure` chooses, together with `dtype: auto`."""
     output: str | None = None
-    """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the heads stay as they are. None
-    writes them beside the heads, and the tree into their config.json."""
+    """The directory that receives `tree.json`, `tree.svg` and `tree.png`, and then the drafter stays as it is. None
+    writes them beside the drafter, and the tree into its config.json."""
     rows: int = 1
     """Texts decoded together, where costs are measured."""
     limit: int | None = None
@@ -184,8 +184,6 @@ class MedusaTreeConfig(ModelOptions):
         if (self.heads is None) == (self.parallel_draft is None):
             found = "neither" if self.heads is None else "both"
             raise InputError(f"heads: expected heads or a `parallel_draft` to search a tree for, found {found}")
-        if self.parallel_draft is not None and self.output is None:
-            raise InputError("output: expected a directory for the tree of a parallel draft, found none")
         require(self, at_least(1), "limit")
         require(self, at_least(1) & at_most(1024), "rows")
         require(self, TREE_NODES, "nodes")

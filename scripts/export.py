@@ -10,7 +10,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, Proposer, Tree
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
-from draftsmith.decode.draft_models.parallel import is_parallel, length_of, mask_token_of
+from draftsmith.decode.draft_models.parallel import is_parallel, length_of, mask_token_of, tree_of
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
@@ -238,6 +238,8 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
     if parallel:
         mask_token_of(draft)
         lines.append("# it drafts all tokens in one forward; measure it as --parallel_draft")
+        if (tree := tree_of(draft.config)) is not None:
+            lines.append(f"# the tree of {len(tree)} tokens in its config.json is not for vLLM, which drafts chains")
     speculative = speculative_config(config, path, draft.config)
     drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
     return [*lines, f"# {drawn}", vllm_command(name, speculative)]

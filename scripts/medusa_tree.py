@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from draftsmith.decode.draft_models.parallel import TREE
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import endless, loop_seconds
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
@@ -30,15 +31,12 @@ from draftsmith.decode.measurement.tree_search import (
     search_tree,
 )
 from draftsmith.decode.planner import Costs, verification_costs
-from draftsmith.decode.proposers.base import Proposer
-from draftsmith.decode.proposers.parallel_draft import ParallelDraftProposer
-from draftsmith.decode.replay.parallel import text_ranks
-from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import replay_ranks, text_states
+from draftsmith.medusa.replay import text_states
+from draftsmith.medusa.tree_drafters import TreeDrafter, depth_of, ranks_in_text, with_tree
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.pair import MEDUSA, PARALLEL, DrafterSpec
 from draftsmith.scripts.report.tree_chart import draw_tree
@@ -75,24 +73,23 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     Raises:
         InputError: no heads or another target's, completions that are not the target's at temperature 0, or too few.
     """
-    if config.output is None and not (Path(str(config.heads)) / "config.json").is_file():
-        raise InputError(f"heads: expected a directory with a config.json, to write the tree to, found {config.heads}")
-    require_writable(_directory(config), *FILES, field="heads" if config.output is None else "output")
+    field, drafter_path = ("heads", config.heads) if config.heads else (PARALLEL, str(config.parallel_draft))
+    if config.output is None and not (Path(drafter_path) / "config.json").is_file():
+        raise InputError(
+            f"{field}: expected a directory with a config.json, to write the tree to, found {drafter_path}"
+        )
+    require_writable(_directory(config), *FILES, field=field if config.output is None else "output")
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     pair, settings = load_fastest(
         config.target,
         tokenizer,
-        [
-            DrafterSpec(MEDUSA, config.heads)
-            if config.heads
-            else DrafterSpec(PARALLEL, config.parallel_draft, None, [1])
-        ],
+        [DrafterSpec(MEDUSA if config.heads else PARALLEL, drafter_path, draft_lengths=[1])],
         config.dtype,
         torch.get_num_threads(),
         config.compiled if config.nodes is None else False,  # without a choice of nodes nothing is timed
         config.trust_remote_code,
     )
-    target, drafter = pair.target, cast(MedusaProposer | ParallelDraftProposer, pair.drafter.proposer)
+    target, drafter = pair.target, cast(TreeDrafter, pair.drafter.proposer)
     require_split(target, "target")
     texts, median = replayed_texts(config, target, drafter, tokenizer_size(tokenizer), progress)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
@@ -155,23 +152,10 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     return report
 
 
-def depth_of(drafter: MedusaProposer | ParallelDraftProposer) -> int:
-    """Return the depth of its deepest tree; of a parallel draft that says nothing, 8."""
-    if isinstance(drafter, MedusaProposer):
-        return drafter.heads.config.num_heads
-    return drafter.longest or 8
-
-
-def _with_tree(drafter: MedusaProposer | ParallelDraftProposer, tree: Tree) -> Proposer:
-    if isinstance(drafter, MedusaProposer):
-        return MedusaProposer(drafter.heads, tree)
-    return ParallelDraftProposer(drafter.draft_model, tree)
-
-
 def replayed_texts(
     config: MedusaTreeConfig,
     target: PreTrainedModel,
-    drafter: MedusaProposer | ParallelDraftProposer,
+    drafter: TreeDrafter,
     size: int,
     progress: bool,
 ) -> tuple[list[TextRanks], int]:
@@ -197,12 +181,7 @@ def replayed_texts(
             if turned and not wrong:
                 first = f"the first in sample {sample['id']!r}, token {turned[0]} of its text"
             wrong, tokens = wrong + len(turned), tokens + len(hidden)
-            if isinstance(drafter, MedusaProposer):
-                texts.append(replay_ranks(target, drafter.heads, sequence, prompt_length, hidden_NH=hidden))
-            else:
-                text, most = WrittenText(sequence, prompt_length, len(hidden)), [MOST_RANKS] * depth_of(drafter)
-                width = target.config.get_text_config().vocab_size
-                texts.append(text_ranks(drafter.draft_model, text, Sampler.of(0), width, most)[0])
+            texts.append(ranks_in_text(target, drafter, sequence, prompt_length, hidden))
             middles.append((prompt_length + len(ids)) // 2)
         if wrong > MOST_DISAGREEMENT * tokens:
             raise InputError(
@@ -232,7 +211,7 @@ def calibration_text(config: MedusaTreeConfig) -> Tensor:
 
 def round_costs(
     target: PreTrainedModel,
-    drafter: MedusaProposer | ParallelDraftProposer,
+    drafter: TreeDrafter,
     text: Tensor,
     rows: int,
     context: int,
@@ -245,7 +224,7 @@ def round_costs(
     rest of a round is that of an eager one.
     """
     eager = verification_costs(target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9)
-    proposers = {str(i): _with_tree(drafter, tree) for i, tree in enumerate(trees)}
+    proposers = {str(i): with_tree(drafter, tree) for i, tree in enumerate(trees)}
     depths = {str(i): tree.depth for i, tree in enumerate(trees)}
     with endless(target):
         token, rounds = loop_seconds(
@@ -283,7 +262,7 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
 
 
 def _directory(config: MedusaTreeConfig) -> str:
-    return str(config.heads) if config.output is None else config.output
+    return config.output or config.heads or str(config.parallel_draft)
 
 
 def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None:
@@ -296,7 +275,8 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
     (directory / "tree.svg").write_text(svg, encoding="utf-8")
     if config.output is None:
         path = directory / "config.json"
-        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {"medusa_choices": report["choices"]})
+        key = "medusa_choices" if config.heads else TREE
+        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {key: report["choices"]})
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:

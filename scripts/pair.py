@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.draft_models.parallel import tree_of
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.tree_drafters import TreeDrafter
 from draftsmith.train.models import (
     DTYPES,
     check_head,
@@ -60,9 +61,9 @@ class DrafterSpec:
     name: str | None = None
     """What it is called; its kind if None."""
     draft_lengths: Sequence[int] = (4,)
-    """γ, at which it drafts; heads draft as deep as their tree."""
+    """γ, at which it drafts; heads and parallel drafts with a tree of their own draft as deep as it."""
     tree: Tree | DynamicTree | None = None
-    """What a draft model or an early exit drafts; a chain if None."""
+    """What a draft model or an early exit drafts; a chain if None, or of a parallel draft the tree of its config."""
     exit_layers: int | None = None
     """The target's layers that draft, of an early exit."""
     retokenize: bool = False
@@ -86,12 +87,19 @@ class Drafter:
     model: PreTrainedModel | None
     """The draft model or the heads."""
     draft_lengths: Sequence[int]
-    """γ, at which it is decoded; of heads the depth of their tree."""
+    """γ, at which it is decoded; of heads, or of a parallel draft that has one, the depth of the tree."""
+
+    @property
+    def tree(self) -> Tree | None:
+        """The tree that was searched for it, or the chain of all heads."""
+        if not isinstance(self.proposer, TreeDrafter):
+            return None
+        return cast(Tree | None, self.proposer.tree)
 
     @property
     def nodes(self) -> int | None:
         """Tokens that the target verifies a round beside the last one, where they are not γ: those of a tree."""
-        return len(self.proposer.tree) if isinstance(self.proposer, MedusaProposer) else None
+        return None if self.tree is None else len(self.tree)
 
     @property
     def weights_bytes(self) -> int:
@@ -108,7 +116,9 @@ class Drafter:
             "bytes": self.weights_bytes,
         }
         if isinstance(self.model, MedusaHeads):
-            entry |= {"heads": self.model.config.num_heads, "tree_nodes": self.nodes}
+            entry["heads"] = self.model.config.num_heads
+        if self.tree is not None:
+            entry["tree_nodes"] = self.nodes
         return entry
 
 

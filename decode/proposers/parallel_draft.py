@@ -62,21 +62,26 @@ class ParallelDraftProposer(DraftModelProposer):
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Forget all that was drafted: masks stand in its place, and the next round feeds what was accepted."""
 
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse trees under sampling, whose siblings' draws are not known."""
+        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+
     def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
         """Replay chains, and at T=0 trees of one shape; of longer drafts than it can make, its longest.
 
         See `draftsmith.decode.measurement.replay`.
         """
         depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
+        tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
         if distributions is not None:
             each = [
-                text_acceptance(self.draft_model, text, sampler, p_NV, depth, self.greedy)
+                text_acceptance(self.draft_model, text, sampler, p_NV, tree.depth, self.greedy)
                 for text, p_NV in zip(texts, distributions, strict=True)
             ]
             return replayed_by_start(texts, [a_NK for a_NK, _ in each], [common_N for _, common_N in each])
-        tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
-        chains = self.tree is None
-        ranks = [text_ranks(self.draft_model, text, sampler, v, tree.widths, chains) for text in texts]
+        # Behind the tree the most likely tokens, for servers that draft chains.
+        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
+        ranks = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in texts]
         return replayed_by_start_ranks([of_text for of_text, _ in ranks], tree, [agrees for _, agrees in ranks])
 
     def _cut(self, draft_length: int) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from draftsmith.decode.cache import check_model
-from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, length_of, mask_token_of
+from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, length_of, mask_token_of, tree_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
@@ -121,11 +121,14 @@ def _parallel(draft: Side) -> Finding:
     name = "parallel"
     try:
         mask, length = mask_token_of(draft.model), length_of(draft.model.config)
+        tree = tree_of(draft.model.config)
     except InputError as error:
         text = str(error).removeprefix("parallel draft: ")
         return Finding("error", name, text, "write into its config.json what it was trained with")
     known = "tokens" if length is None else f"{length} tokens"
     text = f"drafts {known} in one forward (--parallel_draft), with token {mask} for a mask"
+    if tree is not None:
+        text += f", and a tree of {len(tree)}, {tree.depth} deep"
     if is_unused(draft.tokenizer, mask):
         return Finding("ok", name, text)
     remedy = "drafts stay lossless, but it can't tell a mask from text: train with an unused token"

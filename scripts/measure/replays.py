@@ -1,4 +1,4 @@
-"""Replay of all drafters on the target's texts, and pictures of the trees that heads draft."""
+"""Replay of all drafters on the target's texts, and pictures of the trees that are drafted."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,7 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_shares
 from draftsmith.decode.sampling import Sampler
-from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.replay import replay_ranks
+from draftsmith.medusa.tree_drafters import TreeDrafter, ranks_in_text, with_tree
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
 from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.tree_chart import draw_tree
@@ -36,12 +35,12 @@ def replay_all(
         max_new_tokens: the limit that they were written under.
 
     Returns:
-        The replays by drafter and verifier; and by drafter those of the first head, of trees that replay refuses.
+        The replays by drafter and verifier; and by drafter those of the first token, of trees that replay refuses.
     """
     proposers: dict[tuple[str, Verifier | None], Proposer] = dict(replayed_proposers(pair, sampler).items())
     for drafter in pair.drafters:
-        if isinstance(drafter.proposer, MedusaProposer) and (drafter.name, PROBABILISTIC) not in proposers:
-            proposers[drafter.name, None] = MedusaProposer(drafter.proposer.heads, Tree.chain(1))
+        if isinstance(drafter.proposer, TreeDrafter) and (drafter.name, PROBABILISTIC) not in proposers:
+            proposers[drafter.name, None] = with_tree(drafter.proposer, Tree.chain(1))
     replays = replay_drafters(pair.target, proposers, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
@@ -53,7 +52,7 @@ def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier
     """Return what replay applies to, by drafter and verifier: under sampling draft models with both."""
     proposers: dict[tuple[str, Verifier], Proposer] = {}
     for drafter in pair.drafters:
-        if isinstance(drafter.proposer, MedusaProposer) and drafter.proposer.replay_refusal(sampler.do_sample):
+        if isinstance(drafter.proposer, TreeDrafter) and drafter.proposer.replay_refusal(sampler.do_sample):
             continue
         proposers[drafter.name, PROBABILISTIC] = drafter.proposer
         if drafter.greedy is not None and sampler.do_sample:
@@ -62,15 +61,16 @@ def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier
 
 
 def tree_pictures(pair: Pair, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[TreePicture]:
-    """Draw the trees of heads, with the share of rounds that accept each node of texts that were written at T=0."""
+    """Draw the searched trees, with the share of rounds that accept each node of texts that were written at T=0."""
     pictures = []
     for drafter in pair.drafters:
-        heads = drafter.model
-        if isinstance(heads, MedusaHeads) and not heads.tree.is_chain:
-            ranks = [replay_ranks(pair.target, heads, *text) for text in zip(sequences, prompt_lengths, strict=True)]
-            length = format_estimate(acceptance_estimate(ranks, heads.tree), spread="none")
-            title = f"{len(heads.tree)} nodes, mean acceptance length {length}"
+        tree = drafter.tree
+        if isinstance(drafter.proposer, TreeDrafter) and tree is not None and not tree.is_chain:
+            texts = zip(sequences, prompt_lengths, strict=True)
+            ranks = [ranks_in_text(pair.target, drafter.proposer, *text) for text in texts]
+            length = format_estimate(acceptance_estimate(ranks, tree), spread="none")
+            title = f"{len(tree)} nodes, mean acceptance length {length}"
             subtitle = f"T=0, replayed on {len(sequences)} texts"
-            svg = draw_tree(heads.tree, node_shares(ranks, heads.tree).tolist(), title, subtitle)
+            svg = draw_tree(tree, node_shares(ranks, tree).tolist(), title, subtitle)
             pictures.append(TreePicture(drafter.name, svg))
     return pictures

@@ -36,7 +36,7 @@ class Measured:
     observations: Observations
     replays: Replays
     first_heads: Mapping[tuple[float, str], Replay]
-    """Where a tree cannot be replayed, what its first head would be accepted at."""
+    """Where a tree cannot be replayed, what its first token would be accepted at."""
     tables: Sequence[CostTable]
     lossless: Mapping[tuple[float, int, Method], Certificate]
     trees: Sequence[TreePicture]

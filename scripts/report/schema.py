@@ -36,7 +36,11 @@ RULES: dict[type, Keywords] = {
     ProposerEntry: {
         "if": _properties(kind={"const": "medusa"}),
         "then": _properties(heads=NUMBER, tree_nodes=NUMBER),
-        "else": _properties(heads=NULL, tree_nodes=NULL),
+        "else": {
+            **_properties(heads=NULL),
+            "if": _properties(kind={"const": "parallel_draft"}),
+            "else": _properties(tree_nodes=NULL),
+        },
     },
     Certificate: {
         **_properties(

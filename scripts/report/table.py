@@ -23,7 +23,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
         ("α: 1 - TV(p, q)." if report.server is None else "α: accepted ÷ tried tokens.")
         + " acc.: accepted ÷ drafted tokens. τ: tokens per target forward.\n"
         "±: half of the 95 % interval, bootstrapped over prompts."
-        + ("\nmedusa/n: heads that draft a tree of n nodes; a round accepts one path." if has_tree else "")
+        + ("\nname/n: drafts a tree of n nodes; a round accepts one path." if has_tree else "")
         + ("" if report.server is None else "\nB: requests at once. TTFT: median time to the first token."),
     )
     plain = {(run.temperature, run.batch_size): run for run in report.plain_runs()}

@@ -120,7 +120,7 @@ class ProposerEntry(Entry):
     heads: Positive | None = None
     """Of Medusa heads, how many there are."""
     tree_nodes: Positive | None = None
-    """Of Medusa heads, the nodes of the tree that they draft."""
+    """Of Medusa heads, and of a parallel draft with a tree, the nodes that are drafted."""
 
     def verified_nodes(self, draft_length: int) -> int:
         """Return the drafted tokens that the target verifies in a round."""
@@ -161,7 +161,7 @@ class Run(Entry):
 
     proposer: ProposerEntry
     draft_length: Positive
-    """γ; of heads the depth of their tree."""
+    """γ; of heads, and of a parallel draft with a tree, the depth of the tree."""
     rule: Literal["exact"]
     temperature: Temperature
     batch_size: Positive
@@ -169,7 +169,7 @@ class Run(Entry):
     counts: Counts | None
     """Integers that add up over prompts, ranks and runs; the names are vLLM's. Null where a server gives means."""
     alpha: Estimate | None
-    """Replayed; of a tree under sampling its first head's; of a server, accepted ÷ tried positions."""
+    """Replayed; of a tree under sampling its first token's; of a server, accepted ÷ tried positions."""
     draft_acceptance_rate: Estimate
     mean_acceptance_length: Estimate
     """τ, bonus tokens included."""
@@ -337,7 +337,7 @@ class Rejections(Entry):
 
 @dataclass(frozen=True)
 class TreePicture(Entry):
-    """A picture of a Medusa tree."""
+    """A picture of the tree that a drafter drafts."""
 
     proposer: Name
     svg: Annotated[str, Says(pattern=r"^<svg\b[\s\S]*</svg>\s*$")]

@@ -5,10 +5,11 @@ import re
 
 import pytest
 from conftest import perturbed, tiny_llama
+from trained_parallel import as_parallel
 
 from draftsmith.decode import speculative
 from draftsmith.scripts import check_lossless
-from draftsmith.scripts.configs import CHECKED
+from draftsmith.scripts.configs import CHECKED, PARALLEL_CHECKED
 from draftsmith.train.cli import run
 from draftsmith.train.runs import save_model
 
@@ -20,6 +21,7 @@ def pair(tmp_path_factory, tokenizer):
     target.generation_config.eos_token_id = 5
     save_model(target, tokenizer, root / "target")
     save_model(perturbed(target, 0.05), tokenizer, root / "draft")
+    save_model(as_parallel(perturbed(target, 0.05), 0, 4), tokenizer, root / "parallel")
     lines = [{"question_id": i, "category": "c", "turns": [f"def f{i}(x): return {'x' * i}"]} for i in range(5)]
     (root / "prompts.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
     return root
@@ -63,6 +65,16 @@ def test_every_drafter_is_compared_at_t_0(pair, proposer):
     assert check_lossless.main(flags(pair, "--proposers", f"[{proposer}]")) == 0
 
 
+@pytest.mark.parametrize("proposer", PARALLEL_CHECKED)
+def test_parallel_drafts_are_compared_too(pair, tmp_path, capsys, proposer):
+    argv = flags(pair, "--parallel_draft", str(pair / "parallel"), "--output", str(tmp_path / "figures.json"))
+    assert check_lossless.main([*argv, "--proposers", f"[{proposer}]", "--draft_length", "3"]) == 0
+    counts = json.loads((tmp_path / "figures.json").read_text())["drafters"][proposer]["counts"]
+    assert len(counts["num_draft_tokens_per_pos"]) == 3 and counts["num_accepted_tokens_per_pos"][0] > 0
+    tau = counts["num_emitted_tokens"] / counts["num_drafts"]
+    assert f"{proposer}, T=0: 5 of 5 identical, τ {tau:.2f}" in capsys.readouterr().out
+
+
 def test_a_wrong_decoder_fails(pair, monkeypatch, capsys):
     real = speculative._verify
 
@@ -81,6 +93,10 @@ def test_a_wrong_decoder_fails(pair, monkeypatch, capsys):
     ("more", "message"),
     [
         (["--proposers", "[medusa]"], "proposers: expected some of draft, .*, found medusa"),
+        (
+            ["--proposers", "[parallel_tree]"],
+            "parallel_draft: expected one with the proposer parallel_tree, found none",
+        ),
         (["--sampled_tokens", "100"], "sampled_tokens: expected 0 or at least 2000, found 100"),
         (["--sampled_tokens", "2000", "--temperature", "0"], "temperature: expected more than 0 .*, found 0.0"),
         (["--draft_length", "0"], "draft_length: expected at least 1 and at most 256, found 0"),

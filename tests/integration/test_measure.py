@@ -735,7 +735,7 @@ def test_the_table_fits_80_columns(measured, tmp_path):
     assert max(map(len, text.splitlines())) <= 80
     assert sum(" plain " in line and "1.00×" in line for line in text.splitlines()) == 4
     assert text.count(" stock ") >= 8 and text.count(" medusa/5 ") == 4
-    assert "medusa/n: heads that draft a tree" in text
+    assert "name/n: drafts a tree of n nodes" in text
     for run in report["runs"]:
         assert f"{run['mean_acceptance_length']['value']:.2f}" in text
     assert "…" not in text  # no figure is cut off

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -18,6 +19,7 @@ from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts import medusa_tree
 from draftsmith.scripts.bench import trees
 from draftsmith.scripts.cli import main
+from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_model, load_tokenizer
@@ -120,23 +122,47 @@ def test_measured_costs_choose_and_the_heads_stay_where_there_is_an_output(pipel
     assert "speed-up" in capsys.readouterr().out
 
 
-def test_a_parallel_draft_has_a_tree_searched(pipeline, made, tmp_path, capsys):
-    """Its replayed τ is the decoder's; the draft's directory stays as it is."""
+@pytest.fixture
+def parallel(pipeline, made, tmp_path):
+    """A draft of three tokens in one forward, saved, this test's own."""
     texts = [torch.tensor(ids) for ids in load_completions(str(made / "greedy"))["input_ids"]]
     draft = train_parallel(load_model(pipeline / "target"), 0, 3, texts[:8], steps=16)
     save_model(draft, load_tokenizer(pipeline / "target"), tmp_path / "parallel")
-    before = (tmp_path / "parallel" / "config.json").read_text()
-    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--parallel_draft", str(tmp_path / "parallel")]
-    argv += ["--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
-    code = main([*argv, "--nodes", "6"])
-    assert code == 2 and "output: expected a directory for the tree of a parallel draft" in capsys.readouterr().err
-    assert main([*argv, "--nodes", "6", "--output", str(tmp_path / "tree")]) == 0
-    report = json.loads((tmp_path / "tree" / "tree.json").read_text())
-    assert report["parallel_draft"] == {"path": str(tmp_path / "parallel"), "parallel_length": 3}
-    assert (tmp_path / "parallel" / "config.json").read_text() == before
+    return tmp_path / "parallel"
+
+
+def parallel_flags(pipeline, made, draft) -> list[str]:
+    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--parallel_draft", str(draft), "--nodes", "6"]
+    return [*argv, "--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
+
+
+def test_a_parallel_drafts_tree_goes_into_its_config_and_is_drafted(pipeline, made, parallel):
+    before = json.loads((parallel / "config.json").read_text())
+    assert main(parallel_flags(pipeline, made, parallel)) == 0
+    report = json.loads((parallel / "tree.json").read_text())
+    assert json.loads((parallel / "config.json").read_text()) == before | {"parallel_tree": report["choices"]}
+    assert not list(parallel.glob(".*.partial"))
+    assert report["parallel_draft"] == {"path": str(parallel), "parallel_length": 3}
     assert len(report["choices"]) <= 6 and len(report["rank_accuracies"]) == 3
     lengths = {name: own["mean_acceptance_length"]["value"] for name, own in report["trees"].items()}
     assert lengths["searched"] >= lengths["chain"] > 1
+
+    spec = DrafterSpec("parallel_draft", str(parallel))
+    target, tokenizer = str(pipeline / "target"), load_tokenizer(pipeline / "target")
+    drafter = load_pair(target, tokenizer, [spec], "float32").drafter
+    assert drafter.proposer.tree == Tree.from_choices(report["choices"]) and drafter.draft_lengths == [
+        drafter.tree.depth
+    ]
+    assert drafter.to_dict()["tree_nodes"] == drafter.nodes == len(report["choices"])
+    chain = load_pair(target, tokenizer, [replace(spec, tree=Tree.chain(2), draft_lengths=[2])], "float32").drafter
+    assert chain.proposer.tree.is_chain and chain.draft_lengths == [2]
+
+
+def test_with_an_output_the_parallel_draft_stays_as_it_is(pipeline, made, parallel, tmp_path):
+    before = (parallel / "config.json").read_text()
+    assert main([*parallel_flags(pipeline, made, parallel), "--output", str(tmp_path / "tree")]) == 0
+    assert (tmp_path / "tree" / "tree.json").exists()
+    assert (parallel / "config.json").read_text() == before
 
 
 def test_the_benchmark_measures_what_is_predicted(pipeline, made, heads, capsys):

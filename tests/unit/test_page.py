@@ -437,7 +437,7 @@ def test_a_rich_report_opens_with_the_answer_and_shows_all_that_was_measured(ful
         "Costs",
         "The planner's check",
         "Where tokens are rejected",
-        "Medusa trees",
+        "Trees",
         "Losslessness",
         "Memory",
         "How it was measured",

@@ -6,6 +6,7 @@ from conftest import tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from draftsmith.decode import InputError, ParallelDraftProposer, Plan, Tree, replay_acceptance, speculative_generate
+from draftsmith.decode.draft_models.parallel import tree_of
 from draftsmith.decode.replay.parallel import text_acceptance
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
@@ -235,6 +236,40 @@ def test_replay_of_chains_under_sampling_has_every_offset(small):
             at = start + j
             wanted = 0.0 if at >= 11 else min(1.0, float(q_KV[j, text[4 + at]] / p_NV[at, text[4 + at]]))
             assert float(a_NK[start, j]) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_a_tree_that_is_a_chain_replays_as_that_chain_under_sampling(small, greedy):
+    """However long a draft is asked for; wider trees are refused."""
+    draft, ids = llama_draft(), batch([4])[0]
+    options = {"draft_length": 4, "max_new_tokens": 12, "do_sample": True, "top_k": 0}
+    text = speculative_generate(small, ParallelDraftProposer(draft, Tree.chain(2)), ids, **options).sequences[0]
+    chain = replay_acceptance(small, ParallelDraftProposer(draft, greedy=greedy), [text], [4], [2], 1.0)
+    proposer = ParallelDraftProposer(draft, Tree.chain(2), greedy=greedy)
+    replay = replay_acceptance(small, proposer, [text], [4], [2, 4], 1.0)
+    assert replay.alpha == chain.alpha
+    assert replay.texts[0].counts[2] == chain.texts[0].counts[2]
+    assert replay.mean_acceptance_length[4] == replay.mean_acceptance_length[2]
+    with pytest.raises(InputError, match="replay: expected chains under sampling, found a tree"):
+        replay_acceptance(small, ParallelDraftProposer(draft, TREE), [text], [4], [2], 1.0)
+
+
+def test_the_tree_of_a_config_is_checked(small):
+    config = llama_draft().config
+    assert tree_of(config) is None
+    config.parallel_tree = [[0], [1], [0, 0]]
+    assert tree_of(config) == Tree.from_choices([(0,), (1,), (0, 0)])
+    for choices, words in (
+        (3, "parallel_tree: expected lists of ranks, found 3"),
+        ([], "parallel_tree: expected at least one node, found none"),
+        (
+            [[0] * depth for depth in range(1, 8)],
+            "tree: expected a depth of at most the draft's parallel_length 6, found 7",
+        ),
+    ):
+        config.parallel_tree = choices
+        with pytest.raises(InputError, match=words):
+            tree_of(config)
 
 
 def test_what_cannot_be_is_refused(small):
