@@ -282,6 +282,9 @@ def test_a_parallel_draft_is_told_with_its_mask(pair_dirs, tmp_path, capsys):
     rewrite(tmp_path / "parallel", pard_token=pad, parallel_length=4)
     _, lines, _, _ = check(capsys, target, tmp_path / "parallel")
     assert lines["parallel"] == f"✓ drafts 4 tokens in one forward (--parallel_draft), with token {pad} for a mask"
+    rewrite(tmp_path / "parallel", parallel_tree=[[0], [1], [0, 0]])
+    _, lines, _, _ = check(capsys, target, tmp_path / "parallel")
+    assert lines["parallel"].endswith(f"with token {pad} for a mask, and a tree of 3, 2 deep")
     rewrite(tmp_path / "parallel", pard_token=50)
     code, lines, _, _ = check(capsys, target, tmp_path / "parallel")
     assert code == 0 and lines["parallel"].startswith("! ") and "which texts may contain" in lines["parallel"]

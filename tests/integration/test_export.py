@@ -289,6 +289,10 @@ def test_a_draft_that_drafts_in_one_forward_is_served_so(pair_dirs, tmp_path, ca
         lines, _ = ran(capsys, *flags, "--format", "vllm", *more)
         assert json.loads(shlex.split(lines[-1])[-1]) == speculative | {"num_speculative_tokens": length}
         assert lines[1].startswith("# it drafts all tokens in one forward")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parallel_tree": [[0], [1], [0, 0]]}))
+    lines, _ = ran(capsys, *flags, "--format", "vllm")
+    assert "# the tree of 3 tokens in its config.json is not for vLLM, which drafts chains" in lines
+    assert json.loads(shlex.split(lines[-1])[-1]) == speculative | {"num_speculative_tokens": 6}
     lines, _ = ran(capsys, *flags, "--format", "sglang")
     assert "# SGLang's STANDALONE drafts a token a forward" in lines[-2] and "--speculative-num-steps 4 " in lines[-1]
     _, err = ran(capsys, *flags, "--format", "vllm", "--draft_length", 7, code=2)

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -391,6 +392,18 @@ def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
         assert re.search(r"plain decoding: \d+ tokens/s, so \d+\.\d\d× as fast here; the texts are identical$", err)
     else:
         assert f"{NEW} rounds, τ 1.00" in err and "accepted" not in err
+
+
+def test_a_parallel_draft_drafts_the_tree_of_its_config(pair, tmp_path, capsys):
+    """No deeper than γ: one of two tokens, of which a round accepts one at most."""
+    shutil.copytree(pair / "parallel", tmp_path / "branched")
+    path = tmp_path / "branched" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parallel_tree": [[0], [1], [0, 0]]}))
+    options = {"proposer": "parallel_draft", "parallel_draft": tmp_path / "branched", "draft_length": 1}
+    out, err = ran(capsys, flags(pair, **options))
+    assert out == decoded(pair)[0] + "\n"
+    rounds, drafted = (int(re.search(words, err)[1]) for words in (r"in (\d+) rounds", r"of (\d+) drafted"))
+    assert rounds < NEW and drafted in (2 * rounds, 2 * rounds - 2)
 
 
 @pytest.mark.parametrize("temperature", [0, 1])

@@ -511,6 +511,30 @@ def test_predictions_are_costs_times_acceptance(measured):
     assert report["planner_check"]["median_relative_error"] == pytest.approx(median(errors), rel=1e-12)
 
 
+def test_a_parallel_draft_with_a_tree_drafts_it(root, tmp_path):
+    shutil.copytree(root / "parallel", tmp_path / "tree")
+    config = json.loads((root / "parallel/config.json").read_text())
+    (tmp_path / "tree/config.json").write_text(json.dumps(config | {"parallel_tree": CHOICES}))
+    report = checked(
+        root, tmp_path / "out", parallel_draft=str(tmp_path / "tree"), temperature="0,1", draft_length="3",
+        measure_costs=True,
+    )  # fmt: skip
+    greedy, drawn = report["runs"]
+    for run in report["runs"]:
+        assert run["draft_length"] == 2  # the tree's depth, whatever γ
+        assert (run["proposer"]["heads"], run["proposer"]["tree_nodes"]) == (None, len(CHOICES))
+        counts = run["counts"]
+        assert counts["num_draft_tokens"] > 2 * counts["num_drafts"] > sum(counts["num_accepted_tokens_per_pos"]) > 0
+        assert run["predicted_speedup"]["value"] > 0
+    assert greedy["replay"]["agrees"] is True
+    assert drawn["replay"] is None and 0 < drawn["alpha"]["value"] < 1  # of the first token
+    (curve,) = report["curves"]
+    assert list(curve["mean_acceptance_length"]) == ["2"]
+    assert [tree["proposer"] for tree in report["trees"]] == ["parallel_draft"]
+    text = printed(report, tmp_path)
+    assert f"parallel_draft/{len(CHOICES)}" in text
+
+
 def test_rejections_add_up(measured, tokenizer):
     report, decoded = measured
     rejections = report["rejections"]

@@ -1,6 +1,7 @@
 """Parallel drafts: what the loss and the figures of training are, and what a run leaves."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -147,11 +148,13 @@ def test_what_is_measured_in_training_is_what_replay_says(trained, pipeline):
         assert found == pytest.approx(replay.mean_acceptance_length[3].value, rel=1e-4)
 
 
-def test_a_parallel_draft_goes_on_with_its_mask_token(trained, pipeline, tmp_path, monkeypatch):
-    _, output = trained
+def test_a_parallel_draft_goes_on_with_its_mask_token_and_without_its_tree(trained, pipeline, tmp_path, monkeypatch):
+    output = shutil.copytree(trained[1], tmp_path / "branched")
+    config = json.loads((output / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps(config | {"parallel_tree": [[0], [1]]}))
     before = load_model(output).get_input_embeddings().weight
     trainer = built(parallel(pipeline, tmp_path, draft=str(output), parallel=6), monkeypatch)
-    assert trainer.draft.config.parallel_length == 6
+    assert trainer.draft.config.parallel_length == 6 and "parallel_tree" not in trainer.draft.config.to_dict()
     assert torch.equal(trainer.draft.get_input_embeddings().weight, before)
 
 

@@ -249,6 +249,9 @@ def root(tmp_path_factory, tokenizer):
     for name, model in {"target": target, "draft": perturbed(target, 0.05)}.items():
         save_model(model, tokenizer, root / name)
     save_model(as_parallel(perturbed(target, 0.05), 0, 3), tokenizer, root / "parallel")
+    branched = as_parallel(perturbed(target, 0.05), 0, 3)
+    branched.config.parallel_tree = [[0], [1], [0, 0]]
+    save_model(branched, tokenizer, root / "branched")
     MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=len(tokenizer), num_heads=2)).save_pretrained(root / "heads")
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(root / "strangers")
     (root / "prompts.txt").write_text("def f(x):\nimport os\na story of x\nfor i in\nself\n")
@@ -268,6 +271,7 @@ def test_the_command(root, tmp_path, capsys):
         [
             (("--draft", str(root / "draft")), "draft", "0", 3),
             (("--parallel_draft", str(root / "parallel")), "parallel_draft", "0.8", 3),
+            (("--parallel_draft", str(root / "branched")), "parallel_draft", "0", 2),
             (("--medusa", str(root / "heads")), "medusa", "0.8", 2),
             (("--prompt-lookup", "true"), "prompt_lookup", "0", 3),
         ]
