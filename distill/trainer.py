@@ -68,6 +68,7 @@ class DistillTrainer(RecipeTrainer):
         kept_D = kept_tokens(draft.config)
         self.cut = None if kept_D is None else CutVocabulary(kept_D.to(self.args.device), self.vocab_size)
         """The tokens that the draft proposes; None of all."""
+        self.objective = replace(self.objective, partial=self.cut is not None)
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
     def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:

@@ -90,6 +90,7 @@ class MedusaTrainer(RecipeTrainer):
         """The tokens of a truncated vocabulary."""
         if heads.token_map is not None:
             self._cut = CutVocabulary(heads.token_map.to(self.args.device), heads.config.vocab_size)
+            self.objective = replace(self.objective, partial=True)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what joint training cannot be sharded by."""

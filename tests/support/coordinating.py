@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import httpx2
 from engine import end, free_port
+from local_server import LocalServer
 
 START = 300
 """Seconds within which it answers; Ray takes 8 on two cores that are free, and a minute on busy ones."""
@@ -78,7 +79,7 @@ class Stub:
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.answer: Answer = answer_hello
-        self._server: ThreadingHTTPServer | None = None
+        self._server: LocalServer | None = None
         self._open: list[socket.socket] = []
 
     def start(self) -> None:
@@ -109,8 +110,7 @@ class Stub:
             def log_message(self, *arguments: object) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._server.daemon_threads = True
+        self._server = LocalServer(("127.0.0.1", self.port), Handler)
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def stop(self) -> None:

@@ -5,11 +5,12 @@ import json
 import shutil
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 import torch
 from fake_server import COUNT, Served
+from local_server import LocalServer
 from prepare_inputs import save_target, write_prompts
 from transformers import GenerationConfig
 
@@ -102,8 +103,7 @@ def server(monkeypatch):
         def log_message(self, *args):
             pass
 
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    http = LocalServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     served.root = f"http://127.0.0.1:{http.server_port}"

@@ -14,9 +14,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import chain
 from typing import Any
+
+from local_server import LocalServer
 
 MODEL = "simulated"
 
@@ -238,8 +240,7 @@ class Handler(BaseHTTPRequestHandler):
 def simulated_server(**law: Any) -> Iterator[Simulated]:
     """Start one on this machine, and end it."""
     simulated = Simulated(**law)
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    http.daemon_threads = True
+    http = LocalServer(("127.0.0.1", 0), Handler)
     http.simulated = simulated  # type: ignore[attr-defined]
     simulated.url = f"http://127.0.0.1:{http.server_port}"
     thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)

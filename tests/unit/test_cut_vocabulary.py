@@ -110,7 +110,7 @@ def test_labels_outside_are_none_and_logits_are_widened_with_nothing():
 def test_an_objective_is_that_of_the_distributions_over_its_tokens(extra):
     """With p and q over all tokens, but −∞ for those outside; and the same from a cache of the whole of p."""
     p, q, labels = logits(0), logits(1, 5), torch.tensor([1, 2, 5, 3, 10, 7, 7])
-    objective = Objective(TERMS | extra, draft_length=3)
+    objective = Objective(TERMS | extra, draft_length=3, partial=True)
     follows = torch.ones(7, dtype=torch.bool)
     q = q.requires_grad_(True)
     places = CUT.labels(labels)
@@ -127,7 +127,7 @@ def test_an_objective_is_that_of_the_distributions_over_its_tokens(extra):
 
 def test_a_text_s_token_outside_ends_the_accepted_block():
     p, q, follows = logits(0), logits(0, 12)[:, CUT.tokens_D], torch.ones(7, dtype=torch.bool)
-    objective = Objective({"expected_length": 1.0}, draft_length=2)
+    objective = Objective({"expected_length": 1.0}, draft_length=2, partial=True)
     labels = CUT.labels(torch.tensor([1, 2, 5, 3, 10, 7, 7]))
     features = objective.features(CUT.of_distributions(p), q, labels)
     assert features[:, 2] == pytest.approx(torch.ones(7))  # q is p, renormalised

@@ -273,7 +273,9 @@ TABLE = CostTable(
 def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1) -> Measured:
     target = tiny_llama(0)
     names = {"draft": "draft", "lookup": "prompt_lookup"}
-    drafters = [Drafter(name, kind, None, SimpleNamespace(), None, None, [4]) for name, kind in names.items()]
+    drafters = [
+        Drafter(name, kind, None, SimpleNamespace(longest=None), None, None, [4]) for name, kind in names.items()
+    ]
     prompts = [
         Prompt(str(i), "", None, categories[i % len(categories)] if categories else None) for i in range(len(texts))
     ]

@@ -61,6 +61,9 @@ class Objective:
     """Which α weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": what one process learns
     from in one forward, of Medusa heads each head's own. This mean alone depends on how a step is split."""
 
+    partial: bool = False
+    """Whether the text has tokens that the draft cannot propose, for its vocabulary is cut."""
+
     def __post_init__(self) -> None:
         if not self.terms:
             raise InputError(f"divergence: expected one of {', '.join(NAMES)}, found none")
@@ -122,7 +125,8 @@ class Objective:
             p: the target's logits, (N, V), or its cached distributions, under this objective's temperature, top-k and
                 top-p; not looked at unless the objective `needs_target`.
             q_logits_NV: the draft's; gradients flow to them.
-            labels_N: the text's tokens; −100 where the draft can't propose it: never accepted, and no example.
+            labels_N: the text's tokens; −100 where the draft can't propose it: never accepted, and no example. Only an
+                objective that is `partial` looks for these.
 
         Returns:
             (N, 1), or where it `couples` (N, 3): log a = min(0, log q(x) − log p(x)), and Σ_v min(p, q); with the mean
@@ -164,9 +168,11 @@ class Objective:
             total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
-        known_N = labels_N.clamp(min=0)
+        known_N = labels_N.clamp(min=0) if self.partial else labels_N
         of_text_N = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p_NE, known_N)
-        log_a_N = (_at(log_q_NV, known_N) - of_text_N).clamp(max=0.0).masked_fill(labels_N < 0, LOWEST)
+        log_a_N = (_at(log_q_NV, known_N) - of_text_N).clamp(max=0.0)
+        if self.partial:
+            log_a_N = log_a_N.masked_fill(labels_N < 0, LOWEST)
         overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
         return torch.stack([total_N, log_a_N, overlap_N, *([kl_N] if self._has_mean_alpha else [])], dim=1)
 
