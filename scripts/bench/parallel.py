@@ -45,9 +45,10 @@ VARIANTS: dict[str, dict[str, Any]] = {"plain_stock": STOCK, "parallel_stock": S
     f"{kind}_{layers}": {"init.layers": layers} for kind in ("plain", "parallel") for layers in LAYERS
 }
 VARIANTS |= {
+    f"parallel_{layers}_near": {"init.layers": layers, "parallel": 4, "parallel_decay": 0.7} for layers in LAYERS
+}
+VARIANTS |= {
     "parallel_3_dense": {"init.layers": 3, "parallel": 4, "parallel_retention": 0.8},
-    "parallel_3_near": {"init.layers": 3, "parallel": 4, "parallel_decay": 0.7},
-    "parallel_4_near": {"init.layers": 4, "parallel": 4, "parallel_decay": 0.7},
     "parallel_3_answers": {"init.layers": 3, "prompt_loss": False},
 }
 CONFIG = Path(__file__).resolve().parents[2] / "configs/distill/tiny.yaml"
