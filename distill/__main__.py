@@ -1,6 +1,5 @@
 """`accelerate launch -m draftsmith.distill --config configs/distill/tiny.yaml`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.packing import pack, require_packing
-from draftsmith.train.job.ranks import run_rank
+from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import check_same_tokenizer, load_tokenizer, set_attention, tokenizer_size
@@ -78,4 +77,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(main))
+    leave(run_rank(main))

@@ -1,6 +1,5 @@
 """`accelerate launch -m draftsmith.medusa --config configs/medusa/tiny.yaml`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.train.data.packing import pack, require_packing
-from draftsmith.train.job.ranks import run_rank
+from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
@@ -59,4 +58,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(main))
+    leave(run_rank(main))

@@ -1,12 +1,11 @@
 """`draftsmith cache --config configs/cache/tiny.yaml`: the target's distributions, to distil without it."""
 
-import sys
 from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.processes import is_first
-from draftsmith.train.job.ranks import run_rank
+from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
@@ -39,4 +38,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(main))
+    leave(run_rank(main))

@@ -3,14 +3,13 @@
 The target runs here, or on a server (`--endpoint`); or its answers are in the records already (`--answers given`).
 """
 
-import sys
 from collections.abc import Sequence
 
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.job.processes import is_first
-from draftsmith.train.job.ranks import run_rank
+from draftsmith.train.job.ranks import leave, run_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,4 +53,4 @@ def _names(ids: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(main))
+    leave(run_rank(main))

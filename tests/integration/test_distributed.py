@@ -26,10 +26,10 @@ TWO = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", FILE
 
 # The command as it is, that also says what it ran on.
 WITNESS = """
-import json, sys
+import json
 from pathlib import Path
 from draftsmith.distill import __main__ as command
-from draftsmith.train.cli import run
+from draftsmith.train.job.ranks import leave, run_rank
 
 distill = command.distill
 
@@ -47,7 +47,7 @@ def witnessed(config):
     return trainer
 
 command.distill = witnessed
-sys.exit(run(command.main))
+leave(run_rank(command.main))
 """
 
 CONFIG = """

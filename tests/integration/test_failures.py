@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -266,3 +267,31 @@ def test_an_output_that_cannot_be_is_refused_before_the_work(pipeline, tmp_path,
     argv = arguments(Path("nowhere"), tmp_path / "file" / "below", alone=True)
     assert run(lambda: command.main(argv)) == 2
     assert "error: training.output_dir: expected a directory to write in at" in capsys.readouterr().err
+
+
+ENDING = """
+import atexit, os, sys, threading, time
+from draftsmith.train.job.ranks import leave
+
+class Late:
+    def __del__(self):
+        os.write(1, b"destructor ")
+
+def upload():
+    time.sleep(0.2)
+    print("thread", end=" ")
+
+late = Late()
+atexit.register(lambda: print("registered", end=" "))
+threading.Thread(target=upload).start()
+leave(3)
+"""
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, "thread registered destructor "), (2, "thread registered ")])
+def test_one_of_several_processes_ends_without_destructors(processes, said):
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING], env={**os.environ, "WORLD_SIZE": str(processes)},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (3, said, "")

@@ -6,6 +6,7 @@ to the first process: however a process ends, by a kill too, its socket closes, 
 Light: nothing here imports torch before a job of several processes has begun.
 """
 
+import atexit
 import contextlib
 import json
 import os
@@ -191,6 +192,23 @@ def run_rank(main: Callable[[], int | None]) -> int:
         sys.stdout.flush()
     if _watch is not None:
         _watch.end(code)
+    os._exit(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process; one of several without destructors, since the last thing in it is not Python's alone.
+
+    Gloo's worker threads outlive the process group, which a DDP reducer holds on to: one that lets go of a tensor while
+    the interpreter ends aborts a process whose work is done and right ("terminate called without an active exception").
+    What is registered for the end, such as a tracker's last upload, runs first, and threads are waited for.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # as `multiprocessing` ends its processes
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 
