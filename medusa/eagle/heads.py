@@ -1,0 +1,364 @@
+"""EAGLE-3 heads: one decoder layer that drafts from the target's features, and from its own where there are none yet.
+
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): at place i the layer sees the embedding of token i + 1 beside a
+state of token i, and guesses token i + 2. The state is `fuse`d from the target's features of token i where the target
+has seen that token; of a drafted token it is what the layer itself gave at the place before. What it gives is bound to
+no feature of the target's, so it may be trained through many such steps (the training-time test).
+
+Shape suffixes: B rows, T places, S places with keys, F features, H hidden, V the target's vocabulary, D the heads'.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from draftsmith.decode.errors import InputError, at_least, require
+from draftsmith.medusa.eagle.features import check_layers, decoder_layers, default_layers
+from draftsmith.medusa.heads import LMHead, check_ids
+from draftsmith.train.checkpoint import check_finite, reading, require_config
+from draftsmith.train.losses.output_head import OutputHead, head_of
+
+
+class EagleConfig(LlamaConfig):
+    """The shape of the heads, in the names that vLLM, SGLang and SpecForge read (`LlamaForCausalLMEagle3`)."""
+
+    draft_vocab_size: int = None  # type: ignore[assignment]
+    """D, tokens that the heads can draft; V if None is given."""
+    target_hidden_size: int = None  # type: ignore[assignment]
+    """The width of the target's hidden states; `hidden_size` if None is given."""
+    eagle_aux_hidden_state_layer_ids: list[int] = None  # type: ignore[assignment]
+    """After how many of the target's layers its features are taken, ascending."""
+    norm_before_residual: bool = False
+    """Whether the residual path around attention begins behind the state's norm, or before."""
+    norm_before_fc: bool = False
+    """Whether features are normed together before they are fused."""
+    fc_norm: bool = False
+    """Whether each depth's features are normed before they are fused."""
+    norm_output: bool = False
+    """Whether the next step sees the state behind the last norm, or before."""
+    base_model_name_or_path: str | None = None
+    """The target that they were trained on."""
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
+        super().__post_init__(**{"architectures": ["LlamaForCausalLMEagle3"], **kwargs})
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as the library does, under the name that servers look for in place of our class's."""
+        self.architectures = ["LlamaForCausalLMEagle3"]
+        super().save_pretrained(*args, **kwargs)
+
+    def check(self) -> "EagleConfig":
+        """Return the config, or raise an InputError that names the first field that cannot be."""
+        require(self, at_least(1), "hidden_size", "target_hidden_size", "vocab_size", "draft_vocab_size")
+        if self.num_hidden_layers != 1:
+            raise InputError(f"num_hidden_layers: expected 1, found {self.num_hidden_layers}")
+        if self.draft_vocab_size > self.vocab_size:
+            raise InputError(
+                f"draft_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
+                f"{self.draft_vocab_size}"
+            )
+        depths = self.eagle_aux_hidden_state_layer_ids
+        if not isinstance(depths, list) or not depths or not all(isinstance(depth, int) for depth in depths):
+            raise InputError(f"eagle_aux_hidden_state_layer_ids: expected a list of depths, found {depths!r}")
+        return self
+
+
+class KeysValues(NamedTuple):
+    """What places that came before are attended by: keys and values, (B, key-value heads, S, head width)."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class EagleAttention(nn.Module):
+    """Llama's attention, whose queries, keys and values see an embedding and a state, 2H wide."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        heads, key_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        self.head_dim: int = config.head_dim or config.hidden_size // heads
+        self.groups = heads // key_heads
+        queries, keys = heads * self.head_dim, key_heads * self.head_dim
+        seen, bias = 2 * config.hidden_size, config.attention_bias
+        self.q_proj = nn.Linear(seen, queries, bias=bias)
+        self.k_proj = nn.Linear(seen, keys, bias=bias)
+        self.v_proj = nn.Linear(seen, keys, bias=bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+
+    def project(self, seen_BTE: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
+        """Return queries, (B, heads, T, width), and keys and values of these places alone, rotated to them."""
+        by_head = (*seen_BTE.shape[:-1], -1, self.head_dim)
+        queries, keys, values = (
+            project(seen_BTE).view(by_head).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        queries, keys = apply_rotary_pos_emb(queries, keys, *rotation)
+        return queries, KeysValues(keys, values)
+
+    def attend(self, queries: Tensor, seen: KeysValues, mask: Tensor | None) -> Tensor:
+        """Return (B, T, H) of queries on all keys that they may see.
+
+        Args:
+            queries: of `project`.
+            seen: keys and values, of these places and of others.
+            mask: True where a query sees a key, (B or 1, 1, T, S); None: each place sees itself and those before.
+        """
+        attended = nn.functional.scaled_dot_product_attention(
+            queries, seen.keys, seen.values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
+        )
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+class EagleLayer(nn.Module):
+    """The decoder layer, in two halves, between which the caller says which keys are seen."""
+
+    def __init__(self, config: EagleConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm, self.hidden_norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
+        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.self_attn, self.mlp = EagleAttention(config), LlamaMLP(config)
+
+    def forward(
+        self,
+        embeddings_BTH: Tensor,
+        states_BTH: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        before: KeysValues | None,
+        mask: Tensor | None,
+    ) -> tuple[Tensor, KeysValues]:
+        """Return the layer's output, (B, T, H), and the keys and values of these places alone."""
+        normed = self.hidden_norm(states_BTH)
+        residual = normed if self.norm_before_residual else states_BTH
+        seen_BTE = torch.cat([self.input_layernorm(embeddings_BTH), normed], dim=-1)
+        queries, own = self.self_attn.project(seen_BTE, rotation)
+        seen = own
+        if before is not None:
+            seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(before, own, strict=True)))
+        hidden = residual + self.self_attn.attend(queries, seen, mask)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), own
+
+
+class Step(NamedTuple):
+    """What one step of the heads gives."""
+
+    states: Tensor
+    """What the next step sees in place of features, (B, T, H)."""
+    hidden: Tensor
+    """What the language-model head sees, (B, T, H)."""
+    own: KeysValues
+    """Of these places alone."""
+
+
+class EagleHeads(PreTrainedModel):
+    """The draft of EAGLE-3; the target stays an ordinary model, whose embeddings it sees, and is no part of it.
+
+    `save_pretrained`, `from_pretrained` and `push_to_hub` are the library's, in safetensors, under the names of the
+    EAGLE authors. `d2t`, (D,) int64, is each drafted id's distance to the target's id, and `t2d`, (V,) bool, says which
+    of the target's tokens the heads know; both are there where D < V.
+    """
+
+    config_class = EagleConfig
+    base_model_prefix = ""
+    main_input_name = "states"
+    _no_split_modules = ["EagleLayer", "LMHead"]  # noqa: RUF012
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config.check())
+        depths = len(config.eagle_aux_hidden_state_layer_ids)
+        wide, eps = config.target_hidden_size * depths, config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(wide, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(depths))
+        self.fc = nn.Linear(wide, config.hidden_size, bias=False)
+        self.midlayer = EagleLayer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, eps)
+        self.lm_head = LMHead(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.rotary = LlamaRotaryEmbedding(config)
+        cut = config.draft_vocab_size < config.vocab_size
+        self.d2t: Tensor | None
+        self.t2d: Tensor | None
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64) if cut else None)
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool) if cut else None)
+        self.post_init()
+
+    @classmethod
+    def of_target(
+        cls,
+        target: PreTrainedModel,
+        token_map: Tensor | None = None,
+        layer_ids: list[int] | None = None,
+        **shape: Any,
+    ) -> "EagleHeads":
+        """Return untrained heads for a target: its head's rows, and a layer of its sizes with random weights.
+
+        Args:
+            target: a causal LM.
+            token_map: ids of the target's that the heads may draft, ascending, (D,) int64; all if None.
+            layer_ids: after how many layers features are taken; `default_layers` if None.
+            **shape: further fields of `EagleConfig`, such as `intermediate_size` or `norm_output`.
+
+        Raises:
+            InputError: depths that the target does not have, or a token map with an id twice or beyond the vocabulary.
+        """
+        head, text = head_of(target), target.config.get_text_config()
+        vocab_size, hidden_size = head.weight.shape
+        layers = len(decoder_layers(target))
+        depths = default_layers(layers) if layer_ids is None else layer_ids
+        check_layers(depths, layers, "layer_ids")
+        if token_map is not None:
+            check_ids(token_map, vocab_size, "token_map")
+            token_map = None if len(token_map) == vocab_size else token_map.sort().values
+        rope = getattr(text, "rope_parameters", None) or {}
+        heads = text.num_attention_heads
+        fields = {
+            "hidden_size": hidden_size,
+            "vocab_size": vocab_size,
+            "draft_vocab_size": vocab_size if token_map is None else len(token_map),
+            "eagle_aux_hidden_state_layer_ids": list(depths),
+            "num_hidden_layers": 1,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(text, "head_dim", None) or hidden_size // heads,
+            "intermediate_size": text.intermediate_size,
+            "max_position_embeddings": text.max_position_embeddings,
+            "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+            "rope_parameters": rope if "rope_theta" in rope else {"rope_type": "default", "rope_theta": 10000.0},
+        }
+        made = cls(EagleConfig(**{**fields, **shape}))
+        with torch.no_grad():
+            rows = head.weight if token_map is None else head.weight[token_map.to(head.weight.device)]
+            made.lm_head.weight.copy_(rows)
+        if token_map is not None:
+            made.set_tokens(token_map)
+        return made
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> "EagleHeads":  # type: ignore[override]
+        """Load heads that `save_pretrained` wrote, or others under the same names.
+
+        Raises:
+            InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
+                cannot be, or tensors that are missing, not expected, of another shape or not finite.
+        """
+        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
+        options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
+        if "subfolder" not in kwargs:
+            require_config(path, "EAGLE-3 heads")  # the library would fall back on the defaults
+        with reading(str(path), "EAGLE-3 heads (config.json, safetensors)"):
+            loaded: Any = super().from_pretrained(path, *args, **options)
+        heads, info = loaded
+        for kind, what in (
+            ("missing_keys", "missing"),
+            ("unexpected_keys", "not expected"),
+            ("mismatched_keys", "of another shape"),
+        ):
+            if info[kind]:
+                names = sorted(key if isinstance(key, str) else key[0] for key in info[kind])
+                raise InputError(
+                    f"{path}: expected the tensors of EAGLE-3 heads, found {len(names)} {what}: "
+                    f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
+                )
+        check_finite(heads, path, "EAGLE-3 heads")
+        return heads.check_tokens(f"{path}: d2t")
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """Return None: the embeddings that the heads see are the target's."""
+        return None
+
+    @property
+    def layer_ids(self) -> list[int]:
+        """After how many of the target's layers its features are taken, ascending."""
+        return self.config.eagle_aux_hidden_state_layer_ids
+
+    @property
+    def token_map(self) -> Tensor | None:
+        """The target's ids that the heads may draft, ascending, (D,) int64; None where they may draft all."""
+        return None if self.d2t is None else self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def set_tokens(self, token_map: Tensor) -> None:
+        """Say which of the target's ids the heads may draft, ascending, (D,) int64, each once."""
+        assert self.d2t is not None and self.t2d is not None
+        ids = token_map.to(self.d2t.device)
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_()[ids] = True
+
+    def check_tokens(self, field: str = "d2t") -> "EagleHeads":
+        """Return the heads, or raise an InputError where `d2t` names a token twice or none, or `t2d` others."""
+        ids = self.token_map
+        if ids is not None and self.t2d is not None and ids.device.type != "meta":
+            check_ids(ids, self.config.vocab_size, field)
+            if int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
+                raise InputError(f"{field}: expected the tokens that t2d names, found others")
+        return self
+
+    def check_fits(self, target: PreTrainedModel) -> None:
+        """Raise an InputError where a target has another width, vocabulary or fewer layers than the heads need."""
+        vocab_size, hidden_size = head_of(target).weight.shape
+        for name, expected in (("target_hidden_size", hidden_size), ("vocab_size", vocab_size)):
+            if getattr(self.config, name) != expected:
+                raise InputError(
+                    f"eagle: expected heads with the target's {name.removeprefix('target_')} {expected}, found "
+                    f"{getattr(self.config, name)}"
+                )
+        check_layers(self.layer_ids, len(decoder_layers(target)), "eagle_aux_hidden_state_layer_ids")
+
+    @property
+    def head(self) -> OutputHead:
+        """The map from `Step.hidden` to logits over the heads' vocabulary, (D, H)."""
+        return OutputHead(self.lm_head.weight)
+
+    def fuse(self, features_BTF: Tensor) -> Tensor:
+        """Return states, (B, T, H), of the target's features of these places."""
+        config = self.config
+        if config.norm_before_fc:
+            features_BTF = self.input_norm(features_BTF)
+        if config.fc_norm:
+            parts = features_BTF.chunk(len(self.fc_norm), dim=-1)
+            features_BTF = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+        return self.fc(features_BTF)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        states: Tensor,
+        positions: Tensor,
+        before: KeysValues | None = None,
+        mask: Tensor | None = None,
+    ) -> Step:
+        """Take one step at some places.
+
+        Args:
+            embeddings: the target's, of the tokens behind these places, (B, T, H).
+            states: of the tokens at these places: `fuse`d, or the states of a step before, (B, T, H).
+            positions: of these places in the text, (B, T) int64.
+            before: keys and values of other places, which come first.
+            mask: True where a place sees another, (B or 1, 1, T, S), S those before and these; None: itself and those
+                before it, where `before` is None.
+        """
+        rotation = self.rotary(embeddings, positions)
+        raw, own = self.midlayer(embeddings, states, rotation, before, mask)
+        hidden = self.norm(raw)
+        return Step(hidden if self.config.norm_output else raw, hidden, own)
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, (…, V), of those over the heads' vocabulary, (…, D)."""
+        ids = self.token_map
+        if ids is None:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        wide[..., ids] = logits
+        return wide

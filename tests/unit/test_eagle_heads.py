@@ -1,0 +1,110 @@
+"""EAGLE-3 heads: what they see and give, and how they are saved."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from safetensors.torch import load_file, save_file
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.eagle.features import collected, default_layers
+from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues
+
+VOCAB = 31
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0, VOCAB, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("layers", "depths"), [(32, [2, 16, 29]), (30, [2, 15, 27]), (12, [2, 6, 9]), (4, [1, 2, 3]), (1, [1])]
+)
+def test_features_are_taken_where_servers_take_them(layers, depths):
+    assert default_layers(layers) == depths
+
+
+def test_features_are_the_hidden_states_of_the_library(target):
+    ids = torch.arange(1, 8)[None]
+    with torch.no_grad():
+        whole = target(ids, output_hidden_states=True).hidden_states
+    hooks = [len(layer._forward_hooks) for layer in target.model.layers]
+    with torch.no_grad(), collected(target, [1, 2, 3]) as features:
+        target(ids)
+        target(ids[:, :3])
+    torch.testing.assert_close(features[0], torch.cat([whole[depth] for depth in (1, 2, 3)], -1))
+    torch.testing.assert_close(features[1], features[0][:, :3])
+    assert [len(layer._forward_hooks) for layer in target.model.layers] == hooks
+
+
+@pytest.mark.parametrize("depths", [[], [0, 1], [2, 1], [1, 1], [1, 5]])
+def test_depths_that_the_target_does_not_have_are_refused(target, depths):
+    with pytest.raises(InputError, match=r"^depths: expected ascending depths between 1 and the target's 4 layers"):
+        collected(target, depths).__enter__()
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+                                     {"fc_norm": True}])  # fmt: skip
+def test_places_one_by_one_are_all_places_at_once(target, options):
+    torch.manual_seed(0)
+    heads = EagleHeads.of_target(target, **options).double()
+    ids, places = torch.randint(VOCAB, (2, 7)), torch.arange(6)
+    embeddings = target.get_input_embeddings()(ids[:, 1:]).double()
+    with collected(target, heads.layer_ids) as features:
+        target(ids[:, :-1])
+    states = heads.fuse(features[0].double())
+    whole = heads(embeddings, states, places[None])
+    before, parts = None, []
+    for place in range(6):
+        at = slice(place, place + 1)
+        mask = torch.ones(1, 1, 1, place + 1, dtype=torch.bool)
+        step = heads(embeddings[:, at], states[:, at], places[None, at], before, mask)
+        before = (
+            step.own if before is None else KeysValues(*(torch.cat(p, 2) for p in zip(before, step.own, strict=True)))
+        )
+        parts.append(step.hidden)
+    torch.testing.assert_close(torch.cat(parts, 1), whole.hidden)
+    assert (whole.states is whole.hidden) == options.get("norm_output", False)
+
+
+def test_heads_are_saved_under_the_authors_names(target, tmp_path):
+    heads = EagleHeads.of_target(target, token_map=torch.tensor([7, 2, 30]))
+    heads.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "midlayer.hidden_norm.weight", "norm.weight",
+            "lm_head.weight", "d2t", "t2d"} <= set(stored)  # fmt: skip
+    assert stored["d2t"].tolist() == [2, 6, 28] and stored["t2d"].nonzero()[:, 0].tolist() == [2, 7, 30]
+    again = EagleHeads.from_pretrained(tmp_path)
+    assert again.config.architectures == ["LlamaForCausalLMEagle3"] and again.layer_ids == [1, 2, 3]
+    torch.testing.assert_close(again.state_dict(), heads.state_dict())
+    torch.testing.assert_close(again.lm_head.weight, target.get_output_embeddings().weight[[2, 7, 30]])
+    assert again.widened(torch.ones(3)).isfinite().nonzero()[:, 0].tolist() == [2, 7, 30]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("fc.weight"), "found 1 missing: fc.weight"),
+        (lambda t: t.update(extra=torch.zeros(1)), "found 1 not expected: extra"),
+        (lambda t: t.update(d2t=torch.tensor([2, 1, 28])), "d2t: expected different ids below 31"),
+        (lambda t: t["t2d"].zero_(), "d2t: expected the tokens that t2d names"),
+    ],
+)
+def test_files_that_are_no_heads_are_refused(target, tmp_path, change, said):
+    EagleHeads.of_target(target, token_map=torch.tensor([2, 7, 30])).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError) as error:
+        EagleHeads.from_pretrained(tmp_path)
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_another_target_is_refused(target):
+    heads = EagleHeads.of_target(target)
+    heads.check_fits(target)
+    with pytest.raises(InputError, match=r"^eagle: expected heads with the target's vocab_size 40, found 31$"):
+        heads.check_fits(tiny_llama(0, 40, layers=4))
+    with pytest.raises(InputError, match="between 1 and the target's 2 layers"):
+        heads.check_fits(tiny_llama(0, VOCAB, layers=2))
