@@ -201,6 +201,7 @@ class MedusaTrainer(RecipeTrainer):
         """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
         heads, labels = self.heads, inputs["labels"][:, 1:]
         cut = self._cut
+        sizes = self.sizes if cut is None else cut.sizes(self.sizes)
 
         def features(p: Any, q_logits: Tensor, tokens: Tensor) -> Tensor:
             wide = heads.widened(q_logits)[..., : self.vocab_size]
@@ -218,9 +219,7 @@ class MedusaTrainer(RecipeTrainer):
             states = heads.states(index, at.before(index, hidden, heads), at.embeddings(index, embed, heads))
             features_NK = heads.lm_head_of(index)(
                 states,
-                inside=lambda h, i=index: chunked_features(
-                    features, at.labels, h, self._trained_head(i), p, self.sizes
-                ),
+                inside=lambda h, i=index: chunked_features(features, at.labels, h, self._trained_head(i), p, sizes),
             )
             # The round that begins with a token drafts from the state of the token two before it.
             spread = a.new_zeros(*inputs["labels"].shape, features_NK.shape[1] + 1)

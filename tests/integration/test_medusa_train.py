@@ -480,6 +480,21 @@ def test_a_truncated_vocabulary_is_measured_over_all_tokens_and_its_loss_is_fini
     assert found["eval_loss"] == pytest.approx(expected_loss, rel=1e-5)
 
 
+def test_measuring_a_truncated_vocabulary_holds_no_more_than_it_may(pipeline, tmp_path, untrained, monkeypatch):
+    held, widened = [], MedusaHeads.widened
+
+    def seen(self, logits):
+        held.append(len(logits))
+        return widened(self, logits)
+
+    monkeypatch.setattr(MedusaHeads, "widened", seen)
+    trainer = untrained(
+        heads_configured(pipeline, tmp_path, temperature=T, draft_vocabulary=20, loss_chunk=8 * 4 * 300)
+    )
+    trainer.evaluate(training_examples([str(pipeline / "long")]))
+    assert 1 < max(held) <= 4  # of 300 logits each: a part of a chunk is an eighth of it
+
+
 def test_the_most_frequent_tokens_are_kept_and_the_lowest_ids_fill_up(pipeline, caplog):
     data = training_examples([str(pipeline / "long")])
     tokens = [x for row in data for x in row["labels"] if x != IGNORED]
