@@ -280,13 +280,13 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
-    """Print the heads' accuracies, τ of each tree, and what the measured costs say; it fits 80 columns."""
+    """Print the accuracies at each depth, τ of each tree, and what the measured costs say; it fits 80 columns."""
     console = console or Console()
     texts = report["calibration"]["texts"]
     columns = ("", *(f"top {k}" for k in TOP))
     table = figures_table(columns, "", f"accuracy by depth, on {texts['check']} texts")
-    for head, shares in enumerate(report["rank_accuracies"]):
-        table.add_row(f"head {head}", *(f"{sum(shares[:k]):.1%}" for k in TOP))
+    for depth, shares in enumerate(report["rank_accuracies"], 1):
+        table.add_row(f"depth {depth}", *(f"{sum(shares[:k]):.1%}" for k in TOP))
     console.print(table)
     if report["costs"]:
         costs = report["costs"]

@@ -59,7 +59,7 @@ def _figure(tree: Tree, shares: Sequence[float], title: str, subtitle: str) -> F
     for depth in range(1, tree.depth + 1):
         accepted = sum(s for s, of in zip(shares, tree.depths, strict=True) if of == depth)
         x = LEFT + depth * COLUMN
-        _write(axes, x, 86, f"head {depth - 1}", 13, _colour(depth), ha="center")
+        _write(axes, x, 86, f"depth {depth}", 13, _colour(depth), ha="center")
         _write(axes, x, 102, f"accepted in {accepted:.0%} of rounds", 10, SOFT, ha="center")
     for node, parent in enumerate(tree.parents):
         (x0, y0), (x1, y1) = places[parent], places[node]

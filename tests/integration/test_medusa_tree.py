@@ -89,7 +89,7 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, caps
             gain = lengths["searched"] - lengths[name]
             assert own["gain_of_searched"]["value"] == pytest.approx(gain)
     out = capsys.readouterr().out
-    assert "head 2" in out and f"{lengths['searched']:.2f}" in out and f"tree: {heads / 'tree.json'}" in out
+    assert "depth 3" in out and f"{lengths['searched']:.2f}" in out and f"tree: {heads / 'tree.json'}" in out
     assert max(map(len, out.replace(str(heads), "").splitlines())) <= 80
 
     svg = ElementTree.parse(heads / "tree.svg").getroot()
