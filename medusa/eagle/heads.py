@@ -8,6 +8,7 @@ no feature of the target's, so it may be trained through many such steps (the tr
 Shape suffixes: B rows, T places, S places with keys, F features, H hidden, V the target's vocabulary, D the heads'.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +90,6 @@ class EagleAttention(nn.Module):
         super().__init__()
         heads, key_heads = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
         self.head_dim: int = config.head_dim or config.hidden_size // heads
-        self.groups = heads // key_heads
         queries, keys = heads * self.head_dim, key_heads * self.head_dim
         seen, bias = 2 * config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(seen, queries, bias=bias)
@@ -99,29 +99,38 @@ class EagleAttention(nn.Module):
 
     def project(self, seen_BTE: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, KeysValues]:
         """Return queries, (B, heads, T, width), and keys and values of these places alone, rotated to them."""
-        by_head = (*seen_BTE.shape[:-1], -1, self.head_dim)
         queries, keys, values = (
-            project(seen_BTE).view(by_head).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(seen_BTE).unflatten(-1, (project.out_features // self.head_dim, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
         queries, keys = apply_rotary_pos_emb(queries, keys, *rotation)
         return queries, KeysValues(keys, values)
 
-    def attend(self, queries: Tensor, seen: KeysValues, mask: Tensor | None) -> Tensor:
-        """Return (B, T, H) of queries on all keys that they may see.
 
-        Args:
-            queries: of `project`.
-            seen: keys and values, of these places and of others.
-            mask: True where a query sees a key, (B or 1, 1, T, S); None: each place sees itself and those before.
-        """
-        attended = nn.functional.scaled_dot_product_attention(
-            queries, seen.keys, seen.values, attn_mask=mask, is_causal=mask is None, enable_gqa=self.groups > 1
+Attend = Callable[[Tensor, KeysValues], Tensor]
+"""From queries, and keys and values of the same places, to what they attend to, (B, heads, T, width)."""
+
+
+def attention(before: KeysValues | None, mask: Tensor | None) -> Attend:
+    """Return the attention of places that see others before them, and themselves.
+
+    Args:
+        before: keys and values of other places, which come first.
+        mask: True where a query sees a key, (B or 1, 1, T, S); None: each place sees itself and those before.
+    """
+
+    def attend(queries: Tensor, own: KeysValues) -> Tensor:
+        seen = own if before is None else KeysValues(*(torch.cat(pair, 2) for pair in zip(before, own, strict=True)))
+        grouped = queries.shape[1] > own.keys.shape[1]
+        return nn.functional.scaled_dot_product_attention(
+            queries, seen.keys, seen.values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
-        return self.o_proj(attended.transpose(1, 2).flatten(2))
+
+    return attend
 
 
 class EagleLayer(nn.Module):
-    """The decoder layer, in two halves, between which the caller says which keys are seen."""
+    """The decoder layer; the caller says which keys are seen."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -136,18 +145,14 @@ class EagleLayer(nn.Module):
         embeddings_BTH: Tensor,
         states_BTH: Tensor,
         rotation: tuple[Tensor, Tensor],
-        before: KeysValues | None,
-        mask: Tensor | None,
+        attend: Attend,
     ) -> tuple[Tensor, KeysValues]:
         """Return the layer's output, (B, T, H), and the keys and values of these places alone."""
         normed = self.hidden_norm(states_BTH)
         residual = normed if self.norm_before_residual else states_BTH
         seen_BTE = torch.cat([self.input_layernorm(embeddings_BTH), normed], dim=-1)
         queries, own = self.self_attn.project(seen_BTE, rotation)
-        seen = own
-        if before is not None:
-            seen = KeysValues(*(torch.cat(pair, dim=2) for pair in zip(before, own, strict=True)))
-        hidden = residual + self.self_attn.attend(queries, seen, mask)
+        hidden = residual + self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden)), own
 
 
@@ -338,6 +343,7 @@ class EagleHeads(PreTrainedModel):
         positions: Tensor,
         before: KeysValues | None = None,
         mask: Tensor | None = None,
+        attend: Attend | None = None,
     ) -> Step:
         """Take one step at some places.
 
@@ -348,9 +354,10 @@ class EagleHeads(PreTrainedModel):
             before: keys and values of other places, which come first.
             mask: True where a place sees another, (B or 1, 1, T, S), S those before and these; None: itself and those
                 before it, where `before` is None.
+            attend: in place of these two, what queries attend to.
         """
         rotation = self.rotary(embeddings, positions)
-        raw, own = self.midlayer(embeddings, states, rotation, before, mask)
+        raw, own = self.midlayer(embeddings, states, rotation, attend or attention(before, mask))
         hidden = self.norm(raw)
         return Step(hidden if self.config.norm_output else raw, hidden, own)
 

@@ -1,0 +1,136 @@
+"""The steps of all rounds at once: what heads give where each place begins a round (EAGLE-3, section 3.2).
+
+A round that begins at place s knows the target's features of places up to s. Its step 0 is the layer at place s, as
+ever. Its step k is the layer at place s + k, where it sees the state that step k − 1 gave, beside the embedding of the
+next token of the text. It attends to the keys that step 0 made at the places up to s, and to those that steps 1 … k of
+this same round made, one each. So a decoder does whose drafts are all accepted, and training does the same: the
+paper's training-time test.
+
+Tensors of step k have an entry for each round, not for each place: entry s is of the round that begins at s. Then all
+steps look at the keys of step 0 by the same causal mask, and the key of step j is the entry of the same index.
+
+Shape suffixes: B rows, T places, S = T − k rounds of a step, F features, H hidden.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.medusa.eagle.heads import Attend, EagleHeads, KeysValues, Step
+
+SPARE = 8
+"""By how much keys and values are widened: attention kernels ask for widths that are multiples of it."""
+
+
+def unrolled(
+    heads: EagleHeads,
+    embeddings_BTH: Tensor,
+    features_BTF: Tensor,
+    positions_BT: Tensor,
+    num_steps: int,
+    texts_BT: Tensor | None = None,
+) -> list[Step]:
+    """Return the steps 0 … K − 1 of the rounds that begin at every place.
+
+    Entry s of step k is at place s + k: it has seen the text up to token s + k + 1 and guesses token s + k + 2. Where
+    place s + k is of another text, or padding, an entry means nothing. Places behind a text change nothing in it.
+
+    Args:
+        heads: that draft.
+        embeddings_BTH: the target's, of the tokens behind these places.
+        features_BTF: the target's, of the tokens at these places.
+        positions_BT: of these places in their texts, int64.
+        num_steps: K.
+        texts_BT: a number for each text of a packed row, such as (positions_BT == 0).cumsum(1); None: each row is one.
+
+    Returns:
+        K steps, tensors of step k (B, T − k, H).
+    """
+    mask = None if texts_BT is None else same_text(texts_BT)
+    steps = [heads(embeddings_BTH, heads.fuse(features_BTF), positions_BT, mask=mask)]
+    of_features = FeatureKeys(steps[0].own, mask) if num_steps > 1 else None
+    for k in range(1, num_steps):
+        assert of_features is not None
+        attend = round_attention(of_features, [step.own for step in steps[1:]])
+        states_BSH = steps[-1].states[:, : max(embeddings_BTH.shape[1] - k, 0)]
+        steps.append(heads(embeddings_BTH[:, k:], states_BSH, positions_BT[:, k:], attend=attend))
+    return steps
+
+
+def same_text(texts_BT: Tensor) -> Tensor:
+    """Return where a place sees another: itself and those before it in its text, (B, 1, T, T) bool."""
+    causal_TT = torch.ones(2 * texts_BT.shape[1:], dtype=torch.bool, device=texts_BT.device).tril()
+    return ((texts_BT[:, :, None] == texts_BT[:, None, :]) & causal_TT)[:, None]
+
+
+class FeatureKeys:
+    """Keys and values of step 0, with a sink before them: a key that all queries see, each at a score of its own.
+
+    The softmax over all keys of a round splits into two: its own keys are few, and their part is computed entry by
+    entry; the keys of step 0 are as many as places, and the library's kernel computes theirs without holding T × T
+    scores. What it does not tell is the sum of their exponentials, which weighs the parts. So it is shown one key more,
+    whose score is the logarithm of the other part's sum, and whose value says what weight it got.
+
+    Args:
+        own: of step 0, (B, key heads, T, width).
+        mask: of `same_text`; None: causal.
+    """
+
+    def __init__(self, own: KeysValues, mask: Tensor | None):
+        # The score passes through the queries' precision: what bfloat16 rounds off of it goes through another entry.
+        self.keys = nn.functional.pad(own.keys, (0, SPARE, 1, 0))
+        self.keys[:, :, 0, -2:] = 1.0
+        self.values = nn.functional.pad(own.values, (0, SPARE, 1, 0))
+        self.values[:, :, 0, -1] = 1.0
+        self.mask = mask
+        if mask is not None:  # the sink's own query sees it alone
+            self.mask = nn.functional.pad(mask, (1, 0, 1, 0))
+            self.mask[..., 0] = True
+
+    def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the rounds' queries attend to, times its weight, and the weight of the sink.
+
+        Args:
+            queries: (B, heads, S, width).
+            scores: of the sink, float32, (B, heads, S).
+
+        Returns:
+            (B, heads, S, width) and (B, heads, S, 1).
+        """
+        rounds, width = queries.shape[2:]
+        scaled = scores * width**0.5
+        coarse = scaled.detach().to(queries.dtype)
+        fine = (scaled - coarse).to(queries.dtype)
+        at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
+        seen = nn.functional.scaled_dot_product_attention(
+            nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
+            self.keys[:, :, : rounds + 1],
+            self.values[:, :, : rounds + 1],
+            attn_mask=None if self.mask is None else self.mask[..., : rounds + 1, : rounds + 1],
+            is_causal=self.mask is None,
+            scale=width**-0.5,
+            enable_gqa=queries.shape[1] > self.keys.shape[1],
+        )[:, :, 1:]
+        return seen[..., :width], seen[..., -1:]
+
+
+def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Attend:
+    """Return the attention of step k: a round sees the keys of step 0 up to its beginning, and those that it made.
+
+    Args:
+        of_features: the keys of step 0.
+        drafted: keys and values of the steps 1 … k − 1.
+    """
+
+    def attend(queries: Tensor, own: KeysValues) -> Tensor:
+        rounds, width = queries.shape[2:]
+        made = [KeysValues(*(each[:, :, None, :rounds] for each in part)) for part in (*drafted, own)]
+        grouped = queries.unflatten(1, (own.keys.shape[1], -1))
+        scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in made]) * width**-0.5
+        seen, weight = of_features.attend(queries, scores.logsumexp(0).flatten(1, 2))
+        shares = scores.softmax(0).to(queries.dtype)
+        of_round = torch.stack([share[..., None] * part.values for share, part in zip(shares, made, strict=True)]).sum(
+            0
+        )
+        return seen + weight * of_round.flatten(1, 2)
+
+    return attend

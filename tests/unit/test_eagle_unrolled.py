@@ -1,0 +1,112 @@
+"""The steps of all rounds at once are those of a decoder that begins a round at each place."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+
+from draftsmith.medusa.eagle.features import collected
+from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues
+from draftsmith.medusa.eagle.unrolled import unrolled
+
+VOCAB, STEPS = 31, 4
+CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+"""Norms compute in float32, whatever the rest does."""
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0, VOCAB, layers=4)
+
+
+def heads_of(target, **options) -> EagleHeads:
+    torch.manual_seed(1)
+    heads = EagleHeads.of_target(target, **options).double()
+    with torch.no_grad():  # far from 0, so that no key is seen in vain
+        for parameter in heads.midlayer.self_attn.parameters():
+            parameter.mul_(20)
+    return heads
+
+
+def seen_of(target, heads: EagleHeads, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings and features of all places but the last token's, (B, T, …), in float64."""
+    with torch.no_grad(), collected(target, heads.layer_ids) as features:
+        target(ids[:, :-1])
+        return target.get_input_embeddings()(ids[:, 1:]).double(), features[0].double()
+
+
+def of_one_round(heads: EagleHeads, embeddings: torch.Tensor, features: torch.Tensor, start: int) -> list[torch.Tensor]:
+    """What a decoder computes: features up to a place, then its own states token by token."""
+    states, places = heads.fuse(features[:, : start + 1]), torch.arange(embeddings.shape[1])[None]
+    step = heads(embeddings[:, : start + 1], states, places[:, : start + 1])
+    before, hidden = step.own, [step.hidden[:, -1]]
+    for place in range(start + 1, min(start + STEPS, embeddings.shape[1])):
+        at = slice(place, place + 1)
+        all_seen = torch.ones(1, 1, 1, place + 1, dtype=torch.bool)
+        step = heads(embeddings[:, at], step.states[:, -1:], places[:, at], before, all_seen)
+        before = KeysValues(*(torch.cat(pair, 2) for pair in zip(before, step.own, strict=True)))
+        hidden.append(step.hidden[:, -1])
+    return hidden
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_before_residual": True, "norm_output": True, "fc_norm": True}, {"num_key_value_heads": 1}],
+)
+def test_each_round_is_what_a_decoder_computes(target, options):
+    heads = heads_of(target, **options)
+    embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (2, 10)))
+    steps = unrolled(heads, embeddings, features, torch.arange(9).expand(2, 9), STEPS)
+    assert [step.hidden.shape[1] for step in steps] == [9, 8, 7, 6]
+    for start in range(9):
+        for k, expected in enumerate(of_one_round(heads, embeddings, features, start)):
+            torch.testing.assert_close(steps[k].hidden[:, start], expected, **CLOSE)
+
+
+def test_gradients_are_those_of_the_rounds_one_by_one(target):
+    heads = heads_of(target)
+    embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 7)))
+    weights = torch.randn(STEPS, 6, heads.config.hidden_size, dtype=torch.float64)
+
+    def gradients(hidden: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        total = sum((weights[k, s] * h).sum() for s, steps in enumerate(hidden) for k, h in enumerate(steps))
+        return torch.autograd.grad(total, [p for name, p in heads.named_parameters() if "lm_head" not in name])
+
+    one_by_one = [of_one_round(heads, embeddings, features, start) for start in range(6)]
+    steps = unrolled(heads, embeddings, features, torch.arange(6)[None], STEPS)
+    at_once = [[step.hidden[:, s] for step in steps if s < step.hidden.shape[1]] for s in range(6)]
+    torch.testing.assert_close(gradients(at_once), gradients(one_by_one), **CLOSE)
+
+
+def test_packed_and_padded_texts_are_what_they_are_alone(target):
+    heads = heads_of(target)
+    texts = [torch.randint(VOCAB, (1, length)) for length in (5, 7)]
+    alone = [seen_of(target, heads, ids) for ids in texts]
+    # Behind each text a place that its last token stands at: anything.
+    packed = [torch.cat([torch.cat([each, each[:, :1]], 1) for each in part], 1) for part in zip(*alone, strict=True)]
+    positions = torch.cat([torch.arange(5), torch.arange(7), torch.zeros(2, dtype=torch.long)])[None]
+    padded = [torch.nn.functional.pad(each, (0, 0, 0, 2)) for each in packed]
+    steps = unrolled(heads, *padded, positions, STEPS, (positions == 0).cumsum(1))
+    for (embeddings, features), begin in zip(alone, (0, 5), strict=True):
+        length = embeddings.shape[1]
+        expected = unrolled(heads, embeddings, features, torch.arange(length)[None], STEPS)
+        for k in range(STEPS):
+            torch.testing.assert_close(steps[k].hidden[:, begin : begin + length - k], expected[k].hidden, **CLOSE)
+    assert all(step.hidden.isfinite().all() for step in steps)
+
+
+@torch.no_grad()
+def test_half_precision_rounds_and_no_more(target):
+    heads = heads_of(target)
+    embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 40)))
+    expected = unrolled(heads, embeddings, features, torch.arange(39)[None], STEPS)
+    half = heads.bfloat16()
+    found = unrolled(half, embeddings.bfloat16(), features.bfloat16(), torch.arange(39)[None], STEPS)
+    errors = [float((f.hidden - e.hidden).norm() / e.hidden.norm()) for f, e in zip(found, expected, strict=True)]
+    assert errors[-1] < 3 * errors[0] < 0.1  # states pass on what the steps before them rounded
+
+
+def test_a_text_shorter_than_the_steps(target):
+    heads = heads_of(target)
+    embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 3)))
+    steps = unrolled(heads, embeddings, features, torch.arange(2)[None], STEPS)
+    assert [step.hidden.shape[1] for step in steps] == [2, 1, 0, 0]
