@@ -5,7 +5,7 @@ otherwise, whatever the proposer drafts (Leviathan et al. 2023, appendix A.1).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from draftsmith.decode.cache import CachedModel, check_model
+from draftsmith.decode.cache.features import Features
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import (
@@ -165,7 +166,8 @@ def _write(
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
     )
     largest = proposer.start(task)
-    target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, proposer.wants_hidden)
+    wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
+    target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, **wants)
     plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
     texts = TextBatch(rows, 1 + largest)
     while True:
@@ -185,7 +187,8 @@ def _write(
         emitted = [_emitted(*told) for told in zip(rows, verdicts, drafts, strict=True)]
         moved = any(path != list(range(len(path))) for path in paths)  # else the tokens are in their places
         kept = [[node + 1 for node in path] for path in paths] if moved else []
-        target.keep_paths(starts, kept, texts.write(emitted, kept))
+        places = texts.write(emitted, kept)
+        target.keep_paths(starts, kept, places)
         # Emit them, up to the end of the text.
         for row, draft, verdict, tokens in zip(rows, drafts, verdicts, emitted, strict=True):
             tokens = row.advance(tokens)
@@ -201,7 +204,11 @@ def _write(
         left = [i for i, row in enumerate(rows) if not row.done]
         if not left:
             return
-        proposer.commit(_outcomes(paths, drafts, logits, target.hidden))
+        outcomes = _outcomes(paths, drafts, logits, target.hidden)
+        if proposer.wants_features:
+            outcomes = _with_features(outcomes, target.features, logits.shape[1], starts.host, places)
+        proposer.commit(outcomes)
+        del outcomes  # a prompt's features are large
         if len(left) < len(rows):
             texts.select(left)
             target.select(left)
@@ -263,6 +270,34 @@ def _outcomes(
     return [
         Outcome(path, logits[i, :size], None if hidden is None else hidden[i, :size])
         for i, (path, size) in enumerate(zip(paths, sizes, strict=True))
+    ]
+
+
+def _with_features(
+    outcomes: Sequence[Outcome], passed: Features, width: int, starts: Sequence[int], places: Tensor
+) -> list[Outcome]:
+    """Return outcomes with the features of what was fed and stands, and forget them.
+
+    Args:
+        outcomes: the rows'.
+        passed: of the round's forwards, one or, where prompts were fed before the first block, two.
+        width: 1 + K of the block.
+        starts: tokens of each row before its root.
+        places: of the accepted nodes in the block, (B, D), where a path ends those of a chain; none for chains.
+    """
+    before, block = passed[0], passed[-1][:, -width:]
+    first = len(passed) > 1 or before.shape[1] > width
+    if places.shape[1]:
+        nodes = torch.nn.functional.pad(places, (1, 0)).to(block.device).clamp(max=width - 1)
+        block = block.take_along_dim(nodes[..., None], dim=1)
+    passed.clear()
+    return [
+        replace(
+            outcome,
+            features=block[row, : 1 + len(outcome.path)],
+            prompt_features=before[row, :start] if first else None,
+        )
+        for row, (outcome, start) in enumerate(zip(outcomes, starts, strict=True))
     ]
 
 

@@ -9,7 +9,7 @@ Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V v
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from transformers import Cache, PreTrainedModel
 
 from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
+from draftsmith.decode.cache.features import Features, collected
 from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
 from draftsmith.decode.errors import InputError
 
@@ -41,6 +42,7 @@ class CachedModel:
         wants_hidden: keep in `hidden` what the head saw in the last forward.
         rollback: tokens that may be taken back from one forward to the next; two blocks if None. Layers with a window
             forget what is further away.
+        wants_features: keep in `features` what leaves the model's layers at these depths in the forwards.
     """
 
     def __init__(
@@ -52,17 +54,26 @@ class CachedModel:
         compiled: bool = False,
         wants_hidden: bool = False,
         rollback: int | None = None,
+        wants_features: Sequence[int] = (),
     ):
         self.model, self.compiled, self._rows = model, compiled, rows
         self.wants_hidden = wants_hidden
         self.hidden: Tensor | None = None
         """Of the positions whose logits the last forward returned, (B, keep, H)."""
+        self.features = Features()
+        """Of all positions of each forward since it was emptied, (B, T, F)."""
+        self._depths = list(wants_features)
         self._active: list[int] | None = None  # the rows that are left, where shapes are fixed
         config = model.config.get_text_config()
         slots = max_length + block
         if compiled:
             slots = -(-slots // COMPILED_SLOTS) * COMPILED_SLOTS
         self._block = Block()
+        if compiled and config.num_hidden_layers in self._depths:
+            raise InputError(
+                f"compiled: expected features of layers before the last of {config.num_hidden_layers}, found depths "
+                f"{self._depths}: decode eagerly"
+            )
         kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
         self._types = sorted(set(kinds))
         self._window: int = getattr(config, "sliding_window", None) or 0
@@ -128,8 +139,13 @@ class CachedModel:
         if self._positions is not None:
             self._positions[:] = self._range
 
-    def prefill(self, tokens: Tensor, keep: int = 1) -> Tensor:
+    def prefill(self, tokens: Tensor, keep: int = 1, further: Mapping[str, Tensor] | None = None) -> Tensor:
         """Feed beginnings of texts, (B, T), padded on the right, into an empty cache.
+
+        Args:
+            tokens: (B, T) int64.
+            keep: return the logits of so many columns.
+            further: inputs of the model's beside tokens, by name, (B, T, …).
 
         Returns:
             The logits of the last `keep` columns, (B, keep, V).
@@ -140,7 +156,7 @@ class CachedModel:
         positions = self._range[None, :length]
         if self._positions is not None:
             self._positions[:, :length] = positions
-        return self._run(tokens, None, positions, keep, compiled=False)
+        return self._run(tokens, None, positions, keep, further or {}, compiled=False)
 
     def feed(
         self,
@@ -149,6 +165,7 @@ class CachedModel:
         keep: int | None = None,
         visible: Tensor | None = None,
         depths: Tensor | None = None,
+        further: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """Feed a block of tokens to each row.
 
@@ -159,15 +176,17 @@ class CachedModel:
             visible: which of the last N ≥ K slots up to the block's end each token attends to, (K, N) or (B, K, N)
                 bool; the slots before those are visible to all. Causal if None.
             depths: each token's position beyond its row's start, (K,) or (B, K); 0…K − 1 if None.
+            further: inputs of the model's beside tokens, by name, (B, K, …).
 
         Returns:
             (B, keep, V).
         """
         k = tokens.shape[1]
-        places = starts if isinstance(starts, Places) else Places(starts, self._device)
+        places, further = starts if isinstance(starts, Places) else Places(starts, self._device), further or {}
         self._check_rotary(max(places.host) + k)
         if self._active is not None:
             tokens, places, visible, depths = self._spread(tokens, places.host, visible, depths)
+            further = {name: self._for_all(given) for name, given in further.items()}
         block, rows = self._block, len(places.host)
         block.start = places.host[0] if not self.compiled and places.alike else None
         block.width = self._slots if self.compiled else max(places.host) + k
@@ -196,11 +215,13 @@ class CachedModel:
             mask = self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
         elif k == 1 and self._window and self._types:
             mask = dict.fromkeys(self._types)  # one token sees all that a layer hands out
-        logits = self._run(tokens, mask, positions, k if keep is None else keep)
+        logits = self._run(tokens, mask, positions, k if keep is None else keep, further)
         if self._active is None:
             return logits
         if self.hidden is not None:
             self.hidden = self.hidden[self._active]
+        if self._depths:
+            self.features[-1] = self.features[-1][self._active]
         return logits[self._active]
 
     def keep_paths(self, starts: Places, paths: Sequence[Sequence[int]], sources: Tensor | None = None) -> None:
@@ -265,17 +286,20 @@ class CachedModel:
         self, tokens: Tensor, starts: Sequence[int], visible: Tensor | None, depths: Tensor | None
     ) -> tuple[Tensor, Places, Tensor | None, Tensor | None]:
         """Put the rows that are left into a block for all rows."""
-        all_starts, all_tokens = [0] * self._rows, tokens.new_zeros(self._rows, tokens.shape[1])
-        all_tokens[self._active] = tokens
+        all_starts = [0] * self._rows
         for row, start in zip(cast(list[int], self._active), starts, strict=True):
             all_starts[row] = start
         spread: list[Tensor | None] = [visible, depths]
         for i, (given, shared) in enumerate(((visible, 2), (depths, 1))):
             if given is not None and given.ndim > shared:
-                whole = given.new_zeros(self._rows, *given.shape[1:])
-                whole[self._active] = given
-                spread[i] = whole
-        return all_tokens, Places(all_starts, self._device), spread[0], spread[1]
+                spread[i] = self._for_all(given)
+        return self._for_all(tokens), Places(all_starts, self._device), spread[0], spread[1]
+
+    def _for_all(self, given: Tensor) -> Tensor:
+        """Return what is given for the rows that are left, (B, …), with zeros for the others."""
+        whole = given.new_zeros(self._rows, *given.shape[1:])
+        whole[self._active] = given
+        return whole
 
     def _mask(self, visible: Tensor | None, positions: Tensor) -> Any:
         """Return the additive mask of the block whose tokens have these positions, (B, 1, K, S), by layer type."""
@@ -308,8 +332,16 @@ class CachedModel:
             return {name: windowed if name == "sliding_attention" else full for name in self._types}
         return windowed
 
-    def _run(self, tokens: Tensor, mask: Any, positions: Tensor, keep: int, compiled: bool | None = None) -> Tensor:
-        inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
+    def _run(
+        self,
+        tokens: Tensor,
+        mask: Any,
+        positions: Tensor,
+        keep: int,
+        further: Mapping[str, Tensor],
+        compiled: bool | None = None,
+    ) -> Tensor:
+        inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **further}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
             inputs["logits_to_keep"] = keep
@@ -318,7 +350,9 @@ class CachedModel:
             # A column of a text has the text's length for a stride, which a compiled forward would be specialised to.
             inputs["input_ids"] = tokens.clone(memory_format=torch.contiguous_format)
             with self._attention:
-                output = _compiled(self.model)(output_hidden_states=self.wants_hidden, **inputs)
+                output = _compiled(self.model)(output_hidden_states=self.wants_hidden or bool(self._depths), **inputs)
+            if self._depths:
+                self.features.append(torch.cat([output.hidden_states[depth] for depth in self._depths], dim=-1))
             if self.wants_hidden:
                 self.hidden = output.hidden_states[-1][:, -keep:]
                 if self.hidden.ndim != 3:
@@ -335,6 +369,10 @@ class CachedModel:
             finally:
                 hook.remove()
             self.hidden = cast(Tensor, self.hidden)[:, -keep:]
+        elif self._depths:
+            with self._attention, collected(self.model, self._depths) as passed:
+                output = self.model(**inputs)
+            self.features += passed
         else:
             with self._attention:
                 output = self.model(**inputs)

@@ -391,13 +391,18 @@ def drafting_seconds(
         drafting, proposals = timed(partial(proposer.propose, contexts, [draft_length] * rows), target.device)
         seconds.append(drafting)
         tokens = max(len(proposal.tokens) for proposal in proposals)
-        proposer.commit([_rejected(target, len(proposal.tokens)) for proposal in proposals])
-    return median(seconds[2:]), seconds[0], tokens
+        depths, prompt = len(proposer.wants_features), 0 if turn else context - 1
+        proposer.commit([_rejected(target, len(proposal.tokens), depths, prompt) for proposal in proposals])
+    # What wants features reads the text with its second draft, for the first has none.
+    return median(seconds[2:]), seconds[1 if proposer.wants_features else 0], tokens
 
 
-def _rejected(target: PreTrainedModel, tokens: int) -> Outcome:
-    """Return the outcome of a draft none of which was accepted."""
+def _rejected(target: PreTrainedModel, tokens: int, depths: int, prompt: int) -> Outcome:
+    """Return the outcome of a draft none of which was accepted, with features of so many depths and prompt tokens."""
     config = target.config.get_text_config()
     logits = torch.zeros(tokens + 1, config.vocab_size, device=target.device, dtype=target.dtype)
+    if depths:
+        features = logits.new_zeros(prompt + 1, depths * config.hidden_size)
+        return Outcome([], logits, None, features[prompt:], features[:prompt])
     hidden = torch.zeros(tokens + 1, config.hidden_size, device=target.device, dtype=target.dtype)
     return Outcome([], logits, hidden)

@@ -271,7 +271,7 @@ class _TimedProposer(Proposer):
 
     def __init__(self, proposer: Proposer, profile: Profile):
         self._proposer, self._profile = proposer, profile
-        self.wants_hidden = proposer.wants_hidden
+        self.wants_hidden, self.wants_features = proposer.wants_hidden, proposer.wants_features
 
     def start(self, task: Task) -> int:
         self._profile._begin_rows(task)

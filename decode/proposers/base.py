@@ -178,6 +178,10 @@ class Outcome:
     """The target's, (K + 1, V): the root's first, then the nodes'."""
     hidden: Tensor | None = None
     """The hidden states behind those logits, (K + 1, H), for a proposer that `wants_hidden`."""
+    features: Tensor | None = None
+    """For a proposer that `wants_features`: the target's, of the root and the accepted nodes, (1 + len(path), F)."""
+    prompt_features: Tensor | None = None
+    """The same of the tokens before the root, (T − 1, F), in a text's first round: large, and not to be kept."""
 
 
 class Proposer(ABC):
@@ -191,6 +195,9 @@ class Proposer(ABC):
 
     wants_hidden: bool = False
     """Whether the outcomes shall hold the target's hidden states."""
+    wants_features: Sequence[int] = ()
+    """After how many of the target's layers the features are taken that the outcomes shall hold, ascending: the depths
+    lie one behind the other, F = H × their number. A proposer wants these or hidden states."""
     at_once: bool = False
     """Whether a draft costs about the same however long it is."""
     longest: int | None = None

@@ -47,6 +47,8 @@ class DraftModelProposer(Proposer):
             accepted with probability p(argmax q) in place of Σ_v min(p, q).
     """
 
+    _without = 0  # tokens at a text's beginning that have no slot in the cache
+
     def __init__(
         self,
         draft_model: PreTrainedModel,
@@ -100,7 +102,7 @@ class DraftModelProposer(Proposer):
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain or a tree for each row."""
-        self._lengths = Places([len(context) for context in contexts], self.draft_model.device)
+        self._lengths = Places([len(context) - self._without for context in contexts], self.draft_model.device)
         if max(draft_lengths) < 1:
             empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
             self._fed = [[] for _ in contexts]
@@ -232,7 +234,7 @@ class DraftModelProposer(Proposer):
             if not any(going):
                 break
             fed = chosen[-1][:, None]
-            logits = self._aligned(self._model.feed(fed, self._lengths + step))[:, 0]
+            logits = self._feed_nodes(fed, step, None, step + 1)[:, 0]
             if not samplers[0].context_free:
                 texts = [torch.cat([text, token]) for text, token in zip(texts, fed, strict=True)]
         tokens_BK = torch.stack(chosen, 1)
@@ -293,11 +295,14 @@ class DraftModelProposer(Proposer):
             self._fed.append(slots)
         return drafts
 
-    def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor, depth: int) -> Tensor:
+    def _feed_nodes(self, tokens: Tensor, behind: int, visible: Tensor | None, depth: int) -> Tensor:
         """Feed the inner nodes of one depth, (B, F), behind `behind` earlier ones; return the logits after them.
 
-        `visible` says which of the nodes fed so far, these too, each of them attends to, (F, N) or (B, F, N).
+        `visible` says which of the nodes fed so far, these too, each of them attends to, (F, N) or (B, F, N); None in a
+        chain.
         """
+        if visible is None:
+            return self._aligned(self._model.feed(tokens, self._lengths + behind))
         depths = torch.full((tokens.shape[1],), depth - 1 - behind, device=tokens.device)
         starts = self._lengths + behind
         return self._aligned(self._model.feed(tokens, starts, visible=visible.to(tokens.device), depths=depths))

@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
+from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
 from draftsmith.decode.errors import InputError, at_least, require
-from draftsmith.medusa.eagle.features import check_layers, decoder_layers, default_layers
 from draftsmith.medusa.heads import LMHead, check_ids
 from draftsmith.train.checkpoint import check_finite, reading, require_config
 from draftsmith.train.losses.output_head import OutputHead, head_of

@@ -5,8 +5,8 @@ import torch
 from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
+from draftsmith.decode.cache.features import collected, default_layers
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle.features import collected, default_layers
 from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues
 
 VOCAB = 31

@@ -1,0 +1,88 @@
+"""The target's features that EAGLE-3 heads see: what leaves its decoder layers at three depths.
+
+The target stays an ordinary model: hooks on its decoder layers take what passes. Shape suffixes: B rows, T positions,
+H hidden, F = H × the number of depths.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+
+
+def default_layers(layers: int) -> list[int]:
+    """Return the depths that EAGLE-3 takes of a target of L layers: 2, L // 2 and L − 3 (vLLM, SGLang, SpecForge).
+
+    Shallow targets, where these are not three different ones above 0, have others: after the first, a middle and the
+    last layer but one, or the last.
+    """
+    depths = [2, layers // 2, layers - 3]
+    if sorted(set(depths)) == depths:
+        return depths
+    last = max(layers - 1, 1)
+    return sorted({1, (1 + last) // 2, last})
+
+
+def decoder_layers(target: PreTrainedModel) -> Sequence[nn.Module]:
+    """Return a causal LM's decoder layers, first to last.
+
+    Raises:
+        InputError: a family that keeps them elsewhere than in `layers`.
+    """
+    decoder: Any = target.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not len(layers):
+        raise InputError(
+            "target: expected a model whose decoder has its layers in `layers`, as Llama, Qwen, Mistral and Gemma do, "
+            f"found {type(target).__name__}"
+        )
+    return list(layers)
+
+
+def check_layers(depths: Sequence[int], layers: int, field: str) -> None:
+    """Raise an InputError where depths are not ascending, or a target of so many layers does not have them."""
+    if not depths or list(depths) != sorted(set(depths)) or not 1 <= depths[0] <= depths[-1] <= layers:
+        raise InputError(
+            f"{field}: expected ascending depths between 1 and the target's {layers} layers, found {list(depths)}"
+        )
+
+
+class Features(list[Tensor]):
+    """What passed in the target's forwards: of each, (B, T, F), the depths one behind the other."""
+
+
+@contextmanager
+def collected(target: PreTrainedModel, depths: Sequence[int]) -> Iterator[Features]:
+    """Collect what leaves the target's layers, before any final norm, in every forward inside the block.
+
+    Args:
+        target: a causal LM; its forwards are called as ever.
+        depths: after how many layers, ascending.
+
+    Yields:
+        A list that each forward adds to; empty it between forwards.
+
+    Raises:
+        InputError: depths that the target does not have.
+    """
+    layers = decoder_layers(target)
+    check_layers(depths, len(layers), "depths")
+    features, passing = Features(), list[Tensor]()
+
+    def keep(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        passing.append(output if isinstance(output, Tensor) else output[0])
+        if len(passing) == len(depths):
+            features.append(torch.cat([state.to(passing[-1].device) for state in passing], dim=-1))
+            passing.clear()
+
+    hooks = [layers[depth - 1].register_forward_hook(keep) for depth in depths]
+    try:
+        yield features
+    finally:
+        for hook in hooks:
+            hook.remove()
