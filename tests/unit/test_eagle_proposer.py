@@ -6,6 +6,7 @@ from conftest import tiny_llama
 from trained_heads import train_eagle
 
 from draftsmith.decode import DynamicTree, Tree, autoregressive_generate, speculative_generate
+from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.draft_tree import GrowingTree
@@ -146,6 +147,33 @@ def test_rounds_that_draft_nothing_are_made_up_for(target, trained):
     out = speculative_generate(target, proposer, ids, mask, draft_length=2, max_new_tokens=30)
     assert proposer.checked > 6
     assert out.sequences.tolist() == autoregressive_generate(target, ids, mask, max_new_tokens=30).sequences.tolist()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_compiled_forwards_change_nothing(target, trained, shape, monkeypatch):
+    forwards = {}
+
+    def compiled(model):
+        if model not in forwards:
+            forwards[model] = torch.compile(model.forward, backend="eager", dynamic=False)
+        return forwards[model]
+
+    monkeypatch.setattr(cached_model, "_compiled", compiled)
+    ids, mask = batch(PROMPTS)
+    options = {"draft_length": 2, "max_new_tokens": 10, "eos_token_id": 6}  # rows end at different rounds
+    plain = speculative_generate(target, EagleProposer(trained["plain"], SHAPES[shape]), ids, mask, **options)
+    out = speculative_generate(
+        target, EagleProposer(trained["plain"], SHAPES[shape]), ids, mask, compiled=True, **options
+    )
+    assert out.sequences.tolist() == plain.sequences.tolist() and out.counts == plain.counts
+    assert len(forwards) == 2  # the target's and the heads'
+
+
+def test_features_behind_the_last_layer_are_refused_where_forwards_are_compiled(target, trained):
+    with pytest.raises(InputError, match=r"^compiled: expected features of layers before the last"):
+        speculative_generate(
+            target, EagleProposer(trained["normed"]), torch.tensor([[1]]), compiled=True, max_new_tokens=4
+        )
 
 
 def test_more_siblings_than_the_heads_know_tokens_are_refused(target):
