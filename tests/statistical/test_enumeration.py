@@ -178,10 +178,11 @@ def doubly_normed(norm, hidden):
 
 def eagle(target, tree=None, **options):
     torch.manual_seed(5)
-    known = None if tree is None else torch.tensor([6, 0, 3])
+    known = torch.tensor([6, 0, 3]) if isinstance(tree, Tree) else None
     few = EagleHeads.of_target(target, token_map=known, **options).double()
     for weight in few.parameters():
         weight.data += 0.2 * torch.randn_like(weight)
+    few.lm_head.weight.data *= 0.3  # less sure than the target
     return EagleProposer(few, tree)
 
 
