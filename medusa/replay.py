@@ -12,24 +12,22 @@ probabilities: siblings that are drawn without replacement would need the draws.
 Shape suffixes: N tokens of the text, T tokens with the prompt, C of a chunk, K heads, H hidden, V vocabulary.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay.ranks import MOST_RANKS, NONE, TextRanks, drafted_from, ranks_of
-from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds_of_starts, overlap
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.replay.rounds import expected_rounds_of_starts
+from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, contexts_of, ranks_by_start
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.losses.output_head import head_of, last_hidden
-
-CHUNK = 512
-"""Positions whose logits are held at a time, of the target and one head."""
 
 
 @dataclass(frozen=True)
@@ -76,17 +74,9 @@ def replay_ranks(
     sampler = Sampler.of(0) if sampler is None else sampler
     if hidden_NH is None:
         hidden_NH = text_states(target, sequence, prompt_length)
+    text = WrittenText(sequence, prompt_length, len(hidden_NH) if limit is None else limit)
     cuts = (most,) * heads.config.num_heads if isinstance(most, int) else tuple(most)
-    n = len(hidden_NH)
-    tokens = sequence[len(sequence) - n :]
-    limit = n if limit is None else limit
-    ranks = np.full((n, len(cuts)), NONE, dtype=np.int16)
-    for first in range(1, n, CHUNK):
-        for i, begin, end, scores in _scores(target, heads, hidden_NH, sequence, sampler, first, min(first + CHUNK, n)):
-            token_ranks = ranks_of(scores, tokens[begin:end].to(scores.device), cuts[i])
-            ranks[begin - i : end - i, i] = token_ranks.cpu().numpy()
-    ranks[~drafted_from(n, len(cuts), limit)] = NONE
-    return TextRanks(ranks, cuts, limit)
+    return ranks_by_start(text, sampler, cuts, _logits(target, heads, hidden_NH, text))
 
 
 @torch.inference_mode()
@@ -102,21 +92,14 @@ def replay_heads(
 
     Arguments are those of `replay_ranks`; the text was written under `sampler`, at a temperature above 0.
     """
-    hidden = text_states(target, sequence, prompt_length)
-    n, count = len(hidden), heads.config.num_heads
-    tokens, project = sequence[prompt_length:], head_of(target)
-    a, common = torch.zeros(n, count), torch.zeros(n, count)
-    for first in range(1, n, CHUNK):
-        last = min(first + CHUNK, n)
-        x = tokens[first:last].to(hidden.device)
-        p = sampler.probabilities(project(hidden[first:last]), _contexts(sampler, sequence, n, first, last))
-        for i, begin, end, scores in _scores(target, heads, hidden, sequence, sampler, first, last):
-            q = scores.softmax(-1).to(p)
-            drafts, starts = slice(begin - first, end - first), slice(begin - i, end - i)
-            a[starts, i] = acceptance_probabilities(p[drafts], q, x[drafts]).float().cpu()
-            common[starts, i] = overlap(p[drafts], q).float().cpu()
-    drafted = torch.from_numpy(drafted_from(n, count, n if limit is None else limit))
-    return ReplayedHeads(a.where(drafted, 0.0), common.where(drafted, 0.0), drafted)
+    hidden, project = text_states(target, sequence, prompt_length), head_of(target)
+    text = WrittenText(sequence, prompt_length, len(hidden) if limit is None else limit)
+
+    def distributions_at(first: int, end: int) -> Tensor:
+        return sampler.probabilities(project(hidden[first:end]), contexts_of(text, sampler, first, end))
+
+    logits_at = _logits(target, heads, hidden, text)
+    return ReplayedHeads(*acceptance_by_start(text, sampler, heads.config.num_heads, logits_at, distributions_at))
 
 
 @torch.inference_mode()
@@ -133,33 +116,16 @@ def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -
     return last_hidden(target, input_ids=sequence[None, :-1].to(target.device))[0, prompt_length - 1 :]
 
 
-def _scores(
-    target: PreTrainedModel,
-    heads: MedusaHeads,
-    hidden_NH: Tensor,
-    sequence_T: Tensor,
-    sampler: Sampler,
-    first: int,
-    last: int,
-) -> Iterator[tuple[int, int, int, Tensor]]:
-    """Yield, head by head, which of the tokens `first` … `last` − 1 it drafts (from, to), and its scores, (C, V)."""
-    n = len(hidden_NH)
-    tokens = sequence_T[len(sequence_T) - n :].to(hidden_NH.device)
+def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text: WrittenText) -> LogitsAt:
+    """Return the heads' logits by head and start: a round from s sees h_{s−1} and the tokens from s − 1 on."""
+    tokens = text.tokens.to(hidden_NH.device)
     embed: Any = target.get_input_embeddings()
-    for i in range(heads.config.num_heads):
-        begin = max(first, i + 1)  # from the first start with a hidden state, 1
-        if begin >= last:
-            return
-        # Token t is drafted in a round from s = t − i, which sees h_{s−1} and the tokens from s − 1 to t − 1.
-        seen = slice(begin - i - 1, last - i - 1)
-        embeddings = None
+
+    def logits_at(i: int, first: int, end: int) -> Tensor:
+        seen, embeddings = slice(first - 1, end - 1), None
         if heads.config.hydra:
-            windows = tokens[: last - 1].unfold(0, i + 1, 1)[seen]  # (C, i + 1)
+            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[seen]  # (C, i + 1)
             embeddings = embed(windows).to(heads.device, heads.dtype)
-        logits = heads.logits(i, hidden_NH[seen].to(heads.device, heads.dtype), embeddings)
-        yield i, begin, last, sampler.scores(logits, _contexts(sampler, sequence_T, n, begin, last))
+        return heads.logits(i, hidden_NH[seen].to(heads.device, heads.dtype), embeddings)
 
-
-def _contexts(sampler: Sampler, sequence_T: Tensor, tokens: int, begin: int, end: int) -> list[Tensor]:
-    prompt = len(sequence_T) - tokens
-    return [] if sampler.context_free else [sequence_T[: prompt + t] for t in range(begin, end)]
+    return logits_at

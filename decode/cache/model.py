@@ -255,7 +255,11 @@ class CachedModel:
 
     def select(self, rows: Sequence[int]) -> None:
         """Go on with some of the rows alone; in fixed shapes the others go on costing what they cost."""
-        if self.compiled:
+        if self.is_empty:
+            self._rows = len(rows)
+            for layer in self._layers:
+                layer.rows = self._rows
+        elif self.compiled:
             active = list(range(self._rows)) if self._active is None else self._active
             self._active = [active[row] for row in rows]
             self._active_rows = torch.tensor(self._active, device=self._device)

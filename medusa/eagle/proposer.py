@@ -22,8 +22,12 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
+from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads, KeysValues
+from draftsmith.medusa.eagle.replay import eagle_acceptance, eagle_ranks
 
 
 class EagleModel(PreTrainedModel):
@@ -152,6 +156,33 @@ class EagleProposer(DraftModelProposer):
         """Go on with some rows alone."""
         super().select(rows)
         self._states = [self._states[row] for row in rows]
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse drafts that grow, and under sampling trees, whose siblings' draws are not known."""
+        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+        """Replay chains, and at T=0 trees of one shape: see `draftsmith.medusa.eagle.replay`."""
+        target, heads, depth, sampler = task.target, self.heads, task.draft_length, task.sampler
+        assert target is not None
+        heads.check_fits(target)
+        tree = self.tree.pruned(depth)[0] if isinstance(self.tree, Tree) else Tree.chain(depth)
+        if distributions is not None:
+            each = [
+                eagle_acceptance(target, heads, text, sampler, p_NV, tree.depth, self.greedy)
+                for text, p_NV in zip(texts, distributions, strict=True)
+            ]
+            overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
+            return replayed_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
+        # Behind the tree the most likely tokens, for servers that draft chains.
+        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
+        ranks = [eagle_ranks(target, heads, text, sampler, widths, chains) for text in texts]
+        agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
+        return replayed_by_start_ranks(ranks, tree, agrees)
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return None: what the heads draft is not known without the target's features."""
+        return None
 
     def _widest(self, draft_length: int) -> int:
         """Return the most siblings of a draft."""

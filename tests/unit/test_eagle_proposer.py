@@ -160,7 +160,8 @@ def test_compiled_forwards_change_nothing(target, trained, shape, monkeypatch):
 
     monkeypatch.setattr(cached_model, "_compiled", compiled)
     ids, mask = batch(PROMPTS)
-    options = {"draft_length": 2, "max_new_tokens": 10, "eos_token_id": 6}  # rows end at different rounds
+    first = int(autoregressive_generate(target, ids, mask, max_new_tokens=1).sequences[1, -1])
+    options = {"draft_length": 2, "max_new_tokens": 10, "eos_token_id": [6, first]}  # one row ends before all drafts
     plain = speculative_generate(target, EagleProposer(trained["plain"], SHAPES[shape]), ids, mask, **options)
     out = speculative_generate(
         target, EagleProposer(trained["plain"], SHAPES[shape]), ids, mask, compiled=True, **options

@@ -12,11 +12,12 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.replay import starts
 from draftsmith.decode.replay.ranks import NONE, TextRanks, ranks_of
 from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_starts, start_probabilities
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa import MedusaHeads, MedusaProposer, replay
+from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
 
 PROMPT, NEW = 6, 24
@@ -34,7 +35,7 @@ TREES = {
 
 @pytest.fixture(autouse=True)
 def _short_chunks(monkeypatch):
-    monkeypatch.setattr(replay, "CHUNK", 5)
+    monkeypatch.setattr(starts, "CHUNK", 5)
 
 
 def rounds_of(accepts, depth: int) -> int:
