@@ -5,7 +5,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftsmith.medusa.formats.export import VLLM_READS, check_format, dtype_name, refusal
+from draftsmith.medusa.formats.checkpoint_files import dtype_name
+from draftsmith.medusa.formats.export import VLLM_READS, check_format, refusal
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.runs import hub_name, vllm_command
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.formats.checkpoint_files import CONFIG, WEIGHTS, dtype_name
 from draftsmith.medusa.formats.proof import prove
 from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
 from draftsmith.train.files import require_writable, written_aside
@@ -33,7 +34,7 @@ from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import DTYPES
 
 FORMATS = ("own", "vllm", "fasterdecoding", "modelopt")
-CONFIG, WEIGHTS, PICKLED, LEGACY = "config.json", "model.safetensors", "medusa_lm_head.pt", "medusa_lm_head.safetensors"
+PICKLED, LEGACY = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 PREFIXES = {"fasterdecoding": "", "modelopt": "medusa_heads."}
 VLLM_READS = ("vllm", "fasterdecoding")
 """Formats whose directories vLLM 0.32 loads as they are."""
@@ -122,7 +123,7 @@ def export_heads(
     adapted = _adapted(heads, format, kind, by_rank)
     if format == "fasterdecoding" and not adapted.config.base_model_name_or_path:
         raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
-    with _aside(directory) as aside:
+    with put_in_place(directory) as aside:
         _write(adapted, aside, format)
         if readme is not None:
             (aside / "README.md").write_text(readme, encoding="utf-8")
@@ -150,15 +151,25 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         config.truncated_vocab_size = config.vocab_size
         for name in [name for name in tensors if name.startswith("lm_head")]:
             tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
+    return assembled(config, rounded(tensors, dtype))
+
+
+def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors on the CPU, those of floating point in a type.
+
+    Raises:
+        InputError: one has numbers that are not finite in it.
+    """
+    found = {}
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
-            tensors[name] = tensor.cpu()
+            found[name] = tensor.cpu()
             continue
         # A copy each: safetensors takes no two names for one memory, and converters drop such names.
-        tensors[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        if not tensors[name].isfinite().all():
+        found[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if not found[name].isfinite().all():
             raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
-    return assembled(config, tensors)
+    return found
 
 
 def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
@@ -224,7 +235,7 @@ def check_output(directory: Path) -> None:
 
 
 @contextmanager
-def _aside(directory: Path) -> Iterator[Path]:
+def put_in_place(directory: Path) -> Iterator[Path]:
     """Give a directory to write in that takes the place of another when all went well, and is removed otherwise."""
     check_output(directory)
     try:
@@ -265,8 +276,3 @@ def tensor_names(config: PretrainedConfig, format: str) -> dict[str, str]:
             for part in ("weight", "bias"):
                 names[f"blocks.{h}.layers.{layer}.{part}"] = f"{prefix}{h}.{layer}.linear.{part}"
     return names
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name, such as bfloat16."""
-    return str(dtype).removeprefix("torch.")

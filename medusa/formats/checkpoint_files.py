@@ -1,0 +1,136 @@
+"""What importers read: a config's fields, tensors of safetensors or pickled ones, every tensor accounted for."""
+
+import pickle
+from collections.abc import Callable, Mapping
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.train.files import parse_json
+from draftsmith.train.models import DTYPES
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+
+def matched(
+    directory: Path, what: str, empty: Mapping[str, Tensor], tensors: Mapping[str, Tensor], names: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Return tensors under our names, in one floating-point type, the widest of theirs.
+
+    Args:
+        directory: in messages.
+        what: they are of, in messages.
+        empty: what must be there, by our names: shapes, and floating-point or not.
+        tensors: what is there.
+        names: theirs by ours, where they differ.
+
+    Raises:
+        InputError: a tensor that is missing, not expected, of another shape or kind.
+    """
+    expected = {names.get(name, name): (name, tensor) for name, tensor in empty.items()}
+    for kind, odd in (("missing", expected.keys() - tensors), ("not expected", tensors.keys() - expected)):
+        if odd:
+            listed = f"{', '.join(sorted(odd)[:5])}{', …' if len(odd) > 5 else ''}"
+            raise InputError(f"{directory}: expected the tensors of {what}, found {len(odd)} {kind}: {listed}")
+    for name, (_, tensor) in expected.items():
+        if tensors[name].shape != tensor.shape:
+            shape = tuple(tensors[name].shape)
+            raise InputError(f"{directory}: expected {name} of shape {tuple(tensor.shape)}, found {shape}")
+        if (tensors[name].dtype in DTYPES.values()) != tensor.is_floating_point():
+            wanted = "a floating-point type" if tensor.is_floating_point() else "integers"
+            raise InputError(f"{directory}: expected {name} in {wanted}, found {dtype_name(tensors[name].dtype)}")
+    ours = {name: tensors[theirs] for theirs, (name, _) in expected.items()}
+    # One dtype for all, which must lose nothing: float16 blocks before a bfloat16 head become float32.
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in ours.values() if tensor.is_floating_point()))
+    return {k: tensor.to(dtype if tensor.is_floating_point() else empty[k].dtype) for k, tensor in ours.items()}
+
+
+def read_pickled(pickled: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file that torch.save wrote.
+
+    Raises:
+        InputError: a file that is missing or damaged, or holds other objects than tensors.
+    """
+    try:
+        tensors = torch.load(pickled, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(f"{pickled}: expected pickled tensors alone, found other objects or damage") from error
+    except Exception as error:  # a damaged archive raises whatever its reader stumbles over
+        raise InputError(f"{pickled}: expected a whole file of tensors, found: {first_line(error)}") from error
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise InputError(f"{pickled}: expected a state dict, found {type(tensors).__name__} of other things")
+    return {str(name): tensor for name, tensor in tensors.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
+    """Return a directory's config.json.
+
+    Raises:
+        InputError: no directory, no file, or no JSON object; `what` was expected.
+    """
+    path = directory / CONFIG
+    if not directory.is_dir():
+        raise InputError(f"{directory}: expected a directory of {what}, found none")
+    try:
+        config = parse_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{directory}: expected {what} with {CONFIG}, found: {error}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: expected JSON, found: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path}: expected an object, found {type(config).__name__}")
+    return config
+
+
+def field(config: dict[str, Any], path: Path, name: str, kind: type, default: Any = ...) -> Any:
+    """Return a field of a config, or a default where it has none.
+
+    Raises:
+        InputError: none and no default, or one of another type than `kind`.
+    """
+    value = config.get(name)
+    value = default if value is None else value
+    if value is ...:
+        raise InputError(f"{path}: expected {name}, found none")
+    accepted = (int, float) if kind is float else kind
+    if value is not default and (not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool))):
+        raise InputError(f"{path}: expected {name} as {kind.__name__}, found {value!r}")
+    return value
+
+
+def shards(directory: Path) -> list[Path]:
+    """Return the paths of a directory's safetensors: one, or those that its index names."""
+    index = directory / f"{WEIGHTS}.index.json"
+    if not index.is_file():
+        return [directory / WEIGHTS]
+    try:
+        names = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [directory / name for name in sorted(set(names))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{index}: expected an index of safetensors, found: {first_line(error)}") from error
+
+
+def read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Return the tensors of some files whose names are to be kept.
+
+    Raises:
+        InputError: a file that is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in paths:
+        try:
+            with safe_open(path, "pt") as file:
+                tensors |= {name: file.get_tensor(name) for name in file.keys() if keep(name)}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}: expected safetensors, found: {first_line(error)}") from error
+    return tensors
