@@ -32,6 +32,7 @@ COMMANDS = {
     ),
     "distill": ("a draft model from the target's completions", "distill.config:DistillConfig"),
     "medusa": ("Medusa heads from the target's completions", "medusa.config:MedusaTrainingConfig"),
+    "eagle": ("EAGLE-3 heads from the target's completions", "medusa.eagle.config:EagleTrainingConfig"),
     "learning-curve": (
         "how much text is enough? trains on shares of it, and forecasts acceptance for more",
         "configs:LearningCurveConfig",
@@ -76,8 +77,9 @@ COMMANDS = {
 """Commands: what each does, and where its config is."""
 PACKAGES = ("certify", "coordinate", "doctor", "measure", "plan", "serve_draft", "tune")
 """Commands that are packages of several modules."""
-TRAINING = ("distill", "medusa")
-LAUNCHED = {name: name for name in TRAINING} | {name: f"scripts.{name}" for name in ("prepare", "cache")}
+TRAINING = {"distill": "distill", "medusa": "medusa", "eagle": "medusa.eagle"}
+"""Recipes, and their packages."""
+LAUNCHED = TRAINING | {name: f"scripts.{name}" for name in ("prepare", "cache")}
 """Commands that `accelerate launch` starts where there are several processes, and their modules."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")

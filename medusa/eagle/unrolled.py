@@ -97,9 +97,9 @@ class FeatureKeys:
             (B, heads, S, width) and (B, heads, S, 1).
         """
         rounds, width = queries.shape[2:]
-        scaled = scores * width**0.5
-        coarse = scaled.detach().to(queries.dtype)
-        fine = (scaled - coarse).to(queries.dtype)
+        scaled, dtype = scores * width**0.5, computing_dtype(queries)
+        coarse = scaled.detach().to(dtype)
+        fine = (scaled - coarse).to(dtype)
         at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
         seen = nn.functional.scaled_dot_product_attention(
             nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
@@ -111,6 +111,12 @@ class FeatureKeys:
             enable_gqa=queries.shape[1] > self.keys.shape[1],
         )[:, :, 1:]
         return seen[..., :width], seen[..., -1:]
+
+
+def computing_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that a matrix product of a tensor is computed in, under autocast or not."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Attend:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
-from pipelines import furthest, heads_configured, history, measured_on_what_it_learns, training_data, weights
+from pipelines import Sizes, furthest, heads_configured, history, measured_on_what_it_learns, training_data, weights
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, TrainerCallback
@@ -254,21 +254,6 @@ def test_the_split_of_a_batch_changes_nothing(pipeline, tmp_path):
         assert history(part, "loss") == pytest.approx(history(runs[0], "loss"), rel=1e-5)
         assert history(part, "grad_norm") == pytest.approx(history(runs[0], "grad_norm"), rel=1e-4)
         assert furthest(part.model.state_dict(), runs[0].model.state_dict()) < 1e-5
-
-
-class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
-    """Keeps the largest tensor of logits that torch makes."""
-
-    def __init__(self, vocab: int, hidden: int):
-        super().__init__()
-        self.vocab, self.hidden, self.most = vocab, hidden, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (self.vocab,) and len(tensor) != self.hidden:
-                self.most = max(self.most, tensor.numel())  # heads, turned, are (H, V)
-        return out
 
 
 @pytest.mark.parametrize("backbone", ["frozen", "lora"])

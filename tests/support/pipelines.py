@@ -11,11 +11,13 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainingArguments
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.train import launch
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
@@ -62,6 +64,10 @@ def configured(pipeline: Path, output: Path, **options) -> DistillConfig:
 
 def heads_configured(pipeline: Path, output: Path, **options) -> MedusaTrainingConfig:
     return _configured(MedusaTrainingConfig, pipeline, output, **{"num_heads": 3} | options)
+
+
+def eagle_configured(pipeline: Path, output: Path, **options) -> EagleTrainingConfig:
+    return _configured(EagleTrainingConfig, pipeline, output, **{"num_steps": 3} | options)
 
 
 def _configured(kind, pipeline: Path, output: Path, **options):
@@ -112,3 +118,18 @@ def weights(directory: Path | str) -> dict[str, torch.Tensor]:
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps the largest tensor of logits that torch makes."""
+
+    def __init__(self, vocab: int, hidden: int):
+        super().__init__()
+        self.vocab, self.hidden, self.most = vocab, hidden, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (self.vocab,) and len(tensor) != self.hidden:
+                self.most = max(self.most, tensor.numel())  # heads, turned, are (H, V)
+        return out

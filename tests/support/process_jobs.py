@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
-from pipelines import configured, heads_configured
+from pipelines import configured, eagle_configured, heads_configured
 from processes import enter, witness
 from torch import nn
 from transformers import conversion_mapping
@@ -22,6 +22,7 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as heads_command
+from draftsmith.medusa.eagle import __main__ as eagle_command
 from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate
 from draftsmith.train.data.collator import IGNORED
@@ -96,6 +97,17 @@ def _headed(strategy: str, pipeline: Path, output: Path, options: dict[str, Any]
         "best": trainer.state.best_model_checkpoint,
         "logits": logits,
     }
+
+
+def eagled(strategy: str, pipeline: Path, output: Path, runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Train EAGLE-3 heads several times; as `distilled`, with the options of an `EagleTrainingConfig`."""
+    found = {}
+    for name, options in runs.items():
+        trainer = eagle_command.train_heads(
+            _config(eagle_configured, strategy, pipeline, output / name, options, False)
+        )
+        found[name] = {"ran": witness(trainer), "log": trainer.state.log_history}
+    return found
 
 
 def loaded(strategy: str, pipeline: Path, output: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig
 from draftsmith.scripts.coordinate.config import CoordinatorConfig
@@ -25,6 +26,7 @@ FOLDERS = {
     "train": PretrainConfig,
     "distill": DistillConfig,
     "medusa": MedusaTrainingConfig,
+    "eagle": EagleTrainingConfig,
     "medusa-tree": MedusaTreeConfig,
     "prepare": PrepareConfig,
     "cache": CacheConfig,
@@ -72,7 +74,7 @@ def test_every_file_lies_in_a_known_folder(path):
 def test_it_parses(path):
     cls = config_of(path)
     # bf16 asks for a GPU, which machines that test need not have.
-    flags = ["--training.use_cpu", "true"] if cls in (DistillConfig, MedusaTrainingConfig) else []
+    flags = ["--training.use_cpu", "true"] if cls in (DistillConfig, MedusaTrainingConfig, EagleTrainingConfig) else []
     assert isinstance(parse_config(cls, ["--config", str(ROOT / path), *flags]), cls)
 
 

@@ -95,13 +95,17 @@ def test_packed_and_padded_texts_are_what_they_are_alone(target):
 
 
 @torch.no_grad()
-def test_half_precision_rounds_and_no_more(target):
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_precision_rounds_and_no_more(target, autocast):
     heads = heads_of(target)
     embeddings, features = seen_of(target, heads, torch.randint(VOCAB, (1, 40)))
     expected = unrolled(heads, embeddings, features, torch.arange(39)[None], STEPS)
-    half = heads.bfloat16()
-    found = unrolled(half, embeddings.bfloat16(), features.bfloat16(), torch.arange(39)[None], STEPS)
-    errors = [float((f.hidden - e.hidden).norm() / e.hidden.norm()) for f, e in zip(found, expected, strict=True)]
+    half = heads.float() if autocast else heads.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = unrolled(half, embeddings.to(half.dtype), features.to(half.dtype), torch.arange(39)[None], STEPS)
+    errors = [
+        float((f.hidden.double() - e.hidden).norm() / e.hidden.norm()) for f, e in zip(found, expected, strict=True)
+    ]
     assert errors[-1] < 3 * errors[0] < 0.1  # states pass on what the steps before them rounded
 
 

@@ -1,0 +1,59 @@
+"""`accelerate launch -m draftsmith.medusa.eagle --config configs/eagle/tiny.yaml`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from draftsmith.medusa.eagle.card import card
+from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.initial import begin_as_last_layer
+from draftsmith.medusa.eagle.trainer import EagleTrainer
+from draftsmith.train.data.packing import pack, require_packing
+from draftsmith.train.job.ranks import leave, run_rank
+from draftsmith.train.launch import launch, load_target, read_data, run_training
+from draftsmith.train.losses.cut_vocabulary import frequent_tokens
+from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
+
+
+def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
+    """Train as the config says; the heads are in `config.training.output_dir` when this returns."""
+    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    heads: EagleHeads | None = None
+    with whole_weights():
+        if config.heads is not None:  # at once: completions and the target take longer to read
+            heads = EagleHeads.from_pretrained(config.heads).float()
+        train, heldout = read_data(config)
+        target = load_target(config, tokenizer)
+        if heads is None:
+            count = config.draft_vocabulary
+            torch.manual_seed(config.training.seed)  # the same weights on all processes
+            heads = EagleHeads.of_target(
+                target,
+                token_map=None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer)),
+                layer_ids=config.layer_ids or None,
+                base_model_name_or_path=config.target,
+                **{name: getattr(config, name) for name in SHAPE},
+            ).float()
+            if config.init == "last_layer":
+                begin_as_last_layer(heads, target)
+    if config.packing:
+        require_packing(target, "target", config.training.per_device_train_batch_size)
+        train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
+    trainer = EagleTrainer(heads, target, tokenizer, config, train, heldout)
+
+    def finish(output: Path) -> None:
+        card(trainer).save(output / "README.md")
+
+    run_training(trainer, finish)
+    return trainer
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the config and train."""
+    launch(EagleTrainingConfig, train_heads, argv, prog="draftsmith.medusa.eagle")
+
+
+if __name__ == "__main__":
+    leave(run_rank(main))
