@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.eagle.features import decoder_layers
 from draftsmith.medusa.eagle.heads import EagleHeads
 
 

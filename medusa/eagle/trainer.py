@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.cache.features import collected
 from draftsmith.medusa.chains import Chains, ChainTrainer, FeaturesOf
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
-from draftsmith.medusa.eagle.features import collected
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import computing_dtype, unrolled
 from draftsmith.train.data.examples import TrainingData

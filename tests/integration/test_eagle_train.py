@@ -10,10 +10,10 @@ from pipelines import Sizes, eagle_configured, furthest, history, measured_on_wh
 from safetensors.torch import load_file
 from torch import Tensor
 
+from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle import __main__ as command
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
-from draftsmith.medusa.eagle.features import collected
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.eagle.unrolled import unrolled

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 
-from draftsmith.medusa.eagle.features import collected
+from draftsmith.decode.cache.features import collected
 from draftsmith.medusa.eagle.heads import EagleHeads, KeysValues
 from draftsmith.medusa.eagle.unrolled import unrolled
 
