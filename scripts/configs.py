@@ -193,26 +193,29 @@ class MedusaTreeConfig(ModelOptions):
 
 @dataclass
 class ExportConfig:
-    """Write Medusa heads in another format, read them from one, or say how to serve a draft model."""
+    """Write Medusa or EAGLE-3 heads in another format, read them from one, or say how to serve a draft model."""
 
     heads: str | None = None
-    """Medusa heads in draftsmith's own format, to be written to `output` in `format`."""
+    """Medusa or EAGLE-3 heads in draftsmith's own format, to be written to `output` in `format`."""
     import_from: str | None = None
-    """Medusa heads in another format, to be written to `output` in draftsmith's own."""
+    """Such heads in another format, to be written to `output` in draftsmith's own. EAGLE-3 heads may be by the EAGLE
+    authors, SpecForge or speculators."""
     draft: str | None = None
     """A draft model, which servers load as it is: it is checked, and its launch line printed."""
     format: str | None = None
-    """Of `heads`: own, vllm, fasterdecoding or modelopt. Of `import_from`: the same; recognised if not given. Of
+    """Of Medusa `heads`: own, vllm, fasterdecoding or modelopt; of EAGLE-3 heads: own, vllm or sglang. Of
+    `import_from`: the same; recognised if not given, but vllm where an `eagle_config` counts layers as vLLM does. Of
     `draft`: vllm or sglang."""
     output: str | None = None
     """Where heads are written, or a draft with a cut vocabulary, which servers need whole: a new or empty directory."""
     target: str | None = None
     """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
-    that use its language-model head."""
+    that use its language-model head, hold its embeddings, or name no layers."""
     dtype: str | None = None
     """The weights' type in `output`; that of the heads if not given."""
     draft_length: int | None = None
-    """Tokens drafted a round, in the launch line: for heads in vLLM all of them if not given, for a draft model 4."""
+    """Tokens drafted a round, in the launch line. If not given: for Medusa heads in vLLM all of them, for a draft model
+    or EAGLE-3 heads 4."""
     by_rank: bool = False
     """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
     readers of these formats draft the most likely tokens, which stay the same."""
@@ -234,6 +237,8 @@ class ExportConfig:
     """Run model code that a repository ships."""
 
     def __post_init__(self) -> None:
+        from draftsmith.medusa.formats.eagle import EAGLE_FORMATS
+        from draftsmith.medusa.formats.eagle_importing import is_eagle
         from draftsmith.medusa.formats.export import FORMATS, VLLM_READS, check_format
 
         given = [name for name in ("heads", "import_from", "draft") if getattr(self, name) is not None]
@@ -247,12 +252,18 @@ class ExportConfig:
             raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
         if self.import_from is None and self.format is None:
             raise InputError("format: expected one, found none")
+        eagle = self.draft is None and is_eagle(str(self.heads or self.import_from))
         if self.format is not None:
-            check_format(self.format, FORMATS if self.draft is None else SERVERS)
+            check_format(self.format, SERVERS if self.draft is not None else EAGLE_FORMATS if eagle else FORMATS)
+        if eagle and self.by_rank:
+            raise InputError("by_rank: expected it with Medusa heads, found EAGLE-3 heads, which need it nowhere")
         require(self, one_of(STORED), "dtype")
         require(self, DRAFT_LENGTH, "draft_length")
-        if self.draft_length is not None and self.draft is None and (self.heads is None or self.format != "vllm"):
-            raise InputError("draft_length: expected it with a draft model or heads for vllm, found it without")
+        served = SERVERS if eagle else ("vllm",)
+        if self.draft_length is not None and self.draft is None and (self.heads is None or self.format not in served):
+            raise InputError(
+                f"draft_length: expected it with a draft model or heads for {' or '.join(served)}, found it without"
+            )
         require(self, one_of(ENGINES), "verify")
         require(self, at_least(1), "limit", "max_new_tokens", "timeout")
         if self.verify is not None:

@@ -1,4 +1,4 @@
-"""`draftsmith export`: Medusa heads in the formats of others, and the lines that launch them or a draft model."""
+"""`draftsmith export`: heads in the formats of others, and the lines that launch them or a draft model."""
 
 import shlex
 import sys
@@ -15,11 +15,13 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
+from draftsmith.medusa.formats.eagle_importing import is_eagle
 from draftsmith.medusa.formats.export import VLLM_READS, check_output, export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
 from draftsmith.scripts.engine.verification import Served, verify
+from draftsmith.scripts.exported_eagle import GAMMA, export_lines, import_lines, served_eagle
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import (
@@ -34,7 +36,6 @@ from draftsmith.train.models import (
 )
 from draftsmith.train.runs import save_model, sglang_command, vllm_command
 
-GAMMA = 4
 PROMPT_TOKENS = 128
 """Kept of a prompt that is verified with."""
 
@@ -48,7 +49,9 @@ def export(config: ExportConfig) -> list[str]:
     if config.draft is not None:
         return _serve_draft(config, config.draft)
     check_output(Path(str(config.output)))
-    return _export(config, str(config.heads)) if config.import_from is None else _import(config, config.import_from)
+    if config.import_from is not None:
+        return (import_lines if is_eagle(config.import_from) else _import)(config, config.import_from)
+    return (export_lines if is_eagle(str(config.heads)) else _export)(config, str(config.heads))
 
 
 def _export(config: ExportConfig, source: str) -> list[str]:
@@ -76,7 +79,7 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     speculative = {"method": "medusa", "model": output, "num_speculative_tokens": count}
     vllm = vllm_command(target, speculative, overrides)
     if format == "vllm":
-        return [*lines, "# SGLang loads no Medusa heads", vllm]
+        return [*lines, "# SGLang loads no Medusa heads, but EAGLE-3 heads", vllm]
     if format == "fasterdecoding":
         return [*lines, f"# {vllm}", f"python -m medusa.inference.cli --model {shlex.quote(output)}"]
     if format == "modelopt":
@@ -96,7 +99,8 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
     prompts = encoded_prompts(config.prompts, tokenizer, config.limit, PROMPT_TOKENS)
     if not prompts:
         raise InputError(f"prompts: expected at least one in {config.prompts}, found none")
-    served, drafter = (_served_draft if config.draft is not None else _served_heads)(config)
+    of_heads = served_eagle if is_eagle(str(config.heads)) else _served_heads
+    served, drafter = (_served_draft if config.draft is not None else of_heads)(config)
 
     def load() -> tuple[PreTrainedModel, Proposer]:
         model = load_model(target, field="target", dtype="float32", trust_remote_code=code)

@@ -119,11 +119,11 @@ def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, 
     return shlex.join([*words, "--speculative-config", json.dumps(speculative, separators=(",", ":"))])
 
 
-def sglang_command(target: str, draft: str, draft_length: int) -> str:
+def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:
     """Return the shell command by which SGLang serves a target with a draft, which drafts so many tokens a round."""
     flags = {
         "--model-path": target,
-        "--speculative-algorithm": "STANDALONE",
+        "--speculative-algorithm": algorithm,
         "--speculative-draft-model-path": draft,
         "--speculative-num-steps": draft_length,
         "--speculative-eagle-topk": 1,

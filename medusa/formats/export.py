@@ -43,7 +43,7 @@ VLLM_READS = ("vllm", "fasterdecoding")
 def check_format(format: str, expected: tuple[str, ...] = FORMATS) -> str:
     """Return the name of a format, or raise an InputError that names those there are."""
     if format not in expected:
-        loads_none = "; SGLang loads no Medusa heads, only draft models" if format == "sglang" else ""
+        loads_none = "; SGLang loads no Medusa heads, only draft models and EAGLE-3 heads" if format == "sglang" else ""
         raise InputError(f"format: expected one of {', '.join(expected)}, found {format!r}{loads_none}")
     return format
 
