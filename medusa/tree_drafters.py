@@ -1,4 +1,4 @@
-"""Drafters of trees of one shape, Medusa heads and parallel drafts: other trees for them, and ranks, to search one."""
+"""Drafters of trees of one shape, heads and parallel drafts: other trees for them, and ranks, to search one."""
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -8,12 +8,14 @@ from draftsmith.decode.replay.parallel import text_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
+from draftsmith.medusa.eagle.proposer import EagleProposer
+from draftsmith.medusa.eagle.replay import eagle_ranks
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import replay_ranks
 
-TreeDrafter = MedusaProposer | ParallelDraftProposer
+TreeDrafter = MedusaProposer | EagleProposer | ParallelDraftProposer
 LONGEST = 8
-"""Depth of the trees of a parallel draft that says nothing."""
+"""Depth of the trees of a drafter that says nothing: of EAGLE-3 heads, and of some parallel drafts."""
 
 
 def depth_of(drafter: TreeDrafter) -> int:
@@ -27,6 +29,8 @@ def with_tree(drafter: TreeDrafter, tree: Tree) -> TreeDrafter:
     """Return the same drafter with another tree."""
     if isinstance(drafter, MedusaProposer):
         return MedusaProposer(drafter.heads, tree)
+    if isinstance(drafter, EagleProposer):
+        return EagleProposer(drafter.heads, tree)
     return ParallelDraftProposer(drafter.draft_model, tree)
 
 
@@ -44,10 +48,12 @@ def ranks_in_text(
         drafter: of this target.
         sequence: prompt and text, (T,) int64.
         prompt_length: tokens of the prompt.
-        hidden_NH: what `text_states` returns for the text, where it is known: heads need it.
+        hidden_NH: what `text_states` returns for the text, where it is known: Medusa heads need it.
     """
     if isinstance(drafter, MedusaProposer):
         return replay_ranks(target, drafter.heads, sequence, prompt_length, hidden_NH=hidden_NH)
     text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
+    if isinstance(drafter, EagleProposer):
+        return eagle_ranks(target, drafter.heads, text, Sampler.of(0), [MOST_RANKS] * depth_of(drafter))
     width, most = target.config.get_text_config().vocab_size, [MOST_RANKS] * depth_of(drafter)
     return text_ranks(drafter.draft_model, text, Sampler.of(0), width, most)[0]

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode import Counts, DynamicTree, InputError, Proposer, Tree
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled
 from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
-from draftsmith.scripts.configs import PARALLEL_CHECKED, LosslessConfig
-from draftsmith.scripts.pair import PARALLEL, DrafterSpec, load_pair
+from draftsmith.scripts.configs import EAGLE_CHECKED, PARALLEL_CHECKED, LosslessConfig
+from draftsmith.scripts.pair import EAGLE, PARALLEL, DrafterSpec, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_tokenizer
@@ -28,6 +28,7 @@ from draftsmith.train.provenance import environment, write_json
 
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
 TREES = {"draft": None, "tree": TREE, "dynamic": DynamicTree(), "parallel_draft": None, "parallel_tree": TREE}
+TREES |= {"eagle": None, "eagle_tree": TREE, "eagle_dynamic": DynamicTree()}
 
 
 def check(config: LosslessConfig, console: Console) -> bool:
@@ -83,6 +84,8 @@ def _spec(config: LosslessConfig, name: str) -> DrafterSpec:
     tree = tree.pruned(config.draft_length)[0] if isinstance(tree, Tree) else tree
     if name in PARALLEL_CHECKED:
         return DrafterSpec(PARALLEL, config.parallel_draft, name, lengths, tree)
+    if name in EAGLE_CHECKED:
+        return DrafterSpec(EAGLE, config.eagle, name, lengths, tree)
     return DrafterSpec("draft", config.draft, name, lengths, tree)
 
 

@@ -28,21 +28,25 @@ from draftsmith.train.options import (
 )
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-PROPOSERS = ("draft", "parallel_draft", "medusa", "prompt_lookup", "lookahead", "unigram", "early_exit", "none")
+PROPOSERS = (
+    "draft", "parallel_draft", "medusa", "eagle", "prompt_lookup", "lookahead", "unigram", "early_exit", "none",
+)  # fmt: skip
 STORED = tuple(name for name in DTYPES if name != "auto")
 """What weights can be written in."""
 SERVERS = ("vllm", "sglang")
 """What loads a draft model as it is."""
 ENGINES = ("vllm",)
 """What an export can be verified in."""
-MODELS = ("draft", "early_exit")
+MODELS = ("draft", "early_exit", "eagle")
 """Proposers that are models: their confidence says something, and they can grow trees."""
-STORED_DRAFTERS = ("draft", "parallel_draft", "medusa")
+STORED_DRAFTERS = ("draft", "parallel_draft", "medusa", "eagle")
 """Proposers that are read from a directory."""
 CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
 """What the check of losslessness decodes by."""
 PARALLEL_CHECKED = ("parallel_draft", "parallel_tree")
 """What it decodes by where it is given a parallel draft."""
+EAGLE_CHECKED = ("eagle", "eagle_tree", "eagle_dynamic")
+"""What it decodes by where it is given EAGLE-3 heads."""
 
 
 @dataclass
@@ -57,12 +61,14 @@ class GenerateConfig(Sampling, TemplateOptions):
     """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
     its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
     proposer: str = "draft"
-    """What drafts: draft, parallel_draft, medusa, prompt_lookup, lookahead, unigram, early_exit, or none for plain
-    decoding."""
+    """What drafts: draft, parallel_draft, medusa, eagle, prompt_lookup, lookahead, unigram, early_exit, or none for
+    plain decoding."""
     parallel_draft: str | None = None
     """A draft of `draft_length` tokens in one forward, for the proposer `parallel_draft`."""
     medusa: str | None = None
     """The directory of the heads, for the proposer `medusa`; they draft their tree, no deeper than `draft_length`."""
+    eagle: str | None = None
+    """The directory of EAGLE-3 heads, for the proposer `eagle`; they draft a chain, or the tree of their config."""
     exit_layers: int | None = None
     """The target's layers that draft, for the proposer `early_exit`."""
     draft_length: int = 4
@@ -119,6 +125,8 @@ class ProfileConfig(Sampling, PromptOptions):
     """A draft of `draft_length` tokens in one forward, in its place."""
     medusa: str | None = None
     """Medusa or Hydra heads, which draft the tree of their config, in place of a draft model."""
+    eagle: str | None = None
+    """EAGLE-3 heads, in place of a draft model."""
     prompt_lookup: bool = False
     """Draft by prompt lookup, in place of a draft model."""
     draft_length: int = 4
@@ -149,12 +157,12 @@ class ProfileConfig(Sampling, PromptOptions):
     @property
     def path(self) -> str | None:
         """Where it lies; None of what needs no model."""
-        return self.draft or self.parallel_draft or self.medusa
+        return self.draft or self.parallel_draft or self.medusa or self.eagle
 
 
 @dataclass
 class MedusaTreeConfig(ModelOptions):
-    """Search the tree that Medusa heads or a parallel draft should draft, on what the target wrote at temperature 0."""
+    """Search the tree that heads or a parallel draft should draft, on what the target wrote at temperature 0."""
 
     target: str
     """The target: a model directory or hub id."""
@@ -165,6 +173,8 @@ class MedusaTreeConfig(ModelOptions):
     """The directory of its heads, whose config.json gets the tree."""
     parallel_draft: str | None = None
     """In their place a draft of several tokens in one forward, whose config.json gets the tree."""
+    eagle: str | None = None
+    """In their place EAGLE-3 heads, whose config.json gets the tree."""
     nodes: int | None = None
     """Nodes of the tree. None measures what rounds with some trees take on this machine, and lets that choose."""
     compiled: bool | None = None
@@ -181,9 +191,10 @@ class MedusaTreeConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.heads is None) == (self.parallel_draft is None):
-            found = "neither" if self.heads is None else "both"
-            raise InputError(f"heads: expected heads or a `parallel_draft` to search a tree for, found {found}")
+        given = [name for name in ("heads", "parallel_draft", "eagle") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none"
+            raise InputError(f"heads: expected heads, `parallel_draft` or `eagle` to search a tree for, found {found}")
         require(self, at_least(1), "limit")
         require(self, at_least(1) & at_most(1024), "rows")
         require(self, TREE_NODES, "nodes")
@@ -286,13 +297,16 @@ class LosslessConfig(Sampling, ModelOptions):
     """A draft model with the target's tokenizer."""
     parallel_draft: str | None = None
     """A draft of `draft_length` tokens in one forward, for the proposers parallel_draft and parallel_tree."""
+    eagle: str | None = None
+    """EAGLE-3 heads, for the proposers eagle, eagle_tree and eagle_dynamic."""
     prompts: str | None = None
     """A file of prompts; held-out modules of the standard library if None."""
     limit: int | None = None
     """Use the first so many prompts; all if None (128 of the standard library)."""
     proposers: list[str] = field(default_factory=lambda: list(CHECKED))
     """Any of draft (a chain), tree (a static one of nine nodes), dynamic (grown by probability), prompt_lookup,
-    lookahead, parallel_draft (the tree of its config, or a chain), parallel_tree (the one of nine nodes)."""
+    lookahead, parallel_draft (the tree of its config, or a chain), parallel_tree (the one of nine nodes), and eagle,
+    eagle_tree and eagle_dynamic likewise."""
     draft_length: int = 4
     """γ."""
     max_new_tokens: int = 64
@@ -314,13 +328,15 @@ class LosslessConfig(Sampling, ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        known = (*CHECKED, *PARALLEL_CHECKED)
+        known = (*CHECKED, *PARALLEL_CHECKED, *EAGLE_CHECKED)
         unknown = [name for name in self.proposers if name not in known]
         if unknown or not self.proposers:
             raise InputError(f"proposers: expected some of {', '.join(known)}, found {', '.join(unknown) or 'none'}")
         for name in self.proposers:
             if name in PARALLEL_CHECKED and self.parallel_draft is None:
                 raise InputError(f"parallel_draft: expected one with the proposer {name}, found none")
+            if name in EAGLE_CHECKED and self.eagle is None:
+                raise InputError(f"eagle: expected heads with the proposer {name}, found none")
         require(self, at_least(1), "max_new_tokens", "max_prompt_tokens", "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, THREADS, "threads")

@@ -1,4 +1,4 @@
-"""`draftsmith medusa-tree`: the tree that Medusa heads or a parallel draft should draft, searched on target text."""
+"""`draftsmith medusa-tree`: the tree that heads or a parallel draft should draft, searched on target text."""
 
 import json
 import sys
@@ -34,11 +34,12 @@ from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
+from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import text_states
 from draftsmith.medusa.tree_drafters import TreeDrafter, depth_of, ranks_in_text, with_tree
 from draftsmith.scripts.configs import MedusaTreeConfig
-from draftsmith.scripts.pair import MEDUSA, PARALLEL, DrafterSpec
+from draftsmith.scripts.pair import EAGLE, MEDUSA, PARALLEL, DrafterSpec
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table
@@ -73,7 +74,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     Raises:
         InputError: no heads or another target's, completions that are not the target's at temperature 0, or too few.
     """
-    field, drafter_path = ("heads", config.heads) if config.heads else (PARALLEL, str(config.parallel_draft))
+    field, drafter_path = _searched(config)
     if config.output is None and not (Path(drafter_path) / "config.json").is_file():
         raise InputError(
             f"{field}: expected a directory with a config.json, to write the tree to, found {drafter_path}"
@@ -83,7 +84,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     pair, settings = load_fastest(
         config.target,
         tokenizer,
-        [DrafterSpec(MEDUSA if config.heads else PARALLEL, drafter_path, draft_lengths=[1])],
+        [DrafterSpec(MEDUSA if config.heads else field, drafter_path, draft_lengths=[1])],
         config.dtype,
         torch.get_num_threads(),
         config.compiled if config.nodes is None else False,  # without a choice of nodes nothing is timed
@@ -120,7 +121,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
         **(
             {"heads": {"path": config.heads, "num_heads": count, "hydra": drafter.heads.config.hydra}}
             if isinstance(drafter, MedusaProposer)
-            else {"parallel_draft": {"path": config.parallel_draft, "parallel_length": count}}
+            else {field: {"path": drafter_path, "depth" if field == EAGLE else "parallel_length": count}}
         ),
         "calibration": {
             "completions": config.completions,
@@ -262,7 +263,12 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
 
 
 def _directory(config: MedusaTreeConfig) -> str:
-    return config.output or config.heads or str(config.parallel_draft)
+    return config.output or _searched(config)[1]
+
+
+def _searched(config: MedusaTreeConfig) -> tuple[str, str]:
+    """Return the field that names the drafter, and where it lies."""
+    return next((name, path) for name in ("heads", PARALLEL, EAGLE) if (path := getattr(config, name)) is not None)
 
 
 def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None:
@@ -275,7 +281,7 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
     (directory / "tree.svg").write_text(svg, encoding="utf-8")
     if config.output is None:
         path = directory / "config.json"
-        key = "medusa_choices" if config.heads else TREE
+        key = {"heads": "medusa_choices", PARALLEL: TREE, EAGLE: EAGLE_TREE}[_searched(config)[0]]
         write_json(path, json.loads(path.read_text(encoding="utf-8")) | {key: report["choices"]})
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.draft_models.parallel import tree_of
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.tree_drafters import TreeDrafter
 from draftsmith.train.models import (
     DTYPES,
@@ -38,7 +41,7 @@ from draftsmith.train.models import (
 
 STOCK = "stock"
 """What the draft to beat is called."""
-MEDUSA, PROMPT_LOOKUP, PARALLEL = "medusa", "prompt_lookup", "parallel_draft"
+MEDUSA, EAGLE, PROMPT_LOOKUP, PARALLEL = "medusa", "eagle", "prompt_lookup", "parallel_draft"
 MODEL_FREE: dict[str, Callable[[], Proposer]] = {
     PROMPT_LOOKUP: PromptLookupProposer,
     "lookahead": LookaheadProposer,
@@ -47,7 +50,7 @@ MODEL_FREE: dict[str, Callable[[], Proposer]] = {
 DRAFTS = ("draft", "baseline_draft")
 LOADED = (*DRAFTS, PARALLEL)
 """Causal LMs with a tokenizer of their own; the same one may draft in two ways."""
-KINDS = (*LOADED, MEDUSA, *MODEL_FREE, "early_exit")
+KINDS = (*LOADED, MEDUSA, EAGLE, *MODEL_FREE, "early_exit")
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ class DrafterSpec:
     draft_lengths: Sequence[int] = (4,)
     """γ, at which it drafts; heads and parallel drafts with a tree of their own draft as deep as it."""
     tree: Tree | DynamicTree | None = None
-    """What a draft model or an early exit drafts; a chain if None, or of a parallel draft the tree of its config."""
+    """What a draft model, an early exit or EAGLE-3 heads draft; if None a chain, or what the config of a parallel draft
+    or of EAGLE-3 heads says."""
     exit_layers: int | None = None
     """The target's layers that draft, of an early exit."""
     retokenize: bool = False
@@ -87,14 +91,14 @@ class Drafter:
     model: PreTrainedModel | None
     """The draft model or the heads."""
     draft_lengths: Sequence[int]
-    """γ, at which it is decoded; of heads, or of a parallel draft that has one, the depth of the tree."""
+    """γ, at which it is decoded; of what has a tree of its own its depth."""
 
     @property
     def tree(self) -> Tree | None:
         """The tree that was searched for it, or the chain of all heads."""
-        if not isinstance(self.proposer, TreeDrafter):
+        if not isinstance(self.proposer, TreeDrafter) or not isinstance(self.proposer.tree, Tree):
             return None
-        return cast(Tree | None, self.proposer.tree)
+        return self.proposer.tree
 
     @property
     def nodes(self) -> int | None:
@@ -172,7 +176,7 @@ class Pair:
         models = {"target": self.target}
         for drafter in self.drafters:
             recounts = isinstance(drafter.proposer, RetokenizedProposer) and not drafter.proposer.renumbers
-            if drafter.kind in LOADED and drafter.model is not None and not recounts:
+            if drafter.kind in (*LOADED, EAGLE) and drafter.model is not None and not recounts:
                 models[drafter.name] = drafter.model
         limits = {
             name: getattr(model.config.get_text_config(), "max_position_embeddings", None)
@@ -248,6 +252,16 @@ def _drafter(
         heads.check_fits(target)
         proposer = MedusaProposer(heads)
         lengths = [proposer.tree.depth]
+    elif spec.kind == EAGLE:
+        eagle: Any = EagleHeads.from_pretrained(str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype)
+        model = eagle.to(target.device)
+        eagle.check_fits(target)
+        shape = tree_of(eagle.config, EAGLE_TREE) if spec.tree is None else spec.tree
+        proposer = EagleProposer(eagle, shape)
+        if shape is None:
+            greedy = EagleProposer(eagle, greedy=True)
+        elif spec.tree is None and isinstance(shape, Tree):
+            lengths = [shape.depth]
     elif spec.kind == PARALLEL:
         model = models[str(path)]
         tree = spec.tree if isinstance(spec.tree, Tree) else tree_of(model.config)
@@ -285,7 +299,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
     whole = [Path(os.path.abspath(path)).parts for path in paths]
     for parts in range(1, 1 + max(map(len, whole), default=0)):
         names = ["/".join(path[-parts:]) for path in whole]
-        if len({*names, STOCK, MEDUSA, PROMPT_LOOKUP, PARALLEL}) == len(names) + 4:
+        if len({*names, STOCK, MEDUSA, EAGLE, PROMPT_LOOKUP, PARALLEL}) == len(names) + 5:
             return names
     if paths:
         raise InputError(f"draft: expected each draft once, found {', '.join(paths)}")

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds
 from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
 from draftsmith.train.files import write_aside
 from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_draft, load_model
@@ -152,8 +153,8 @@ def fastest_settings(
         if dtype == "auto" and model.num_parameters() <= SMALL:
             for other in {stored, "float32"} - {own}:
                 found[other] = (
-                    MedusaHeads.from_pretrained(path, dtype=DTYPES[other])
-                    if isinstance(model, MedusaHeads)
+                    type(model).from_pretrained(path, dtype=DTYPES[other])
+                    if isinstance(model, MedusaHeads | EagleHeads)
                     else load(path, dtype=other, trust_remote_code=trust_remote_code)
                 )
         return found
@@ -200,7 +201,11 @@ def fastest_settings(
 
 
 def _step(model: PreTrainedModel, compiled: bool = False, tokens: int = 1) -> Callable[[], object]:
-    """Return a forward behind a short text, compiled by its first call; of heads, the logits of all."""
+    """Return a forward behind a short text, compiled by its first call; of heads, the logits of all, or of a step."""
+    if isinstance(model, EagleHeads):
+        states = torch.zeros(1, tokens, model.config.hidden_size, dtype=model.dtype)
+        places = torch.arange(tokens)[None]
+        return lambda: model.head(model(states, states, places).hidden)
     if isinstance(model, MedusaHeads):
         hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype)
         seen = torch.zeros(1, 1, model.config.num_heads, model.config.hidden_size, dtype=model.dtype)

@@ -40,21 +40,21 @@ def length_of(config: PretrainedConfig) -> int | None:
     return length
 
 
-def tree_of(config: PretrainedConfig) -> Tree | None:
-    """Return the tree that was searched for a parallel draft; None where its config has none, and it drafts chains.
+def tree_of(config: PretrainedConfig, key: str = TREE) -> Tree | None:
+    """Return the tree that was searched for a drafter; None where its config has none, and it drafts chains.
 
     Raises:
         InputError: the config says something else than a tree, or one deeper than the draft was trained for.
     """
-    choices = getattr(config.get_text_config(), TREE, None)
+    choices = getattr(config.get_text_config(), key, None)
     if choices is None:
         return None
     try:
         tree = Tree.from_choices(choices)
     except TypeError as error:
-        raise InputError(f"{TREE}: expected lists of ranks, found {choices!r}") from error
+        raise InputError(f"{key}: expected lists of ranks, found {choices!r}") from error
     if not len(tree):
-        raise InputError(f"{TREE}: expected at least one node, found none")
+        raise InputError(f"{key}: expected at least one node, found none")
     check_depth(tree, config)
     return tree
 

@@ -28,6 +28,9 @@ from draftsmith.medusa.heads import LMHead, check_ids
 from draftsmith.train.checkpoint import check_finite, reading, require_config
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
+TREE = "eagle_tree"
+"""The key of the config that holds the tree that was searched for heads, as choices: see `Tree.from_choices`."""
+
 
 class EagleConfig(LlamaConfig):
     """The shape of the heads, in the names that vLLM, SGLang and SpecForge read (`LlamaForCausalLMEagle3`)."""
@@ -283,6 +286,12 @@ class EagleHeads(PreTrainedModel):
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """Return None: the embeddings that the heads see are the target's."""
         return None
+
+    @property
+    def cached_numbers(self) -> int:
+        """How many numbers the cache of the layer holds for a token."""
+        attention = self.midlayer.self_attn
+        return attention.k_proj.out_features + attention.v_proj.out_features
 
     @property
     def layer_ids(self) -> list[int]:

@@ -10,6 +10,7 @@ from draftsmith.decode import Counts, DraftModelProposer, Replay
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement.intervals import Estimate, Interval, difference_interval, ratio, ratio_difference
 from draftsmith.decode.measurement.repetition import repeated_ngram_share
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
@@ -179,6 +180,8 @@ def _replayed(measured: Measured, replay: Replay, rows: Sequence[Row], k: int, t
 
 def _memory(pair: Pair) -> Memory:
     def cached(model: PreTrainedModel | None) -> int | None:
+        if isinstance(model, EagleHeads):
+            return model.cached_numbers * model.dtype.itemsize
         numbers = None if model is None else cached_numbers(model)
         return None if numbers is None else numbers * pair.target.dtype.itemsize
 
@@ -188,7 +191,7 @@ def _memory(pair: Pair) -> Memory:
         {
             drafter.name: DrafterMemory(
                 drafter.weights_bytes,
-                # Heads and n-grams keep nothing of the text.
+                # Medusa heads and n-grams keep nothing of the text.
                 cached(drafter.model) if isinstance(drafter.proposer, DraftModelProposer) else 0,
             )
             for drafter in pair.drafters

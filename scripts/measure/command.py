@@ -28,7 +28,7 @@ from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
-from draftsmith.scripts.pair import MEDUSA, PARALLEL, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, short_names
+from draftsmith.scripts.pair import EAGLE, MEDUSA, PARALLEL, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, short_names
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
@@ -229,6 +229,8 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
         specs.append(DrafterSpec(PARALLEL, config.parallel_draft, draft_lengths=config.draft_length))
     if config.medusa is not None:
         specs.append(DrafterSpec(MEDUSA, config.medusa))
+    if config.eagle is not None:
+        specs.append(DrafterSpec(EAGLE, config.eagle, draft_lengths=config.draft_length))
     if config.prompt_lookup:
         specs.append(DrafterSpec(PROMPT_LOOKUP, draft_lengths=config.draft_length))
     return specs

@@ -32,6 +32,8 @@ class MeasureConfig(Filters, PromptOptions):
     measured a token at a time."""
     medusa: str | None = None
     """Medusa or Hydra heads to measure; they draft the tree of their config."""
+    eagle: str | None = None
+    """EAGLE-3 heads to measure; they draft chains of γ tokens, or the tree of their config."""
     prompt_lookup: bool = False
     """Measure prompt lookup too: n-grams of the text, without a model."""
     baseline_draft: str | None = None
@@ -73,9 +75,9 @@ class MeasureConfig(Filters, PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.drafts or self.parallel_draft or self.medusa or self.prompt_lookup):
+        if not (self.drafts or self.parallel_draft or self.medusa or self.eagle or self.prompt_lookup):
             raise InputError(
-                "draft: expected a draft model, a `parallel_draft` or, as `medusa`, heads to measure, or "
+                "draft: expected a draft model, a `parallel_draft` or, as `medusa` or `eagle`, heads to measure, or "
                 "`prompt_lookup`, found none"
             )
         for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int), ("context", int)):

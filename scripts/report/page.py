@@ -27,7 +27,7 @@ NONE = "–"
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
 KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "parallel_draft": "parallel draft"}
-KINDS |= {"medusa": "Medusa heads", "prompt_lookup": "n-grams"}
+KINDS |= {"medusa": "Medusa heads", "eagle": "EAGLE-3 heads", "prompt_lookup": "n-grams"}
 KINDS |= {"server": "what drafts on the server"}
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
 SOURCES = {

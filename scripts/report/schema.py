@@ -38,7 +38,7 @@ RULES: dict[type, Keywords] = {
         "then": _properties(heads=NUMBER, tree_nodes=NUMBER),
         "else": {
             **_properties(heads=NULL),
-            "if": _properties(kind={"const": "parallel_draft"}),
+            "if": _properties(kind={"enum": ["parallel_draft", "eagle"]}),
             "else": _properties(tree_nodes=NULL),
         },
     },

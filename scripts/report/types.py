@@ -30,7 +30,7 @@ from draftsmith.scripts.report.serving_types import Serving
 SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
 
 
-Kind = Literal["draft", "baseline_draft", "parallel_draft", "medusa", "prompt_lookup", "server"]
+Kind = Literal["draft", "baseline_draft", "parallel_draft", "medusa", "eagle", "prompt_lookup", "server"]
 """server: whatever drafts on a server that was measured from outside."""
 Verifier = Literal["probabilistic", "greedy"]
 """probabilistic: of drafts drawn from q; greedy: of the draft's argmax, which servers draft by default. At T=0 they are
@@ -120,7 +120,7 @@ class ProposerEntry(Entry):
     heads: Positive | None = None
     """Of Medusa heads, how many there are."""
     tree_nodes: Positive | None = None
-    """Of Medusa heads, and of a parallel draft with a tree, the nodes that are drafted."""
+    """Of Medusa heads, and of a parallel draft or EAGLE-3 heads with a tree, the nodes that are drafted."""
 
     def verified_nodes(self, draft_length: int) -> int:
         """Return the drafted tokens that the target verifies in a round."""
@@ -161,7 +161,7 @@ class Run(Entry):
 
     proposer: ProposerEntry
     draft_length: Positive
-    """γ; of heads, and of a parallel draft with a tree, the depth of the tree."""
+    """γ; of what has a tree of its own the depth of the tree."""
     rule: Literal["exact"]
     temperature: Temperature
     batch_size: Positive

@@ -8,9 +8,11 @@ from conftest import perturbed, tiny_llama
 from trained_parallel import as_parallel
 
 from draftsmith.decode import speculative
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import check_lossless
-from draftsmith.scripts.configs import CHECKED, PARALLEL_CHECKED
+from draftsmith.scripts.configs import CHECKED, EAGLE_CHECKED, PARALLEL_CHECKED
 from draftsmith.train.cli import run
+from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
 
@@ -73,6 +75,15 @@ def test_parallel_drafts_are_compared_too(pair, tmp_path, capsys, proposer):
     assert len(counts["num_draft_tokens_per_pos"]) == 3 and counts["num_accepted_tokens_per_pos"][0] > 0
     tau = counts["num_emitted_tokens"] / counts["num_drafts"]
     assert f"{proposer}, T=0: 5 of 5 identical, τ {tau:.2f}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("proposer", EAGLE_CHECKED)
+def test_eagle_heads_are_compared_too(pair, tmp_path, proposer):
+    EagleHeads.of_target(load_model(pair / "target")).save_pretrained(tmp_path / "eagle")
+    argv = flags(pair, "--eagle", str(tmp_path / "eagle"), "--output", str(tmp_path / "figures.json"))
+    assert check_lossless.main([*argv, "--proposers", f"[{proposer}]", "--draft_length", "2"]) == 0
+    counts = json.loads((tmp_path / "figures.json").read_text())["drafters"][proposer]["counts"]
+    assert len(counts["num_draft_tokens_per_pos"]) == 2
 
 
 def test_a_wrong_decoder_fails(pair, monkeypatch, capsys):

@@ -23,6 +23,7 @@ from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generat
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.speculative import Round
 from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli as commands
 from draftsmith.scripts import configs, live_view
 from draftsmith.scripts import generate as module
@@ -59,6 +60,7 @@ def pair(tmp_path_factory, tokenizer):
     draft = AutoModelForCausalLM.from_pretrained(root / "draft")
     save_model(as_parallel(draft, 0, 4), tokenizer, root / "parallel")
     MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
+    EagleHeads.of_target(target).save_pretrained(root / "eagle")
     return root
 
 
@@ -368,6 +370,7 @@ PROPOSERS = {
     "draft": {},
     "parallel_draft": {"parallel_draft": "parallel"},
     "medusa": {"medusa": "heads"},
+    "eagle": {"eagle": "eagle"},
     "prompt_lookup": {},
     "lookahead": {},
     "unigram": {},
@@ -509,7 +512,7 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"proposer": "oracle"}, "proposer: expected one of draft, parallel_draft, medusa, prompt_lookup,"),
+        ({"proposer": "oracle"}, "proposer: expected one of draft, parallel_draft, medusa, eagle, prompt_lookup,"),
         ({"proposer": "medusa"}, "medusa: expected one with the proposer medusa, found none"),
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
         ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),
@@ -517,7 +520,10 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
         ({"draft_length": 0}, "draft_length: expected at least 1 and at most 256, found 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
         ({"width": -1}, "width: expected at least 0, found -1"),
-        ({"width": 2, "proposer": "unigram"}, "width: expected a proposer that is a model (draft or early_exit)"),
+        (
+            {"width": 2, "proposer": "unigram"},
+            "width: expected a proposer that is a model (draft or early_exit or eagle)",
+        ),
         ({"rule": "sloppy"}, "rule: expected one of exact, typical, threshold, cascade, found 'sloppy'"),
         ({"rule": "cascade", "proposer": "prompt_lookup"}, "with rule cascade, found prompt_lookup"),
         ({"temperature": ".inf"}, "temperature: expected a finite number"),

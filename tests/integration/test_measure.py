@@ -16,7 +16,7 @@ from conftest import perturbed, tiny_llama
 from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 from rich.console import Console
-from trained_heads import own_texts, train_heads
+from trained_heads import own_texts, train_eagle, train_heads
 from trained_parallel import train_parallel
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +28,7 @@ from draftsmith.decode.measurement.certificate import Certificate, certify_sampl
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.measure import certify, cost_file
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -38,6 +39,7 @@ from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Recommendation, Report
 from draftsmith.train import cli
+from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
 PROMPTS = [("def f(x):", "code"), ("import os", "code"), ("a story of x", "prose"), ("self", None)]
@@ -535,6 +537,29 @@ def test_a_parallel_draft_with_a_tree_drafts_it(root, tmp_path):
     assert f"parallel_draft/{len(CHOICES)}" in text
 
 
+@pytest.mark.parametrize("choices", [None, CHOICES])
+def test_eagle_heads_are_measured(root, tmp_path, tokenizer, choices):
+    target = load_model(root / "target")
+    ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
+    texts = [text[-NEW:] for text in own_texts(target, ids, max_new_tokens=NEW, do_sample=False)]
+    heads = train_eagle(target, EagleHeads.of_target(target), texts, steps=40)
+    heads.config.eagle_tree = choices
+    heads.save_pretrained(tmp_path / "eagle")
+    report = checked(
+        root, tmp_path / "out", eagle=str(tmp_path / "eagle"), temperature="0,1", draft_length="2", measure_costs=True,
+    )  # fmt: skip
+    greedy, drawn = report["runs"]
+    for run in report["runs"]:
+        assert run["proposer"]["kind"] == "eagle" and run["proposer"]["tree_nodes"] == (choices and len(choices))
+        assert run["proposer"]["parameters"] == heads.num_parameters()
+        counts = run["counts"]
+        assert run["draft_length"] == 2 and counts["num_accepted_tokens"] > 0 and run["predicted_speedup"]["value"] > 0
+    assert greedy["replay"]["agrees"] is True and 0 < drawn["alpha"]["value"] < 1
+    # Keys and values of one layer with 2 heads of 8 numbers, 4 bytes each.
+    assert report["memory"]["drafters"]["eagle"]["cache_bytes_per_token"] == 2 * 2 * 8 * 4
+    assert "eagle" in printed(report, tmp_path)
+
+
 def test_rejections_add_up(measured, tokenizer):
     report, decoded = measured
     rejections = report["rejections"]
@@ -777,7 +802,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
     argv = flags_of(root, tmp_path, draft=root / "draft")
     strangers = tmp_path / "strangers"
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(strangers)
-    assert "or, as `medusa`, heads to measure, or `prompt_lookup`, found none" in fails(
+    assert "or, as `medusa` or `eagle`, heads to measure, or `prompt_lookup`, found none" in fails(
         capsys, flags_of(root, tmp_path)
     )
     for flags, named in [

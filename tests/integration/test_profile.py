@@ -14,6 +14,7 @@ from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.measurement import profiler
 from draftsmith.decode.measurement.profiler import PARTS, TRACKS, Profile, chrome_trace
 from draftsmith.medusa import MedusaConfig, MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.profile import main
 from draftsmith.train.cli import run
@@ -253,6 +254,7 @@ def root(tmp_path_factory, tokenizer):
     branched.config.parallel_tree = [[0], [1], [0, 0]]
     save_model(branched, tokenizer, root / "branched")
     MedusaHeads(MedusaConfig(hidden_size=32, vocab_size=len(tokenizer), num_heads=2)).save_pretrained(root / "heads")
+    EagleHeads.of_target(target).save_pretrained(root / "eagle")
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(root / "strangers")
     (root / "prompts.txt").write_text("def f(x):\nimport os\na story of x\nfor i in\nself\n")
     return root
@@ -273,6 +275,7 @@ def test_the_command(root, tmp_path, capsys):
             (("--parallel_draft", str(root / "parallel")), "parallel_draft", "0.8", 3),
             (("--parallel_draft", str(root / "branched")), "parallel_draft", "0", 2),
             (("--medusa", str(root / "heads")), "medusa", "0.8", 2),
+            (("--eagle", str(root / "eagle")), "eagle", "0.8", 3),
             (("--prompt-lookup", "true"), "prompt_lookup", "0", 3),
         ]
     ):
@@ -300,7 +303,7 @@ def test_the_command(root, tmp_path, capsys):
 def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys):
     draft = ("--draft", str(root / "draft"))
     for more, named in [
-        ((), "draft: expected one drafter out of draft, parallel_draft, medusa and prompt_lookup, found none"),
+        ((), "draft: expected one drafter out of draft, parallel_draft, medusa, eagle and prompt_lookup, found none"),
         ((*draft, "--prompt_lookup", "true"), "prompt_lookup, found draft and prompt_lookup"),
         ((*draft, "--batch_size", "1,6"), "batch_size: expected at most the 5 prompts, found 6"),
         ((*draft, "--batch_size", "2,0"), "batch_size: expected at least 1, found 0"),
