@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -132,7 +133,7 @@ def attention(before: KeysValues | None, mask: Tensor | None) -> Attend:
     return attend
 
 
-class EagleLayer(nn.Module):
+class EagleLayer(GradientCheckpointingLayer):
     """The decoder layer; the caller says which keys are seen."""
 
     def __init__(self, config: EagleConfig):
@@ -181,6 +182,7 @@ class EagleHeads(PreTrainedModel):
     config_class = EagleConfig
     base_model_prefix = ""
     main_input_name = "states"
+    supports_gradient_checkpointing = True
     _no_split_modules = ["EagleLayer", "LMHead"]  # noqa: RUF012
 
     def __init__(self, config: EagleConfig):

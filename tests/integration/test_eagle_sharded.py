@@ -31,7 +31,11 @@ def planned(pipeline: Path, processes: int) -> dict[str, dict]:
     return {
         "plain": {"heldout": [str(pipeline / "heldout")], "training": steps},
         "cut": {"draft_vocabulary": 40, "init": "random", "training": {"max_steps": 3} | split},
-        "copied": {"norm_output": True, "target_sharded": processes == 2, "training": {"max_steps": 3} | split},
+        "copied": {
+            "norm_output": True,
+            "target_sharded": processes == 2,
+            "training": {"max_steps": 3, "activation_checkpointing": processes == 2} | split,
+        },
     }
 
 

@@ -108,6 +108,7 @@ CASES = {
     "cut vocabulary": {"draft_vocabulary": 20, "decay": 0.5},
     "prompts too": {"prompt_loss": True, "fc_norm": True},
     "too long for short texts": {"num_steps": 9},
+    "steps computed twice": {"training": {"activation_checkpointing": True}},
 }
 
 
@@ -115,6 +116,9 @@ CASES = {
 def test_the_loss_is_its_formula(pipeline, tmp_path, untrained, case):
     trainer = untrained(eagle_configured(pipeline, tmp_path, temperature=T, **CASES[case]))
     samples = some_samples(pipeline)
+    if trainer.args.activation_checkpointing:  # as `train` does
+        trainer.heads.activation_checkpointing_enable()
+        trainer.heads.train()
     loss = trainer.compute_loss(trainer.heads, batch_of(trainer, samples), num_items_in_batch=torch.tensor(100))
     if case == "mean of a batch":  # where λ is nearly the same for all
         assert loss.item() == pytest.approx((eager(trainer, samples) / 100).item(), rel=1e-3)
