@@ -1,5 +1,7 @@
 """EAGLE-3 heads in a real vLLM: its texts are plain decoding's, and it drafts what the heads draft without a cache."""
 
+from functools import cache
+
 import pytest
 import torch
 from engine import PYTHON, TARGET
@@ -9,6 +11,7 @@ from transformers import GenerationConfig
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.formats.eagle import export_eagle
+from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_model, load_tokenizer
@@ -38,16 +41,19 @@ def prompts():
 
 @pytest.fixture(scope="module")
 def heads(target, prompts):
-    """Heads of each kind that learnt a little of the target's own text."""
+    """By name, heads that learnt a little of the target's own text."""
     texts = plain_texts(target, [torch.tensor(ids) for ids in prompts[:6]], 6, max_new_tokens=40)
     frequent = torch.cat(texts).bincount(minlength=target.config.vocab_size).topk(400).indices.sort().values
 
-    def trained(cut: bool = False, **shape) -> EagleHeads:
+    @cache
+    def trained(name: str) -> EagleHeads:
         torch.manual_seed(0)
-        made = EagleHeads.of_target(target, frequent if cut else None, base_model_name_or_path=str(TARGET), **shape)
-        return train_eagle(target, made, texts)
+        shape = dict(VARIANTS[name])
+        tokens = frequent if shape.pop("cut", False) else None
+        made = EagleHeads.of_target(target, tokens, base_model_name_or_path=str(TARGET), **shape)
+        return train_eagle(target, made, texts, steps=30)
 
-    return {name: trained(**shape) for name, shape in VARIANTS.items()}
+    return trained
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,7 @@ def answers(heads, prompts, tmp_path_factory):
     """By name, what one process of vLLM made of each."""
     folder, jobs = tmp_path_factory.mktemp("exports"), {"plain decoding": None}
     for name in VARIANTS:
-        export_eagle(heads[name], folder / name, "vllm")
+        export_eagle(heads(name), folder / name, "vllm")
         jobs[name] = {"method": "eagle3", "model": str(folder / name), "num_speculative_tokens": K}
     asked = [Job(str(TARGET), prompts, config, max_tokens=TOKENS, max_model_len=128) for config in jobs.values()]
     return dict(zip(jobs, run_jobs(PYTHON, asked, timeout=600).answers, strict=True))
@@ -73,7 +79,7 @@ def test_vllm_drafts_what_the_heads_draft(answers, heads, target, prompts, name)
     for ids, whole in zip(prompts, longer, strict=True):
         known = len(ids) + 1
         while known < len(ids) + TOKENS:
-            guesses, right = drafted(target, heads[name], whole[:known], K), 0
+            guesses, right = drafted(target, heads(name), whole[:known], K), 0
             while right < K and guesses[right] == whole[known + right]:
                 accepted[right] += 1
                 right += 1
@@ -82,3 +88,28 @@ def test_vllm_drafts_what_the_heads_draft(answers, heads, target, prompts, name)
     assert [counters.num_drafts, counters.num_draft_tokens] == [rounds, rounds * K]
     assert list(counters.num_accepted_tokens_per_pos) == accepted
     assert accepted[1] > 10 and accepted[0] < rounds, "heads that guess nothing, or all, prove nothing"
+
+
+def test_heads_are_verified_by_the_command(heads, tmp_path, capsys, monkeypatch):
+    """Against our decoder and its replay, which have a cache."""
+    heads("cut").save_pretrained(tmp_path / "heads")
+    monkeypatch.setenv("DRAFTSMITH_ENGINE", str(PYTHON))
+    argv = [
+        "export",
+        "--heads",
+        tmp_path / "heads",
+        "--target",
+        TARGET,
+        "--format",
+        "vllm",
+        "--output",
+        tmp_path / "out",
+    ]
+    code = cli.main([*map(str, argv), "--verify", "vllm", "--limit", "4", "--max_new_tokens", str(TOKENS)])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    assert "# vLLM with the heads: 4 of 4 texts are its text without\n# the heads, γ = 4: " in out
+    (line,) = (line for line in out.splitlines() if line.startswith("# the heads, γ = 4: "))
+    assert line.endswith("as replay says that vLLM counts")
+    first, second, *_ = [int(number) for number in line[line.index("[") + 1 : line.index("]")].split(", ")]
+    assert first > second > 0, "heads that guess nothing prove nothing"
