@@ -66,7 +66,7 @@ COMMANDS = {
         "coordinate.config:CoordinatorConfig",
     ),
     "export": (
-        "Medusa heads in the formats of vLLM and others, and what launches a draft model there",
+        "heads in the formats of vLLM, SGLang and others, and what launches a draft model there",
         "configs:ExportConfig",
     ),
     "serve-draft": (
@@ -75,7 +75,7 @@ COMMANDS = {
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("certify", "coordinate", "doctor", "measure", "plan", "serve_draft", "tune")
+PACKAGES = ("certify", "coordinate", "doctor", "export", "measure", "plan", "serve_draft", "tune")
 """Commands that are packages of several modules."""
 TRAINING = {"distill": "distill", "medusa": "medusa", "eagle": "medusa.eagle"}
 """Recipes, and their packages."""

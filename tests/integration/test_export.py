@@ -22,7 +22,7 @@ from draftsmith.medusa.formats import proof, readers
 from draftsmith.medusa.formats.export import export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts import cli
-from draftsmith.scripts.export import vocabulary_override
+from draftsmith.scripts.export.command import vocabulary_override
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model, vllm_command
 

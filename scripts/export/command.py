@@ -21,7 +21,7 @@ from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
 from draftsmith.scripts.engine.verification import Served, verify
-from draftsmith.scripts.exported_eagle import GAMMA, export_lines, import_lines, served_eagle
+from draftsmith.scripts.export.eagle import GAMMA, export_lines, import_lines, served_eagle
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import (
