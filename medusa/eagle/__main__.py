@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from draftsmith.medusa.eagle.card import card
-from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import begin_as_last_layer
+from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
@@ -28,16 +26,8 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
         target = load_target(config, tokenizer)
         if heads is None:
             count = config.draft_vocabulary
-            torch.manual_seed(config.training.seed)  # the same weights on all processes
-            heads = EagleHeads.of_target(
-                target,
-                token_map=None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer)),
-                layer_ids=config.layer_ids or None,
-                base_model_name_or_path=config.target,
-                **{name: getattr(config, name) for name in SHAPE},
-            ).float()
-            if config.init == "last_layer":
-                begin_as_last_layer(heads, target)
+            kept = None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer))
+            heads = new_heads(config, target, kept)
     if config.packing:
         require_packing(target, "target", config.training.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))

@@ -1,4 +1,4 @@
-"""How EAGLE-3 heads begin, if not at random: as the target's last layer, on the deepest features.
+"""How EAGLE-3 heads begin: at random, or as the target's last layer, on the deepest features.
 
 Shape suffix: H hidden.
 """
@@ -14,7 +14,29 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
+
+
+def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
+    """Return heads in float32 as the fields of a training run say; its seed alone decides what is random.
+
+    Args:
+        config: of the run.
+        target: that they will draft for.
+        token_map: as in `EagleHeads.of_target`.
+
+    Raises:
+        InputError: as `EagleHeads.of_target` and `begin_as_last_layer`.
+    """
+    torch.manual_seed(config.training.seed)  # the same weights on all processes
+    shape = {name: getattr(config, name) for name in SHAPE}
+    heads = EagleHeads.of_target(
+        target, token_map, config.layer_ids or None, base_model_name_or_path=config.target, **shape
+    ).float()
+    if config.init == "last_layer":
+        begin_as_last_layer(heads, target)
+    return heads
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Which heads: soft or hard labels, Medusa or Hydra, the backbone frozen or not; from the same data, over seeds.
+"""Which heads: soft or hard labels, Medusa, Hydra or EAGLE-3, backbone frozen or not; from the same data, over seeds.
 
     python -m draftsmith.scripts.bench.medusa --output runs/medusa-bench
 
@@ -15,15 +15,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, TrainingArguments
 
 from draftsmith.decode.measurement.tree_search import rank_accuracies, reference_tree, search_tree
-from draftsmith.decode.replay.ranks import TextRanks
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.initial import new_heads
+from draftsmith.medusa.eagle.replay import eagle_acceptance, eagle_ranks
+from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.replay import replay_heads, replay_ranks
+from draftsmith.medusa.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
 from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.scripts.bench.common import run_benchmark
 from draftsmith.scripts.bench.variants import (
@@ -38,8 +45,10 @@ from draftsmith.scripts.bench.variants import (
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import load_model, load_tokenizer
 
+NUM_HEADS = 4
 VARIANTS: dict[str, dict[str, Any]] = {
     "soft": {},
     "hard": {"divergence": "cross_entropy", "prompt_loss": False},
@@ -59,8 +68,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "two_blocks": {"num_layers": 2},
     "even_weights": {"decay": 1.0},
     "medusa2": {"backbone": "lora"},
+    "eagle": {"num_steps": NUM_HEADS},
+    "eagle_random": {"num_steps": NUM_HEADS, "init": "random"},
 }
-NUM_HEADS = 4
 
 
 @dataclass
@@ -95,6 +105,8 @@ def _train_and_replay(
     """Train the heads, and the backbone where the variant does, and return the figures of the replay."""
     options: dict[str, Any] = {"prompt_loss": True, **VARIANTS[variant.partition("@")[0]]}
     arguments, joint = config.training_arguments(variant, seed), "backbone" in options
+    if "num_steps" in options:
+        return _eagle(config, options, arguments, target, train)
     directory, completions = Path(arguments["output_dir"]), config.completions
     if joint:
         arguments["learning_rate"] = config.backbone_learning_rate
@@ -125,7 +137,60 @@ def _train_and_replay(
         complete(config, ("searched", "replayed-greedy", "replayed-sampled"), path, completions)
         moved = _moved(config, target, backbone)
     heads.save_pretrained(directory / "heads" if not joint else directory)
-    return {**_replayed(backbone, heads, completions), "moved": moved}
+    return {**_replayed(MedusaReplay(backbone, heads), completions), "moved": moved}
+
+
+def _eagle(
+    config: BenchMedusaConfig,
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    target: PreTrainedModel,
+    train: TrainingData,
+) -> dict[str, Any]:
+    """Train EAGLE-3 heads in place of Medusa's; as `_train_and_replay`."""
+    recipe = EagleTrainingConfig(config.target, ["-"], training=TrainingArguments(**arguments), **options)
+    heads = new_heads(recipe, target)
+    EagleTrainer(heads, target, load_tokenizer(config.target), recipe, train).train()
+    heads.eval().requires_grad_(False)
+    heads.save_pretrained(Path(arguments["output_dir"]) / "heads")
+    return {**_replayed(EagleReplay(target, heads), config.completions), "moved": None}
+
+
+@dataclass(frozen=True)
+class MedusaReplay:
+    """Replays chains and trees of Medusa heads."""
+
+    target: PreTrainedModel
+    heads: MedusaHeads
+
+    def ranks(self, ids: Tensor, length: int) -> TextRanks:
+        """Return the ranks of a text's tokens among each guess's logits."""
+        return replay_ranks(self.target, self.heads, ids, length)
+
+    def rounds(self, ids: Tensor, length: int) -> tuple[int, float]:
+        """Return the tokens of a text that was sampled at T=1, and the expected rounds of chains."""
+        replay = replay_heads(self.target, self.heads, ids, length, Sampler.of(1))
+        return len(replay.acceptance), replay.rounds()
+
+
+@dataclass(frozen=True)
+class EagleReplay:
+    """The same of EAGLE-3 heads."""
+
+    target: PreTrainedModel
+    heads: EagleHeads
+
+    def ranks(self, ids: Tensor, length: int) -> TextRanks:
+        """Return the ranks of a text's tokens among each step's logits."""
+        text = WrittenText(ids, length, len(ids) - length)
+        return eagle_ranks(self.target, self.heads, text, Sampler.of(0), [MOST_RANKS] * NUM_HEADS)
+
+    def rounds(self, ids: Tensor, length: int) -> tuple[int, float]:
+        """Return the tokens of a text that was sampled at T=1, and the expected rounds of chains."""
+        text, head = WrittenText(ids, length, len(ids) - length), head_of(self.target)
+        p_NV = head(text_states(self.target, ids, length)).softmax(-1)
+        found = eagle_acceptance(self.target, self.heads, text, Sampler.of(1), p_NV, NUM_HEADS)
+        return len(text), ReplayedHeads(*found).rounds()
 
 
 def _moved(config: BenchMedusaConfig, target: PreTrainedModel, backbone: PreTrainedModel) -> dict[str, float]:
@@ -140,12 +205,12 @@ def _moved(config: BenchMedusaConfig, target: PreTrainedModel, backbone: PreTrai
     return {"mean_total_variation": distance / tokens, "argmax_agreement": agreement / tokens}
 
 
-def _replayed(target: PreTrainedModel, heads: MedusaHeads, completions: Path) -> dict[str, Any]:
+def _replayed(replay: MedusaReplay | EagleReplay, completions: Path) -> dict[str, Any]:
     """Return, for each prompt, tokens and rounds of every kind of draft, and the heads' accuracies."""
 
     def ranks(side: str) -> list[TextRanks]:
         pairs = zip(*read_texts(completions / side), strict=True)
-        return [replay_ranks(target, heads, ids, length) for ids, length in pairs if length < len(ids)]
+        return [replay.ranks(ids, length) for ids, length in pairs if length < len(ids)]
 
     searched, check = ranks("searched"), ranks("replayed-greedy")
     reference = reference_tree(NUM_HEADS)
@@ -159,8 +224,8 @@ def _replayed(target: PreTrainedModel, heads: MedusaHeads, completions: Path) ->
         for name, tree in trees.items()
     }
     sampled = zip(*read_texts(completions / "replayed-sampled"), strict=True)
-    replays = [replay_heads(target, heads, ids, length, Sampler.of(1)) for ids, length in sampled]
-    results["sampled"] = {"tokens": [len(r.acceptance) for r in replays], "rounds": [r.rounds() for r in replays]}
+    tokens, rounds = zip(*(replay.rounds(ids, length) for ids, length in sampled), strict=True)
+    results["sampled"] = {"tokens": list(tokens), "rounds": list(rounds)}
     results["accuracies"] = rank_accuracies(check)[:, :5].tolist()
     return results
 

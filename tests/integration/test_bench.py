@@ -149,7 +149,7 @@ def test_prepare(pair, tmp_path, capsys):
     assert ending["completion_tokens"] == 1 and ending["ended"] == 1
 
 
-@pytest.mark.parametrize(("benchmark", "own"), [(objectives, "jsd"), (medusa, "medusa2")])
+@pytest.mark.parametrize(("benchmark", "own"), [(objectives, "jsd"), (medusa, "medusa2"), (medusa, "eagle")])
 def test_variants_are_trained_and_replayed(pair_dirs, tmp_path, monkeypatch, capsys, benchmark, own):
     """One step of each on a few short texts, and not again."""
     written = {name: (temperature, 6) for name, (temperature, _) in variants.WRITTEN.items()}
