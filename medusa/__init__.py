@@ -1,15 +1,19 @@
-"""Medusa heads: trained on a frozen target, or with it, searched for a tree, decoded and exported."""
+"""Medusa and EAGLE-3 heads: trained on a frozen target, or with it, searched for a tree, decoded and exported."""
 
 from typing import TYPE_CHECKING
 
 from draftsmith.decode.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from draftsmith.medusa.eagle.heads import EagleHeads as EagleHeads
+    from draftsmith.medusa.eagle.proposer import EagleProposer as EagleProposer
     from draftsmith.medusa.heads import MedusaConfig as MedusaConfig
     from draftsmith.medusa.heads import MedusaHeads as MedusaHeads
     from draftsmith.medusa.proposer import MedusaProposer as MedusaProposer
 
 _MODULES = {
+    "EagleHeads": "draftsmith.medusa.eagle.heads",
+    "EagleProposer": "draftsmith.medusa.eagle.proposer",
     "MedusaConfig": "draftsmith.medusa.heads",
     "MedusaHeads": "draftsmith.medusa.heads",
     "MedusaProposer": "draftsmith.medusa.proposer",

@@ -8,7 +8,7 @@ beside the target's features, into the same slots: no key that the layer made of
 Shape suffixes: B rows, L places, F nodes fed together, N nodes fed so far, H hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import padded
+from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
@@ -181,8 +182,30 @@ class EagleProposer(DraftModelProposer):
         return replayed_by_start_ranks(ranks, tree, agrees)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return None: what the heads draft is not known without the target's features."""
-        return None
+        """Return the first step's distribution of each token: what is drafted in a round that begins with that token.
+
+        It sees the target's features up to the token before the last. A text's second token, which no step drafts,
+        has a flat one: the test asks only that q is known from the tokens before.
+        """
+        heads = self.heads
+
+        def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+            with collected(target, heads.layer_ids) as features:
+                target.get_decoder()(input_ids=ids_BT[:, :-1], use_cache=False)
+            embed: Any = target.get_input_embeddings()
+            embeddings, seen = (part.to(heads.device, heads.dtype) for part in (embed(ids_BT[:, 1:]), features.pop()))
+            places = torch.arange(ids_BT.shape[1] - 1, device=heads.device)[None]
+            hidden_BLH = heads(embeddings, heads.fuse(seen), places).hidden
+            for start in range(1, ids_BT.shape[1], columns):
+                at, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
+                at = at + start
+                logits = heads.widened(heads.head(hidden_BLH[rows, (at - 2).clamp(min=0)]))
+                logits = logits.masked_fill((at < 2)[:, None], 0.0)  # the first place has seen that token
+                pairs = [] if sampler.context_free else zip(rows, at, strict=True)
+                contexts = [ids_BT[row, :place] for row, place in pairs]
+                yield sampler.probabilities(logits, contexts) if len(at) else logits
+
+        return distributions
 
     def _widest(self, draft_length: int) -> int:
         """Return the most siblings of a draft."""

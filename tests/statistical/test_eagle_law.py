@@ -1,0 +1,96 @@
+"""The law of text that was sampled with EAGLE-3 heads: chains, trees and trees that grow.
+
+The statistic is that of `decode.measurement.distribution_test`, by chi-square. Seeds are fixed; a right decoder fails
+one setting with probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting.
+"""
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import tiny_llama
+from statistical.test_decoder_law import LAWS
+from trained_heads import train_eagle
+from transformers import LogitsProcessorList
+
+from draftsmith.decode import DynamicTree, Tree, autoregressive_generate
+from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
+from draftsmith.decode.sampling import Sampler
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.proposer import EagleProposer
+
+FALSE_ALARM = 1e-4
+VOCAB = 13
+NEW = 40
+TOKENS = int(os.environ.get("LAW_TOKENS", 6_000))
+SHAPES = {
+    "chain": None,
+    "tree": Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0)]),
+    "dynamic": DynamicTree(2, 5),
+}
+KINDS = {"plain": {}, "cut": {"token_map": torch.tensor([1, 3, 4, 6, 8, 10, 12])}}
+SETTINGS = [
+    ("plain", "chain", "T=0.7 top-p"),
+    ("cut", "chain", "penalties"),
+    ("plain", "tree", "T=1"),
+    ("cut", "tree", "T=0.7 top-p"),
+    ("plain", "dynamic", "T=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(3, VOCAB, layers=3, scale=18.0)
+
+
+@pytest.fixture(scope="module")
+def trained(target):
+    """Heads that learnt from the target's own samples."""
+    prompts = torch.randint(VOCAB, (20, 4), generator=torch.Generator().manual_seed(7))
+    texts = list(autoregressive_generate(target, prompts, do_sample=True, top_k=0, max_new_tokens=NEW).sequences)
+    made = {}
+    for name, options in KINDS.items():
+        torch.manual_seed(0)
+        made[name] = train_eagle(target, EagleHeads.of_target(target, **options), texts, steps=40)
+    return made
+
+
+def sampled(target, drafter: EagleProposer, law_name: str, tokens: int):
+    """Decode, and test the law of what comes out."""
+    arguments, processors = LAWS[law_name]
+    prompts = list(torch.randint(VOCAB, (-(-tokens // NEW), 4), generator=torch.Generator().manual_seed(5)))
+    texts, counts = sample_texts(
+        target, drafter, prompts, tokens, draft_length=2, batch_size=500, max_new_tokens=NEW, top_k=0, **arguments
+    )
+    sampler = Sampler(LogitsProcessorList(processors), do_sample=True)
+    q = drafter.distributions_after(target, sampler)
+    return distribution_test(target, texts, sampler, q, batch_size=128), counts
+
+
+@pytest.mark.parametrize(("kind", "shape", "law_name"), SETTINGS)
+def test_sampled_texts_have_the_targets_law(target, trained, kind, shape, law_name):
+    tokens = TOKENS // 2 if law_name == "penalties" else TOKENS
+    result, counts = sampled(target, EagleProposer(trained[kind], SHAPES[shape]), law_name, tokens)
+    assert result.num_tokens >= tokens
+    assert 0.1 < counts.conditional_acceptance()[0] < 0.95, counts  # drafts fail and stand
+    assert counts.num_accepted_tokens_per_pos[1] > tokens / 200, counts
+    assert result.p_value > FALSE_ALARM, result
+
+
+class Flattened(EagleProposer):
+    """Draws from q, and says that it drew from a flatter law."""
+
+    def propose(self, contexts, draft_lengths):
+        drafts = list(super().propose(contexts, draft_lengths))
+        for i, draft in enumerate(drafts):
+            if draft.probabilities is not None:
+                flat = draft.probabilities.pow(1 / 6)
+                drafts[i] = replace(draft, probabilities=flat / flat.sum(-1, keepdim=True))
+        return drafts
+
+
+def test_the_test_has_power(target, trained):
+    """What is told of q decides: with half of the tokens a wrong one is found."""
+    result, _ = sampled(target, Flattened(trained["plain"]), "T=1", TOKENS // 2)
+    assert result.p_value < FALSE_ALARM / 100, result
