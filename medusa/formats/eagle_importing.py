@@ -155,12 +155,8 @@ def _check_embeddings(directory: Path, embeddings: Tensor, target: PreTrainedMod
     if target is None:
         raise InputError(f"target: expected it for heads beside embeddings, as in {directory}, found none")
     theirs: Any = target.get_input_embeddings()
-    expected = theirs.weight.detach().cpu()
-    # A checkpoint of 16 bits holds the target's as far as these can say it.
-    narrow = torch.promote_types(embeddings.dtype, expected.dtype) != embeddings.dtype
-    same = embeddings.shape == expected.shape and torch.equal(
-        embeddings if narrow else embeddings.to(expected.dtype), expected.to(embeddings.dtype) if narrow else expected
-    )
+    expected = theirs.weight.detach().cpu().to(embeddings.dtype)  # 16 bits hold the target's as far as they can
+    same = embeddings.shape == expected.shape and torch.equal(embeddings, expected)
     if not same:
         raise InputError(f"{directory}: expected the target's embeddings, which our heads see, found others of its own")
 

@@ -1,6 +1,7 @@
 """EAGLE-3 heads in the formats of servers and out of those of other tools: round trips, refusals, damage."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,10 @@ def test_checkpoints_of_speculators(tmp_path, made, target):
     assert read.config.norm_before_residual and read.config.base_model_name_or_path == "org/verifier"
     with pytest.raises(InputError, match=r"^target: expected it for heads beside embeddings"):
         import_eagle(tmp_path / "out")
+    nearly = target.get_input_embeddings().weight.detach() * (1 + 1e-6)
+    rewritten(tmp_path / "out", with_tensor("embed_tokens.weight", nearly))
+    with pytest.raises(InputError, match=r"expected the target's embeddings, which our heads see, found others of its"):
+        import_eagle(tmp_path / "out", target=deepcopy(target).bfloat16())
 
 
 def without(name):
