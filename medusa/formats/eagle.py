@@ -3,7 +3,7 @@
 All formats hold `model.safetensors` under the names of the EAGLE authors; their config.json differ. Where a target has
 passed n of its layers, vLLM 0.32 calls it n (`eagle_aux_hidden_state_layer_ids`, first looked for at the top), as we
 do. SGLang's Llama, Qwen, Mistral and Gemma call it n − 1: they add one to what `eagle_config` says
-(`set_eagle3_layers_to_capture`), and look nowhere else. So a config that says both is right in both.
+(0.5.23, `set_eagle3_layers_to_capture`), and look nowhere else. So a config that says both is right in both.
 """
 
 import json
@@ -41,11 +41,10 @@ def eagle_refusal(heads: EagleHeads, format: str, layers: int | None = None) -> 
         return "attention_bias, which vLLM takes for one behind attention too; keep draftsmith's own format"
     if format == "vllm":
         return None
-    # `models/llama_eagle3.py`: no other residual path, no norm over all depths; `fc` is left out where the features are
-    # as wide as the state.
-    for name in ("norm_before_residual", "norm_before_fc"):
-        if getattr(config, name):
-            return f"{name}; take vllm"
+    # SGLang 0.5.23, `models/llama_eagle3.py`: no other residual path; `fc` is left out where the features are as wide
+    # as the state. `models/llama.py`: what leaves the last layer is not captured.
+    if config.norm_before_residual:
+        return "norm_before_residual; take vllm"
     if len(heads.layer_ids) == 1:
         return "features of one depth, which SGLang does not fuse; take vllm"
     if heads.layer_ids[-1] == layers:

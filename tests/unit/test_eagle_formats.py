@@ -21,6 +21,7 @@ VARIANTS = {
     "plain": {},
     "cut": {"token_map": MAP},
     "normed": {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True},
+    "normed together": {"norm_before_fc": True, "norm_output": True},
     "normed by depth": {"fc_norm": True, "layer_ids": [1, 3, 5, 7], "token_map": MAP},
     "long": {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 64}},
