@@ -61,6 +61,8 @@ def _copy(heads: EagleHeads, last: Any, final_norm: nn.Module) -> None:
         ours: Any = layer.get_submodule(name)
         try:
             theirs: Tensor = last.get_submodule(name).weight
+            if not theirs.is_floating_point():
+                raise RuntimeError("codes of quantised weights")
             wide = nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0))  # embeddings come first
             ours.weight.copy_(wide)
         except (AttributeError, RuntimeError) as error:
