@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.features import decoder_layers, default_layers
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.medusa.eagle.features import decoder_layers, default_layers
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
 from draftsmith.medusa.formats.checkpoint_files import (
     CONFIG,

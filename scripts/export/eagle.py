@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Proposer
-from draftsmith.medusa.eagle.features import decoder_layers
+from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.formats.eagle import export_eagle
 from draftsmith.medusa.formats.eagle_importing import import_eagle

@@ -16,7 +16,8 @@ from conftest import perturbed, tiny_llama
 from jsonschema import Draft202012Validator
 from pydantic import TypeAdapter
 from rich.console import Console
-from trained_heads import own_texts, train_eagle, train_heads
+from trained_eagle import train_eagle
+from trained_heads import own_texts, train_heads
 from trained_parallel import train_parallel
 from transformers import AutoModelForCausalLM
 
@@ -542,7 +543,7 @@ def test_eagle_heads_are_measured(root, tmp_path, tokenizer, choices):
     target = load_model(root / "target")
     ids = [torch.tensor(tokenizer.encode(text)) for text, _ in PROMPTS]
     texts = [text[-NEW:] for text in own_texts(target, ids, max_new_tokens=NEW, do_sample=False)]
-    heads = train_eagle(target, EagleHeads.of_target(target), texts, steps=40)
+    heads = train_eagle(target, EagleHeads.of_target(target), texts, steps=40, rate=1e-2, depth=1)
     heads.config.eagle_tree = choices
     heads.save_pretrained(tmp_path / "eagle")
     report = checked(

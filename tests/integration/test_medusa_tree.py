@@ -15,7 +15,7 @@ from trained_parallel import train_parallel
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
 from draftsmith.scripts import medusa_tree
 from draftsmith.scripts.bench import trees
 from draftsmith.scripts.cli import main
@@ -156,6 +156,21 @@ def test_a_parallel_drafts_tree_goes_into_its_config_and_is_drafted(pipeline, ma
     assert drafter.to_dict()["tree_nodes"] == drafter.nodes == len(report["choices"])
     chain = load_pair(target, tokenizer, [replace(spec, tree=Tree.chain(2), draft_lengths=[2])], "float32").drafter
     assert chain.proposer.tree.is_chain and chain.draft_lengths == [2]
+
+
+def test_eagle_heads_tree_goes_into_their_config_and_is_drafted(pipeline, made, tmp_path):
+    eagle = tmp_path / "eagle"
+    EagleHeads.of_target(load_model(pipeline / "target")).save_pretrained(eagle)
+    before = json.loads((eagle / "config.json").read_text())
+    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--eagle", str(eagle), "--nodes", "5"]
+    argv += ["--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
+    assert main(argv) == 0
+    report = json.loads((eagle / "tree.json").read_text())
+    assert json.loads((eagle / "config.json").read_text()) == before | {"eagle_tree": report["choices"]}
+    assert report["eagle"] == {"path": str(eagle), "depth": 8} and 0 < len(report["choices"]) <= 5
+    spec = DrafterSpec("eagle", str(eagle))
+    drafter = load_pair(str(pipeline / "target"), load_tokenizer(pipeline / "target"), [spec], "float32").drafter
+    assert drafter.tree == Tree.from_choices(report["choices"]) and drafter.draft_lengths == [drafter.tree.depth]
 
 
 def test_with_an_output_the_parallel_draft_stays_as_it_is(pipeline, made, parallel, tmp_path):

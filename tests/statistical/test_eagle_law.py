@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from statistical.test_decoder_law import LAWS
-from trained_heads import train_eagle
+from trained_eagle import train_eagle
 from transformers import LogitsProcessorList
 
 from draftsmith.decode import DynamicTree, Tree, autoregressive_generate
@@ -52,7 +52,7 @@ def trained(target):
     made = {}
     for name, options in KINDS.items():
         torch.manual_seed(0)
-        made[name] = train_eagle(target, EagleHeads.of_target(target, **options), texts, steps=40)
+        made[name] = train_eagle(target, EagleHeads.of_target(target, **options), texts, steps=40, rate=1e-2, depth=1)
     return made
 
 

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.features import collected
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.train.losses.output_head import last_hidden
 
 
@@ -43,26 +41,6 @@ def train_heads(
             log_q = heads.logits(i, hidden, seen).log_softmax(-1).gather(-1, labels[:, None])
             # What a truncated vocabulary lacks cannot be learnt.
             loss = loss - log_q[log_q.isfinite()].mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return heads.eval().requires_grad_(False)
-
-
-def train_eagle(
-    target: PreTrainedModel, heads: EagleHeads, texts: Sequence[Tensor], steps: int = 60, rate: float = 1e-2
-) -> EagleHeads:
-    """Fit EAGLE-3 heads to texts of one length by cross-entropy, where all places have the target's features."""
-    ids_BT = torch.stack(list(texts))
-    with torch.no_grad(), collected(target, heads.layer_ids) as features:
-        target(ids_BT[:, :-2])
-    embeddings, labels = target.get_input_embeddings()(ids_BT[:, 1:-1]), ids_BT[:, 2:]
-    heads.train().requires_grad_(True)
-    optimizer = torch.optim.Adam(heads.parameters(), lr=rate)
-    for _ in range(steps):
-        step = heads(embeddings, heads.fuse(features[0]), torch.arange(labels.shape[1])[None])
-        log_q = heads.widened(heads.head(step.hidden)).log_softmax(-1).gather(-1, labels[..., None])
-        loss = -log_q[log_q.isfinite()].mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

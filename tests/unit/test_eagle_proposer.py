@@ -3,11 +3,10 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from trained_heads import train_eagle
+from trained_eagle import logits_after, train_eagle
 
 from draftsmith.decode import DynamicTree, Tree, autoregressive_generate, speculative_generate
 from draftsmith.decode.cache import model as cached_model
-from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.draft_tree import GrowingTree
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -30,28 +29,14 @@ def heads_of(target, **options):
     prompts = torch.randint(VOCAB, (16, 3), generator=torch.Generator().manual_seed(3))
     ways = ({"do_sample": False}, {"do_sample": True, "top_k": 0})
     texts = [autoregressive_generate(target, prompts, max_new_tokens=16, **way).sequences for way in ways]
-    return train_eagle(target, EagleHeads.of_target(target, **options), list(torch.cat(texts)), steps=30)
+    return train_eagle(
+        target, EagleHeads.of_target(target, **options), list(torch.cat(texts)), steps=30, rate=1e-2, depth=1
+    )
 
 
 @pytest.fixture(scope="module")
 def trained(target):
     return {name: heads_of(target, **options) for name, options in OPTIONS.items()}
-
-
-@torch.no_grad()
-def logits_after(target, heads, context, path):
-    """The heads' logits after a text and a path of drafted tokens: everything is computed again for each."""
-    with collected(target, heads.layer_ids) as features:
-        target(context[None, :-1])
-    states = heads.fuse(features[0])
-    tokens = context[1:]
-    for token in [*path, None]:
-        places = torch.arange(len(tokens))[None]
-        step = heads(target.get_input_embeddings()(tokens)[None], states, places)
-        if token is None:
-            return heads.widened(heads.head(step.hidden[0, -1]))
-        states = torch.cat([states, step.states[:, -1:]], dim=1)
-        tokens = torch.cat([tokens, torch.tensor([token])])
 
 
 class Checked(EagleProposer):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import tiny_llama
-from trained_heads import train_eagle
+from trained_eagle import train_eagle
 
 from draftsmith.decode import (
     DynamicTree,
@@ -47,7 +47,9 @@ def heads(target):
     made = {}
     for name, options in KINDS.items():
         torch.manual_seed(0)
-        made[name] = train_eagle(target, EagleHeads.of_target(target, **options), list(texts), steps=25)
+        made[name] = train_eagle(
+            target, EagleHeads.of_target(target, **options), list(texts), steps=25, rate=1e-2, depth=1
+        )
     return made
 
 
