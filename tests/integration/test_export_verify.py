@@ -10,9 +10,11 @@ from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
-from draftsmith.scripts import cli, export
+from draftsmith.medusa.formats.importing import import_heads
+from draftsmith.scripts import cli
 from draftsmith.scripts.engine import verification
 from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, Run
+from draftsmith.scripts.export import command
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
 
@@ -73,14 +75,14 @@ class Engine:
 
 
 def import_written(directory) -> MedusaHeads:
-    return export.import_heads(directory).float()
+    return import_heads(directory).float()
 
 
 @pytest.fixture
 def engine(monkeypatch) -> Engine:
     fake = Engine()
     monkeypatch.setattr(verification, "run_jobs", fake)
-    monkeypatch.setattr(export, "engine_python", lambda given: Path("python"))
+    monkeypatch.setattr(command, "engine_python", lambda given: Path("python"))
     return fake
 
 
