@@ -2,18 +2,21 @@
 
     python -m draftsmith.scripts.bench.parallel --output runs/parallel
     python -m draftsmith.scripts.bench.parallel --output runs/parallel --variants '[plain_stock,parallel_3]' --timed 16
+    python -m draftsmith.scripts.bench.parallel --output runs/parallel --tree_nodes '[4,8]' --timed 16
 
 Both kinds begin as the stock draft or carved from the target, and train on the same text for the same CPU seconds of
 one thread, which other processes do not stretch. Each draft replays the same fresh prompts at T=0 and T=1. With
 `--timed` every draft of every seed also decodes prompts, in turns with plain decoding: do that on a quiet machine. A
 parallel draft may be larger, for its drafting time does not grow with γ as a plain one's does, so sizes are variants,
-and each kind is to be judged at its best one. τ is pooled over the seeds, its interval is over prompts.
+and each kind is to be judged at its best one. With `--tree_nodes` parallel drafts draft trees, too, searched on greedy
+completions that are learned from nowhere. τ is pooled over the seeds, its interval is over prompts.
 """
 
 import shutil
 import sys
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -24,17 +27,21 @@ from draftsmith.decode import (
     DraftModelProposer,
     ParallelDraftProposer,
     Proposer,
+    Tree,
     autoregressive_generate,
     replay_acceptance,
     speculative_generate,
 )
 from draftsmith.decode.errors import at_least, one_of, require
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
+from draftsmith.decode.measurement.tree_search import choices_of, search_tree
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
+from draftsmith.medusa.tree_drafters import ranks_in_text
 from draftsmith.scripts.bench.common import ASSETS, in_turns, run_benchmark
 from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, read_texts
 from draftsmith.train.cli import parse_config, run
+from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.models import load_model
 from draftsmith.train.provenance import environment, write_json
@@ -79,6 +86,10 @@ class BenchParallelConfig(VariantsConfig):
     """K, the tokens that a parallel draft learns to propose in one forward."""
     draft_lengths: list[int] = field(default_factory=lambda: [1, 2, 3, 4, 6, 8])
     """γ of the replayed τ and of what is timed."""
+    tree_nodes: list[int] = field(default_factory=list)
+    """Nodes of the trees that parallel drafts draft besides chains; τ of those is replayed at T=0."""
+    searched_prompts: int = 64
+    """Further prompts from the training modules, whose greedy completions trees are searched on."""
     timed: int | None = None
     """Prompts that every draft decodes on the clock; none if not given."""
     max_new_tokens: int = 48
@@ -92,16 +103,18 @@ class BenchParallelConfig(VariantsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "draft_lengths")
+        require(self, at_least(1), "draft_lengths", "tree_nodes")
         require(self, one_of(("float32", "bfloat16")), "dtype")
 
 
 def bench(config: BenchParallelConfig) -> dict[str, Any]:
     """Train and replay what is missing, time what was asked for, and return the results by variant and seed."""
     steps: dict[str, int] = {}
-    results = compare(config, partial(_train_and_replay, config, steps))
+    searched = {"searched": stdlib_prompts(config.searched_prompts, heldout=False, seed=3)} if config.tree_nodes else {}
+    results = compare(config, partial(_train_and_replay, config, steps), searched)
+    _search_trees(config, results)
     if config.timed:
-        results["timed"] = _timed(config)
+        results["timed"] = _timed(config, results)
         write_json(config.figures_path(), results)
     return results
 
@@ -181,21 +194,49 @@ def _proposer(variant: str, draft: PreTrainedModel) -> Proposer:
     return ParallelDraftProposer(draft) if variant.startswith("parallel") else DraftModelProposer(draft)
 
 
+def _trees_of(config: BenchParallelConfig, variant: str) -> list[str]:
+    return [f"tree of {size}" for size in config.tree_nodes] if variant.startswith("parallel") else []
+
+
 def _proposable(config: BenchParallelConfig, proposer: Proposer) -> list[int]:
     return [k for k in config.draft_lengths if proposer.longest is None or k <= proposer.longest]
 
 
-def _timed(config: BenchParallelConfig) -> dict[str, Any]:
+def _search_trees(config: BenchParallelConfig, results: dict[str, Any]) -> None:
+    """Search the trees of each parallel draft that are missing, and add them and their τ at T=0 to its results."""
+    target = load_model(config.target, field="target", device="cpu")
+    for variant, seed in product(config.variants, config.seeds):
+        figures = results[variant][str(seed)]
+        missing = [size for size in config.tree_nodes if f"tree of {size}" not in figures]
+        if not variant.startswith("parallel") or not missing:
+            continue
+        drafter = ParallelDraftProposer(load_model(str(_directory(config, variant, seed)), device="cpu").eval())
+        searched, check = (
+            [ranks_in_text(target, drafter, *pair) for pair in zip(*read_texts(config.completions / side), strict=True)]
+            for side in ("searched", "replayed-greedy")
+        )
+        for size in missing:
+            tree = search_tree(searched, size)
+            figures[f"tree of {size}"] = {
+                "tokens": [len(text) for text in check],
+                "rounds": [text.rounds(tree) for text in check],
+            }
+            figures.setdefault("choices", {})[f"tree of {size}"] = choices_of(tree)
+        write_json(config.figures_path(), results)
+
+
+def _timed(config: BenchParallelConfig, results: dict[str, Any]) -> dict[str, Any]:
     """Decode prompts by every draft, in turns with plain decoding, and return each one's speed-up by temperature."""
     target = load_model(config.target, field="target", device="cpu", dtype=config.dtype)
     target.generation_config = GenerationConfig(pad_token_id=target.config.get_text_config().pad_token_id)
-    drafts = {
-        (variant, seed): _proposer(
-            variant, load_model(str(_directory(config, variant, seed)), device="cpu", dtype=config.dtype)
-        )
-        for variant in config.variants
-        for seed in config.seeds
-    }
+    drafters: dict[tuple[str, int, str], tuple[Proposer, int]] = {}  # and γ
+    for variant, seed in product(config.variants, config.seeds):
+        draft = load_model(str(_directory(config, variant, seed)), device="cpu", dtype=config.dtype)
+        chains = _proposer(variant, draft)
+        drafters |= {(variant, seed, f"γ={k}"): (chains, k) for k in _proposable(config, chains)}
+        for name in _trees_of(config, variant):
+            tree = Tree.from_choices(results[variant][str(seed)]["choices"][name])
+            drafters[variant, seed, name] = (ParallelDraftProposer(draft, tree), tree.depth)
     texts, lengths = read_texts(config.completions / "replayed-greedy")
     prompts = [text[None, :length] for text, length in zip(texts[: config.timed], lengths, strict=False)]
     figures: dict[str, Any] = {"environment": environment(target.device, config.dtype)}
@@ -208,9 +249,8 @@ def _timed(config: BenchParallelConfig) -> dict[str, Any]:
             "compiled": config.compiled,
         }
         methods: dict[Any, Any] = {"plain": partial(autoregressive_generate, target, **options)}
-        for (variant, seed), proposer in drafts.items():
-            for k in _proposable(config, proposer):
-                methods[variant, seed, k] = partial(speculative_generate, target, proposer, draft_length=k, **options)
+        for drafter, (proposer, k) in drafters.items():
+            methods[drafter] = partial(speculative_generate, target, proposer, draft_length=k, **options)
         for decode in methods.values():  # which compiles
             decode(input_ids=prompts[0], seed=0)
         tokens: dict[Any, list[int]] = {name: [] for name in methods}
@@ -221,15 +261,12 @@ def _timed(config: BenchParallelConfig) -> dict[str, Any]:
                 tokens[name].append(out.sequences.numel() - prompt.numel())
                 seconds[name].append(taken)
         plain = [tokens["plain"], seconds["plain"]]
-        for variant in config.variants:
-            for k in config.draft_lengths:
-                runs = [(variant, seed, k) for seed in config.seeds]
-                if runs[0] not in methods:
-                    continue
-                summed = [
-                    [sum(values) for values in zip(*(of[run] for run in runs), strict=True)] for of in (tokens, seconds)
-                ]
-                figures.setdefault(f"{variant} γ={k}", {})[f"T={temperature}"] = rate_ratio(*summed, *plain)
+        for variant, draft_name in dict.fromkeys((variant, name) for variant, _, name in drafters):
+            runs = [(variant, seed, draft_name) for seed in config.seeds]
+            summed = [
+                [sum(values) for values in zip(*(of[run] for run in runs), strict=True)] for of in (tokens, seconds)
+            ]
+            figures.setdefault(f"{variant} {draft_name}", {})[f"T={temperature}"] = rate_ratio(*summed, *plain)
     return figures
 
 
@@ -238,12 +275,11 @@ def shown(config: BenchParallelConfig, results: dict[str, Any]) -> dict[str, Any
 
     def row(runs: dict[str, Any]) -> dict[str, Any]:
         figures: dict[str, Any] = {"seeds": len(runs), "steps": next(iter(runs.values()))["steps"]}
-        for temperature, _ in TEMPERATURES:
-            for k in config.draft_lengths:
-                name = f"T={temperature} γ={k}"
-                if all(name in run for run in runs.values()):
-                    sums = pooled(runs, name)
-                    figures[name] = ratio(sums["tokens"], sums["rounds"])
+        names = [f"T={temperature} γ={k}" for temperature, _ in TEMPERATURES for k in config.draft_lengths]
+        for name in [*names, *(f"tree of {size}" for size in config.tree_nodes)]:
+            if all(name in run for run in runs.values()):
+                sums = pooled(runs, name)
+                figures[name] = ratio(sums["tokens"], sums["rounds"])
         return figures
 
     timed = results.pop("timed", {})

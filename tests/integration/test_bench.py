@@ -16,6 +16,7 @@ from draftsmith.scripts.bench import (
     divergence,
     medusa,
     objectives,
+    parallel,
     prepare,
     replay,
     throughput,
@@ -178,6 +179,27 @@ def test_objectives_are_compared_for_parallel_drafts_too(pair_dirs, tmp_path, mo
     for name in ("forward_kl", "lk_hybrid_batch", "nla"):
         for side in results[name]["0"].values():
             assert 1 <= sum(side["tokens"]) / sum(side["rounds"]) <= 4
+
+
+def test_parallel_drafts_are_trained_replayed_and_timed_beside_plain_ones(pair_dirs, tmp_path, monkeypatch):
+    monkeypatch.setattr(variants, "WRITTEN", {name: (t, 6) for name, (t, _) in variants.WRITTEN.items()})
+    arguments = ["--target", str(pair_dirs[0]), "--seeds", "[0]", "--train_prompts", "6", "--replayed_prompts", "3"]
+    arguments += ["--searched_prompts", "4", "--length", "3", "--draft_lengths", "[1,2]", "--tree_nodes", "[4]"]
+    arguments += ["--variants", '["plain_1@1", "parallel_1@1"]', "--baseline", "plain_1@1", "--bf16", "false"]
+    arguments += ["--timed", "2", "--max_new_tokens", "4", "--compiled", "false", "--dtype", "float32"]
+    arguments += ["--output", str(tmp_path / "bench")]
+    assert common.run_benchmark(parallel.BenchParallelConfig, parallel.bench, parallel.shown, argv=arguments) == 0
+    figures = json.loads((tmp_path / "bench" / "results.json").read_text())
+    for name in ("plain_1@1", "parallel_1@1"):
+        for k in (1, 2):
+            for temperature in (0, 1):
+                sums = figures[name]["0"][f"T={temperature} γ={k}"]
+                assert 1 <= sum(sums["tokens"]) / sum(sums["rounds"]) <= k + 1
+    tree, chain = (figures["parallel_1@1"]["0"][name] for name in ("tree of 4", "T=0 γ=1"))
+    assert tree["tokens"] == chain["tokens"] and sum(tree["rounds"]) <= sum(chain["rounds"])
+    assert "tree of 4" not in figures["plain_1@1"]["0"]
+    drafts = {"plain_1@1 γ=1", "plain_1@1 γ=2", "parallel_1@1 γ=1", "parallel_1@1 γ=2", "parallel_1@1 tree of 4"}
+    assert set(figures["timed"]) - {"environment"} == drafts
 
 
 @pytest.mark.parametrize("benchmark", [objectives, medusa])
