@@ -350,11 +350,11 @@ class LearningCurveConfig:
     """Train on several amounts of text, and say how acceptance would go on with more; resumable."""
 
     run: str
-    """The config of the training run, as `draftsmith distill --config` reads it, with `heldout` directories."""
+    """The config of the training run, as the command of `recipe` reads it, with `heldout` directories."""
     output: str
     """Receives what was trained on each share, learning_curve.json and learning_curve.svg; a second run goes on."""
     recipe: str = "distill"
-    """What trains: distill or medusa."""
+    """What trains: distill, medusa or eagle; with medusa the target stays frozen."""
     flags: list[str] = field(default_factory=list)
     """Further flags of the training runs, such as --processes=8."""
     shares: Floats = field(default_factory=lambda: [0.125, 0.25, 0.5, 1.0])
@@ -362,10 +362,10 @@ class LearningCurveConfig:
     times: Floats = field(default_factory=lambda: [2.0, 4.0])
     """Multiples of the text to forecast τ for."""
     draft_length: int = 4
-    """γ of the replayed τ; heads and parallel drafts draft no more tokens than they have learned to."""
+    """γ of the replayed τ; Medusa heads and parallel drafts draft no more tokens than they have learned to."""
 
     def __post_init__(self) -> None:
-        require(self, one_of(("distill", "medusa")), "recipe")
+        require(self, one_of(("distill", "medusa", "eagle")), "recipe")
         self.shares, self.times = (sorted(numbers(getattr(self, n), float, n)) for n in ("shares", "times"))
         require(self, more_than(0) & at_most(1), "shares")
         require(self, finite(more_than(1)), "times")

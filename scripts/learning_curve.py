@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from transformers import PreTrainedModel
 
 from draftsmith.decode import Proposer, Tree, replay_acceptance
 from draftsmith.decode.errors import InputError
@@ -21,6 +22,8 @@ from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.learning_curve import LearningCurve, learning_curve
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.scripts.cli import config_class, launcher_flags
 from draftsmith.scripts.configs import LearningCurveConfig
 from draftsmith.scripts.pair import PARALLEL, DrafterSpec, load_pair
@@ -41,7 +44,8 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
     """Train and replay what is missing, and return what learning_curve.json holds.
 
     Raises:
-        InputError: a run without held-out directories, an output of other settings, or a training run that failed.
+        InputError: a run without held-out directories or with a target that is trained, an output of other
+            settings, or a training run that failed.
     """
     output = require_writable(config.output)
     path = output / "learning_curve.json"
@@ -80,30 +84,52 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
         raise InputError(
             f"run: expected heldout directories in {config.run}, to replay what was trained on, found none"
         )
+    if recipe.trains_target:
+        raise InputError(
+            f"run: expected a target that stays as it is, and so the heldout text its own, found one in {config.run} "
+            "that is trained"
+        )
     train, _ = read_data(recipe)
     learned = train.loss_tokens()
     print(f"share {share:g}: {learned} tokens in {directory}", flush=True)
     if code := _trained(config.recipe, given):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
-    tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
-    parallel = recipe.parallel if isinstance(recipe, DistillConfig) else 0
-    kind = "medusa" if config.recipe == "medusa" else PARALLEL if parallel else "draft"
-    draft_length = min(config.draft_length, parallel or config.draft_length)
-    spec = DrafterSpec(kind, str(directory), draft_lengths=[draft_length])
-    pair = load_pair(recipe.target, tokenizer, [spec], recipe.target_dtype, recipe.trust_remote_code)
-    proposer: Proposer = pair.drafter.proposer
-    if isinstance(pair.drafter.model, MedusaHeads):
-        draft_length = min(draft_length, pair.drafter.model.config.num_heads)
-        proposer = MedusaProposer(pair.drafter.model, Tree.chain(draft_length))
+    target, proposer, draft_length = _chains(config.recipe, recipe, str(directory), config.draft_length)
     texts, lengths = [], []
     for path in recipe.heldout_directories:
         samples = load_completions(path)
-        texts += [torch.tensor(ids, device=pair.target.device) for ids in samples["input_ids"]]
+        texts += [torch.tensor(ids, device=target.device) for ids in samples["input_ids"]]
         lengths += list(samples["prompt_length"])
     sampling = (recipe.temperature, recipe.top_k, recipe.top_p)
-    replay = replay_acceptance(pair.target, proposer, texts, lengths, [draft_length], *sampling)
+    replay = replay_acceptance(target, proposer, texts, lengths, [draft_length], *sampling)
     tokens, rounds = replay.tokens_and_rounds(draft_length)
     return {"share": share, "tokens_learned": learned, "tokens": tokens, "rounds": rounds}
+
+
+def _chains(
+    name: str, recipe: RecipeConfig, directory: str, draft_length: int
+) -> tuple[PreTrainedModel, Proposer, int]:
+    """Load a run's target and what it trained; return both, to draft chains, and how many tokens they draft.
+
+    Args:
+        name: of the recipe.
+        recipe: the run.
+        directory: what it left.
+        draft_length: γ at most.
+    """
+    tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
+    parallel = recipe.parallel if isinstance(recipe, DistillConfig) else 0
+    kind = (PARALLEL if parallel else "draft") if name == "distill" else name  # heads are called as their recipe is
+    draft_length = min(draft_length, parallel or draft_length)
+    spec = DrafterSpec(kind, directory, draft_lengths=[draft_length])
+    pair = load_pair(recipe.target, tokenizer, [spec], recipe.target_dtype, recipe.trust_remote_code)
+    model = pair.drafter.model
+    if isinstance(model, MedusaHeads):
+        draft_length = min(draft_length, model.config.num_heads)
+        return pair.target, MedusaProposer(model, Tree.chain(draft_length)), draft_length
+    if isinstance(model, EagleHeads):  # heads that were gone on from may have a tree
+        return pair.target, EagleProposer(model), draft_length
+    return pair.target, pair.drafter.proposer, draft_length
 
 
 def _trained(recipe: str, arguments: Sequence[str]) -> int:

@@ -8,11 +8,19 @@ import yaml
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa.__main__ import train_heads
+from draftsmith.medusa import __main__ as medusa
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.scripts import learning_curve as command
 from draftsmith.scripts.configs import LearningCurveConfig
 from draftsmith.train.cli import parse_config
+
+RECIPES = {
+    "distill": (DistillConfig, distill),
+    "medusa": (MedusaTrainingConfig, medusa.train_heads),
+    "eagle": (EagleTrainingConfig, eagle.train_heads),
+}
 
 
 @pytest.fixture
@@ -21,7 +29,7 @@ def recipe(pipeline, tmp_path, monkeypatch):
     trained = []
 
     def train(name, arguments):
-        cls, recipe = (DistillConfig, distill) if name == "distill" else (MedusaTrainingConfig, train_heads)
+        cls, recipe = RECIPES[name]
         config = parse_config(cls, arguments)
         trained.append((config.share, len(recipe(config).data)))
         return 0
@@ -41,11 +49,21 @@ def recipe(pipeline, tmp_path, monkeypatch):
     return write, trained
 
 
-@pytest.mark.parametrize("what", ["distill", "parallel", "medusa"])
-def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(pipeline, recipe, tmp_path, what, capsys):
+@pytest.mark.parametrize(
+    ("name", "options", "most"),
+    [
+        ("distill", {"draft": "draft"}, 5),
+        ("distill", {"draft": "draft", "parallel": 3}, 4),
+        ("medusa", {"num_heads": 2}, 3),
+        ("eagle", {"num_steps": 2, "layer_ids": [1], "draft_vocabulary": 40}, 5),
+    ],
+    ids=["distill", "parallel", "medusa", "eagle"],
+)
+def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
+    pipeline, recipe, tmp_path, name, options, most, capsys
+):
     write, trained = recipe
-    name = "medusa" if what == "medusa" else "distill"
-    run = write(num_heads=2) if what == "medusa" else write(draft=pipeline / "draft", parallel=3 * (what == "parallel"))
+    run = write(**options | ({"draft": pipeline / "draft"} if "draft" in options else {}))
     arguments = ["--run", run, "--recipe", name, "--output", str(tmp_path / "curve")]
     assert command.main([*arguments, "--shares", "0.3,0.6,1", "--times", "2"]) == 0
     (smallest, few), (middle, some), (whole, all_of_them) = trained
@@ -54,9 +72,7 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(pipeline, recip
     assert found["schema"] == "draftsmith.learning_curve/1"
     assert [len(point["rounds"]) for point in found["points"]] == [5, 5, 5]
     assert found["curve"]["sizes"] == [point["tokens_learned"] for point in found["points"]]
-    assert all(
-        1 <= length["value"] <= {"distill": 5, "parallel": 4, "medusa": 3}[what] for length in found["curve"]["lengths"]
-    )
+    assert all(1 <= length["value"] <= most for length in found["curve"]["lengths"])
     assert (tmp_path / "curve" / "learning_curve.svg").read_text().startswith("<?xml")
     assert found["says"][0] in " ".join(capsys.readouterr().out.split())
     # Again, with one share more: only that is trained on.
@@ -74,6 +90,8 @@ def test_what_cannot_be_measured_is_refused(pipeline, recipe, tmp_path, monkeypa
         LearningCurveConfig(run, output, shares=[0.5, 1.0, 2.0])
     with pytest.raises(InputError, match=r"run: expected heldout directories in .*, found none"):
         command.measure_curve(LearningCurveConfig(write(draft=pipeline / "draft", heldout=[]), output))
+    with pytest.raises(InputError, match=r"run: expected a target that stays as it is, .* that is trained"):
+        command.measure_curve(LearningCurveConfig(write(backbone="lora"), output, "medusa"))
     run = write(draft=pipeline / "draft")
     command.measure_curve(LearningCurveConfig(run, output, shares=[0.3, 0.6, 1.0]))
     with pytest.raises(InputError, match=r"output: expected .*learning_curve\.json of the same draft_length"):
