@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from draftsmith.decode.errors import SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.teacher.cache_config import refuse_beside_cache
 
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
@@ -137,8 +138,8 @@ class DistillConfig(RecipeConfig):
         self.init.check_source(self.draft)
         require(self, SHARE, "curriculum", "on_policy")
         require(self, at_least(1), "on_policy_tokens")
-        if self.teacher_cache and self.target_sharded:
-            raise InputError("target_sharded: expected false with teacher_cache, found true")
+        if self.teacher_cache:
+            refuse_beside_cache(self)
         if self.prompt_loss and (self.teacher_cache or not self.objective.needs_target):
             raise InputError(
                 "prompt_loss: expected false with teacher_cache, which has none of the prompts, and with cross_entropy "
@@ -147,12 +148,6 @@ class DistillConfig(RecipeConfig):
         if self.teacher_cache and self.on_policy:
             raise InputError(
                 f"on_policy: expected 0 with teacher_cache, which has none of new texts, found {self.on_policy}"
-            )
-        loading: Any = self.training.accelerator_config
-        if self.teacher_cache and loading.dispatch_batches:
-            raise InputError(
-                "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be "
-                "sliced as rows are, found true"
             )
 
     def _check_parallel(self) -> None:

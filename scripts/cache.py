@@ -1,4 +1,4 @@
-"""`draftsmith cache --config configs/cache/tiny.yaml`: the target's distributions, to distil without it."""
+"""`draftsmith cache --config configs/cache/tiny.yaml`: what the target says of texts, to train without it."""
 
 from collections.abc import Sequence
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if positions
         else "nothing to write",
     }
-    print_summary(rows, "teacher cache", summary.output)
+    print_summary(rows, summary.title, summary.output)
     return 0
 
 

@@ -15,8 +15,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.train.cli import run
 from draftsmith.train.data.examples import training_examples
-from draftsmith.train.teacher import cache_reader
-from draftsmith.train.teacher import cache_writer as teacher_cache
+from draftsmith.train.teacher import cache_reader, distribution_shards
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 
 
@@ -65,11 +64,11 @@ def test_with_all_tokens_it_is_what_it_is_with_the_target(
     tolerance = 1e-2
     if precision == torch.float32:
         tolerance = 1e-5
-        columns = teacher_cache.COLUMNS
+        columns = distribution_shards.COLUMNS
         wide = columns.set(columns.get_field_index("log_p"), pa.field("log_p", pa.list_(pa.float32())))
-        for module in (teacher_cache, cache_reader):
+        for module in (distribution_shards, cache_reader):
             monkeypatch.setattr(module, "COLUMNS", wide)
-        monkeypatch.setitem(teacher_cache.NUMBERS, "log_p", precision)
+        monkeypatch.setitem(distribution_shards.NUMBERS, "log_p", precision)
         make_cache(
             CacheConfig(str(pipeline / "target"), completions(pipeline), str(tmp_path / "wide"), 300, temperature=0.8)
         )

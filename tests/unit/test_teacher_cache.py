@@ -28,6 +28,7 @@ from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model
 from draftsmith.train.teacher import cache_writer as teacher_cache
+from draftsmith.train.teacher import distribution_shards
 from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
@@ -333,17 +334,17 @@ class Killed(Exception):
 
 def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkeypatch):
     output, calls = tmp_path / "cache", []
-    real = teacher_cache._write_shard
+    real = distribution_shards._write_shard
 
-    def killed(*args):
+    def killed(path, *args):
         if len(calls) == 2:
             (output / ".000-shard-00001.parquet.partial").write_bytes(b"half")
             raise Killed
-        calls.append(1)
-        real(*args)
+        calls.extend([1] if path.suffix == ".parquet" else [])  # not of the trial
+        real(path, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(teacher_cache, "_write_shard", killed)
+        patch.setattr(distribution_shards, "_write_shard", killed)
         with pytest.raises(Killed):
             make_cache(configured(pipeline, output))
     assert len(list(output.glob("*.parquet"))) == 2
@@ -384,7 +385,7 @@ def test_less_space_than_the_estimate_is_refused(pipeline, tmp_path, monkeypatch
 
 
 def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, whole, tmp_path, monkeypatch):
-    output, real = tmp_path / "cache", teacher_cache.write_shard
+    output, real = tmp_path / "cache", distribution_shards.write_shard
 
     def full(path, *args, **options):
         if path.name == "001-shard-00000.parquet":
@@ -392,7 +393,7 @@ def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, whole
         real(path, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(teacher_cache, "write_shard", full)
+        patch.setattr(distribution_shards, "write_shard", full)
         with pytest.raises(InputError, match=r"no space left .* 5 of 12 samples are kept; free") as error:
             make_cache(configured(pipeline, output))
     assert "\n" not in str(error.value)

@@ -1,14 +1,31 @@
-"""What `draftsmith cache` is told."""
+"""What `draftsmith cache` is told, and what a training run may not be told beside a cache."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from draftsmith.decode.errors import at_least, at_most, finite, more_than, require, require_some
+from draftsmith.decode.errors import (
+    InputError,
+    at_least,
+    at_most,
+    finite,
+    more_than,
+    one_of,
+    require,
+    require_some,
+)
 from draftsmith.train.options import ModelOptions, TargetOptions
+from draftsmith.train.recipe import RecipeConfig
+
+FEATURE_DTYPES = ("bfloat16", "float32")
+OF_DISTRIBUTIONS = {"k": 32, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 
 @dataclass
 class CacheConfig(ModelOptions, TargetOptions):
-    """Write down the target's distributions on its completions, for drafts to train on without it; resumable."""
+    """Write down what a target says of its completions, for training without it; resumable.
+
+    Its distributions, which drafts are distilled from, or the features that EAGLE-3 heads learn from.
+    """
 
     target: str
     """The target model: a directory or a hub id."""
@@ -26,11 +43,42 @@ class CacheConfig(ModelOptions, TargetOptions):
     """The deployment's top-p; 1 for all."""
     batch_size: int = 16
     """Samples of a forward, of similar length."""
+    features: bool = False
+    """Write features in place of distributions: the hidden states at `layer_ids` and the last ones, of every token.
+    They serve any temperature, top-k and top-p."""
+    layer_ids: list[int] = field(default_factory=list)
+    """After how many of the target's layers features are taken, ascending; of L layers 2, L // 2 and L − 3 if not
+    given."""
+    feature_dtype: str = "bfloat16"
+    """What features are stored in: bfloat16 or float32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_some(self, "completions", "directory")
-        require(self, at_least(1), "k", "batch_size")
+        require(self, at_least(1), "k", "batch_size", "layer_ids")
         require(self, finite(more_than(0)), "temperature")
         require(self, at_least(0), "top_k")
         require(self, more_than(0) & at_most(1), "top_p")
+        require(self, one_of(FEATURE_DTYPES), "feature_dtype")
+        if self.layer_ids and not self.features:
+            raise InputError(f"layer_ids: expected none without features, found {self.layer_ids}")
+        for name, default in OF_DISTRIBUTIONS.items():
+            value = getattr(self, name)
+            if self.features and value != default:
+                raise InputError(f"{name}: expected none beside features, which hold no distributions, found {value}")
+
+
+def refuse_beside_cache(config: RecipeConfig) -> None:
+    """Require that a training run that reads a cache is not told what only a target in memory can do.
+
+    Raises:
+        InputError: names the field.
+    """
+    if config.target_sharded:
+        raise InputError("target_sharded: expected false with teacher_cache, found true")
+    loading: Any = config.training.accelerator_config
+    if loading.dispatch_batches:
+        raise InputError(
+            "training.accelerator_config.dispatch_batches: expected false with teacher_cache, which cannot be sliced "
+            "as rows are, found true"
+        )

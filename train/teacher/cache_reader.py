@@ -1,6 +1,6 @@
-"""Training from a teacher cache: the distributions of each batch, found by the sample they belong to."""
+"""Training from a teacher cache: where it has each sample, and the distributions of each batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,23 +18,15 @@ from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import read_manifest, read_shard
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.teacher.cache_writer import (
-    COLUMNS,
-    NUMBERS,
-    ROW_GROUP,
-    SAMPLER,
-    SCHEMA,
-    digest,
-    identity,
-)
+from draftsmith.train.teacher.cache_writer import digest, identity
+from draftsmith.train.teacher.distribution_shards import COLUMNS, NUMBERS, ROW_GROUP, SAMPLER, SCHEMA
 from draftsmith.train.teacher.distributions import CachedDistributions
 
 
 @dataclass(frozen=True)
-class DistributionIndex:
-    """Where the distributions of samples are: those of equal tokens and loss masks are equal."""
+class SampleIndex:
+    """Where samples are in caches: what is known of those of equal tokens and loss masks is equal."""
 
-    k: int
     texts: np.ndarray
     """The hashes of the samples' tokens and masks, ascending, uint64."""
     shards: list[Path]
@@ -45,6 +37,13 @@ class DistributionIndex:
         """Return the shard of a sample, and its row there."""
         shard, row = self.places[np.searchsorted(self.texts, np.uint64(text))].tolist()
         return self.shards[shard], row
+
+
+@dataclass(frozen=True)
+class DistributionIndex(SampleIndex):
+    """Where the distributions of samples are."""
+
+    k: int
 
 
 def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> DistributionIndex:
@@ -59,35 +58,70 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
         InputError: a cache is missing, malformed or damaged, or of another sampling, target or k than the rest; or
             completions or samples are in none: names them.
     """
-    known = identity(config.target, config.trust_remote_code)
-    owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
-    widths: dict[str, int] = {}
-    for path in caches:
-        manifest = read_manifest(Path(path), SCHEMA)
-        if manifest is None:
-            raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
-        settings = manifest["settings"]
+    manifests = read_manifests(caches, config, SCHEMA)
+    widths = {path: manifest["settings"]["k"] for path, manifest in manifests.items()}
+    for path, manifest in manifests.items():
         for name in SAMPLER:
-            value = getattr(config, name)
-            if settings[name] != value:
+            value, written = getattr(config, name), manifest["settings"][name]
+            if written != value:
                 raise InputError(
-                    f"{name}: expected {settings[name]}, which {path} was written at, found {value}; train with that, "
-                    f"or run draftsmith cache with --{name} {value}"
+                    f"{name}: expected {written}, which {path} was written at, found {value}; train with that, or run "
+                    f"draftsmith cache with --{name} {value}"
                 )
         if manifest["vocab_size"] != vocab_size:
             raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
+        if widths[path] != widths[caches[0]]:
+            raise InputError(
+                f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
+                f"in {path}"
+            )
+    return DistributionIndex(*locate(manifests, config, COLUMNS), k=widths[caches[0]])
+
+
+def read_manifests(caches: Sequence[str], config: RecipeConfig, schema: str) -> dict[str, dict[str, Any]]:
+    """Read what caches of a training run's target are.
+
+    Args:
+        caches: directories that `make_cache` wrote.
+        config: says which target; its weights need not be there.
+        schema: of the caches.
+
+    Returns:
+        Their manifests, by their paths.
+
+    Raises:
+        InputError: a cache is missing, malformed, or of another target or schema.
+    """
+    known, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
+    for path in caches:
+        manifest = read_manifest(Path(path), schema)
+        if manifest is None:
+            raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
         for name in known.keys() & manifest["target"].keys():
             if known[name] != manifest["target"][name]:
                 raise InputError(
                     f"teacher_cache: expected a cache of {config.target}, found in {path} one of "
                     f"{manifest['target']['path']}, whose {name} is another"
                 )
-        widths[path] = settings["k"]
-        if widths[path] != widths[caches[0]]:
-            raise InputError(
-                f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
-                f"in {path}"
-            )
+        manifests[path] = manifest
+    return manifests
+
+
+def locate(
+    manifests: Mapping[str, dict[str, Any]], config: RecipeConfig, columns: pa.Schema
+) -> tuple[np.ndarray, list[Path], np.ndarray]:
+    """Return the fields of a `SampleIndex` of every sample that a training run learns from, or is measured on.
+
+    Args:
+        manifests: of caches that together have all completions.
+        config: says which these are.
+        columns: of the caches' shards.
+
+    Raises:
+        InputError: completions or samples are in no cache, or a shard is damaged: names them.
+    """
+    owners: dict[str, tuple[Path, int]] = {}  # a manifest's digest → the cache, and the number of its completions there
+    for path, manifest in manifests.items():
         for number, part in enumerate(manifest["completions"]):
             owners.setdefault(part["sha256"], (Path(path), number))
     hashes, places, files = list[np.ndarray](), list[np.ndarray](), list[Path]()
@@ -96,19 +130,19 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
         if owner is None:
             raise InputError(
                 f"teacher_cache: expected a cache of the completions {path} as they are, found none among "
-                f"{', '.join(caches)}; run draftsmith cache"
+                f"{', '.join(manifests)}; run draftsmith cache"
             )
         texts = Texts({path: map_completions(path, Path(str(config.training.output_dir)))})
-        shards, rows = _places(texts, *owner)
+        shards, rows = _places(texts, *owner, columns)
         hashes.append(texts.column("text"))
         places.append(rows + np.array([len(files), 0]))
         files += shards
     joined = np.concatenate(hashes)
     order = joined.argsort(kind="stable")
-    return DistributionIndex(widths[caches[0]], joined[order], files, np.concatenate(places)[order])
+    return joined[order], files, np.concatenate(places)[order]
 
 
-def _places(texts: Texts, cache: Path, number: int) -> tuple[list[Path], np.ndarray]:
+def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple[list[Path], np.ndarray]:
     """Return the shards of some completions in a cache, and each sample's shard and row there, (N, 2).
 
     Raises:
@@ -116,11 +150,11 @@ def _places(texts: Texts, cache: Path, number: int) -> tuple[list[Path], np.ndar
     """
     files = sorted(cache.glob(f"{number:03d}-shard-*.parquet"))
     with ThreadPoolExecutor() as pool:
-        shards = list(pool.map(partial(_read, columns=["id", "text"]), files))
+        shards = list(pool.map(partial(read_cached, columns=columns, names=["id", "text"]), files))
     places = [np.empty((0, 2), np.int64)]
     for at, shard in enumerate(shards):
         places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))
-    empty = pa.schema([COLUMNS.field(name) for name in ("id", "text")]).empty_table()
+    empty = pa.schema([columns.field(name) for name in ("id", "text")]).empty_table()
     cached = pa.concat_tables([empty, *shards]).combine_chunks()
     found = pc.index_in(texts.table["id"], value_set=cached["id"].combine_chunks()).fill_null(-1).to_numpy()
     there = found >= 0
@@ -134,8 +168,21 @@ def _places(texts: Texts, cache: Path, number: int) -> tuple[list[Path], np.ndar
     return files, np.concatenate(places)[found]
 
 
-def _read(file: Path, **options: Any) -> pa.Table:
-    shard = read_shard(file, COLUMNS, **options)
+def read_cached(
+    file: Path, columns: pa.Schema, *, row_group: int | None = None, names: list[str] | None = None
+) -> pa.Table:
+    """Read a shard of a cache, or some of it.
+
+    Args:
+        file: the shard.
+        columns: that it has.
+        row_group: read this one alone.
+        names: read the columns of these names alone.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    shard = read_shard(file, columns, row_group=row_group, columns=names)
     if shard is None:
         raise InputError(
             f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again"
@@ -143,7 +190,9 @@ def _read(file: Path, **options: Any) -> pa.Table:
     return shard
 
 
-_read_group = lru_cache(maxsize=32)(_read)
+@lru_cache(maxsize=32)
+def _read_group(file: Path, row_group: int) -> pa.Table:
+    return read_cached(file, COLUMNS, row_group=row_group)
 
 
 class CachedCollator:
@@ -161,7 +210,11 @@ class CachedCollator:
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate rows of `TrainingData`."""
         batch = self.collator(samples)
-        parts = [self._distributions(*text) for sample in samples for text in _counted(sample)]
+        parts = [
+            self._distributions(text, sum(label != IGNORED for label in sample["labels"][start + 1 : end]))
+            for sample in samples
+            for text, start, end in texts_of_row(sample)
+        ]
         columns = {name: np.concatenate([part[name] for part in parts]) for name in NUMBERS}
         # Last, since the Trainer takes the first tensor's length for the number of rows.
         batch["teacher"] = {
@@ -171,21 +224,17 @@ class CachedCollator:
 
     def _distributions(self, text: int, count: int) -> dict[str, np.ndarray]:
         file, row = self.distributions.find(text)
-        table = _read_group(file, row_group=row // ROW_GROUP)
+        table = _read_group(file, row // ROW_GROUP)
         values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
         for column in ("ids", "log_p"):
             values[column] = values[column].reshape(-1, self.distributions.k)
         return {column: value[:count] for column, value in values.items()}
 
 
-def _counted(row: dict[str, Any]) -> list[tuple[int, int]]:
-    """Return the hash of each sample of a row, and the count of its loss positions."""
-    labels = row["labels"]
+def texts_of_row(row: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """Return the hash of each sample of a row of `TrainingData`, and where its tokens begin and end there."""
     starts = [at for at, position in enumerate(row.get("position_ids", [0])) if position == 0]
-    return [
-        (text, sum(label != IGNORED for label in labels[start + 1 : end]))
-        for text, start, end in zip(row["texts"], starts, [*starts[1:], len(labels)], strict=True)
-    ]
+    return list(zip(row["texts"], starts, [*starts[1:], len(row["labels"])], strict=True))
 
 
 def cached_distributions(columns: dict[str, Tensor]) -> CachedDistributions:

@@ -1,0 +1,116 @@
+"""Training of heads from a cache of features: the states of each batch, found by the sample that they belong to.
+
+Shape suffixes: B rows, T tokens of a row.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.teacher.cache_reader import SampleIndex, locate, read_cached, read_manifests, texts_of_row
+from draftsmith.train.teacher.feature_shards import SCHEMA, STATES, Layout
+from draftsmith.train.teacher.target_ends import ENDS, load_ends
+
+BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16), torch.float32: np.dtype(np.int32)}
+"""Integers of a dtype's size: under DeepSpeed a Trainer rounds the floats of a batch to the dtype that it trains in."""
+
+
+@dataclass(frozen=True)
+class FeatureIndex(SampleIndex):
+    """Where the features of samples are, and what else is left of their target."""
+
+    layout: Layout
+    ends: Path
+
+    def load_target(self, config: RecipeConfig) -> PreTrainedModel:
+        """Load what training needs of the target beside its features, into the host's memory: see `load_ends`."""
+        return load_ends(self.ends, config.target, trust_remote_code=config.trust_remote_code)
+
+    def require_layers(self, layer_ids: Sequence[int]) -> None:
+        """Require that the features are those of some heads.
+
+        Raises:
+            InputError: they were taken at other depths.
+        """
+        if tuple(layer_ids) != self.layout.layer_ids:
+            raise InputError(
+                f"layer_ids: expected {list(self.layout.layer_ids)}, behind which {self.ends.parent} has features, "
+                f"found {list(layer_ids)}; run draftsmith cache with these"
+            )
+
+
+def find_features(caches: Sequence[str], config: RecipeConfig) -> FeatureIndex:
+    """Find the features of every sample that a training run learns from, or is measured on.
+
+    Args:
+        caches: directories that `make_cache` wrote; together they have the features of all completions.
+        config: says which completions, target and length; the target's weights need not be there.
+
+    Raises:
+        InputError: a cache is missing, malformed or damaged, or of another target, or of other depths or another dtype
+            than the rest; or completions or samples are in none: names them.
+    """
+    manifests = read_manifests(caches, config, SCHEMA)
+    layouts = {}
+    for path, manifest in manifests.items():
+        settings = manifest["settings"]
+        layouts[path] = Layout(tuple(settings["layer_ids"]), settings["hidden_size"], settings["feature_dtype"])
+        if layouts[path] != layouts[caches[0]]:
+            one, other = layouts[caches[0]], layouts[path]
+            raise InputError(
+                f"teacher_cache: expected caches of one layout, found layers {list(one.layer_ids)} in "
+                f"{one.feature_dtype} in {caches[0]}, and {list(other.layer_ids)} in {other.feature_dtype} in {path}"
+            )
+    layout = layouts[caches[0]]
+    return FeatureIndex(*locate(manifests, config, layout.columns), layout=layout, ends=Path(caches[0]) / ENDS)
+
+
+class FeatureCollator:
+    """Adds to a batch, under `teacher`, what the cache holds of its tokens: the bits of `STATES`.
+
+    `features` are (B, T, F) and `hidden` (B, T, H), int16 of bfloat16 or int32 of float32. Of a text's last token and
+    of padding they are zeros. `cached_states` makes floats of them.
+    """
+
+    def __init__(self, collator: Callable[[list[dict[str, Any]]], dict[str, Any]], features: FeatureIndex):
+        self.collator = collator
+        self.features = features
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collate rows of `TrainingData`."""
+        batch = self.collator(samples)
+        layout, shape = self.features.layout, batch["input_ids"].shape
+        states = {name: np.zeros((*shape, width), BITS[layout.dtype]) for name, width in layout.widths.items()}
+        for row, sample in enumerate(samples):
+            for text, start, end in texts_of_row(sample):
+                for name, values in self._states(text).items():
+                    count = min(len(values), end - start)  # fewer of a text that was cut
+                    states[name][row, start : start + count] = values[:count]
+        # Last, since the Trainer takes the first tensor's length for the number of rows.
+        batch["teacher"] = {name: torch.from_numpy(values) for name, values in states.items()}
+        return batch
+
+    def _states(self, text: int) -> dict[str, np.ndarray]:
+        file, row = self.features.find(text)
+        layout = self.features.layout
+        table = read_cached(file, layout.columns, row_group=row, names=list(STATES))
+        found = {}
+        for name, width in layout.widths.items():
+            places = table[name][0].values
+            bits = np.frombuffer(places.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
+            found[name] = bits[places.offset : places.offset + len(places)]
+        return found
+
+
+def cached_states(columns: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what a `FeatureCollator` added to a batch as floats, in the dtype of the cache."""
+    dtype = torch.bfloat16 if columns["hidden"].dtype == torch.int16 else torch.float32
+    return {name: values.view(dtype) for name, values in columns.items()}

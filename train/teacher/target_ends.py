@@ -1,0 +1,88 @@
+"""What training needs of a target whose features are on disk: its embeddings, its norm and head, and its last layer.
+
+Embeddings are seen by EAGLE-3 heads, the head makes distributions of the last hidden states, and the last layer and
+norm are what the heads may begin as. They are written where the features are, so that nothing else of the target's
+weights need be there; of Qwen3-8B in bfloat16 they are 2.9 GB of 16.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.train.checkpoint import check_finite, is_quantized, reading
+from draftsmith.train.files import written_aside
+from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.models import DTYPES, empty_model
+
+ENDS = "target.safetensors"
+
+
+def save_ends(target: PreTrainedModel, path: Path) -> None:
+    """Write the ends of a target, in the names and the dtype that it has; of a quantised one without its last layer.
+
+    Raises:
+        OSError: the disk is full, or cannot be written; nothing is left behind.
+    """
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target, not is_quantized(target))}
+    with written_aside(path) as aside:
+        save_file(tensors, aside)
+
+
+def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:
+    """Return how many bytes the ends of a target take, by its config alone."""
+    target = empty_model(path, field="target", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
+    return sum(tensor.nbytes for _, tensor in _ends(target, True))
+
+
+def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a target's ends into the host's memory; its other layers are on the meta device and take none.
+
+    Args:
+        path: what `save_ends` wrote.
+        target: a directory or a hub id, of which the config is read.
+        trust_remote_code: run model code that the repository ships.
+
+    Raises:
+        InputError: a file that is missing or damaged, or of another target.
+    """
+    with reading("teacher_cache", f"what draftsmith cache --features keeps of a target in {path}"):
+        tensors = load_file(path)
+        model = empty_model(target, field="target", trust_remote_code=trust_remote_code)
+        for name, tensor in tensors.items():
+            _put(model, name, tensor)
+        if head_of(model).weight.is_meta:
+            model.tie_weights()
+    check_finite(model, path, "teacher_cache")
+    return model.requires_grad_(False)
+
+
+def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers by their names in the model, tied ones once."""
+    decoder: Any = target.get_decoder()
+    kept: list[Any] = [target.get_input_embeddings(), decoder.norm, target.get_output_embeddings()]
+    if last_layer:
+        kept.append(decoder_layers(target)[-1])
+    inside = {part for module in kept for part in module.modules()}
+    seen = set[int]()
+    for prefix, module in target.named_modules():
+        if module not in inside:
+            continue
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield f"{prefix}.{name}", tensor.detach()
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    prefix, _, last = name.rpartition(".")
+    module = model.get_submodule(prefix)
+    expected = getattr(module, last)
+    if expected.shape != tensor.shape:
+        raise ValueError(f"{name} of {tuple(tensor.shape)} in place of {tuple(expected.shape)}")
+    is_buffer = last in module._buffers
+    setattr(module, last, tensor if is_buffer else nn.Parameter(tensor, requires_grad=False))
