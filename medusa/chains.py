@@ -45,7 +45,7 @@ class ChainTrainer(RecipeTrainer, ABC):
     def __init__(
         self,
         model: PreTrainedModel,
-        target: PreTrainedModel,
+        target: PreTrainedModel | None,
         tokenizer: PreTrainedTokenizerBase,
         config: RecipeConfig,
         train_dataset: TrainingData,

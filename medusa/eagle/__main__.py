@@ -12,26 +12,34 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
-from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
+from draftsmith.train.models import check_head, load_tokenizer, tokenizer_size, whole_weights
+from draftsmith.train.teacher.feature_reader import FeatureCollator, find_features
 
 
 def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
     """Train as the config says; the heads are in `config.training.output_dir` when this returns."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     heads: EagleHeads | None = None
+    features = find_features(config.teacher_cache, config) if config.teacher_cache else None
     with whole_weights():
         if config.heads is not None:  # at once: completions and the target take longer to read
             heads = EagleHeads.from_pretrained(config.heads).float()
         train, heldout = read_data(config)
-        target = load_target(config, tokenizer)
+        target = load_target(config, tokenizer) if features is None else features.load_target(config)
         if heads is None:
             count = config.draft_vocabulary
             kept = None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer))
             heads = new_heads(config, target, kept)
+    if features is not None:
+        check_head(target, tokenizer, "target")
+        features.require_layers(heads.layer_ids)
     if config.packing:
-        require_packing(target, "target", config.training.per_device_train_batch_size)
+        if features is None:
+            require_packing(target, "target", config.training.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
     trainer = EagleTrainer(heads, target, tokenizer, config, train, heldout)
+    if features is not None:
+        trainer.data_collator = FeatureCollator(trainer.data_collator, features)
 
     def finish(output: Path) -> None:
         card(trainer).save(output / "README.md")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from draftsmith.decode.errors import InputError, at_least, more_than, one_of, require
 from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.teacher.cache_config import refuse_beside_cache
 
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
@@ -38,6 +39,9 @@ class EagleTrainingConfig(RecipeConfig):
     """Norm each depth's features before they are fused."""
     norm_output: bool = False
     """Hand the state behind the last norm to the next step, in place of the one before it."""
+    teacher_cache: list[str] = field(default_factory=list)
+    """Caches of features (`draftsmith cache --features true`) that together cover `completions` and `heldout`. With
+    them the target is not loaded: of `target` a config and a tokenizer are enough."""
     num_steps: int = 4
     """K, the steps of a round in training: the training-time test (EAGLE-3, section 3.2). Heads may draft further."""
     divergence: str | dict[str, float] = "forward_kl"
@@ -60,6 +64,8 @@ class EagleTrainingConfig(RecipeConfig):
         require(self, one_of(INITS), "init")
         require(self, at_least(1), "num_steps", "draft_vocabulary", "layer_ids")
         require(self, more_than(0), "decay")
+        if self.teacher_cache:
+            refuse_beside_cache(self)
         if self.heads is not None:
             given = [name for name in ("layer_ids", "draft_vocabulary", *SHAPE) if getattr(self, name)]
             if given:

@@ -1,9 +1,10 @@
 """Training of EAGLE-3 heads: the training-time test on a frozen target (Li et al. 2025, section 3.2).
 
 One forward of the target gives the features of three depths, the embeddings, and the last hidden states that its
-distributions are made of. The K steps of all rounds follow, and each step's loss is taken over a chunk of positions at
-a time: steps × tokens × vocabulary is never held. Shape suffixes: B rows, T positions, S rounds of a step, N chosen
-positions, K steps, F features, H hidden.
+distributions are made of. With a cache of features and last hidden states, the target's embeddings and head are enough.
+The K steps of all rounds follow, and each step's loss is taken over a chunk of positions at a time: steps × tokens ×
+vocabulary is never held. Shape suffixes: B rows, T positions, S rounds of a step, N chosen positions, K steps,
+F features, H hidden.
 """
 
 from collections.abc import Sequence
@@ -21,13 +22,15 @@ from draftsmith.medusa.eagle.unrolled import computing_dtype, unrolled
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.distributions import LiveDistributions
+from draftsmith.train.teacher.feature_reader import cached_states
 
 
 class Seen(NamedTuple):
-    """What a forward of the target leaves of a batch, without gradients."""
+    """What a forward of the target leaves of a batch, or a cache has of it, without gradients."""
 
     hidden: Tensor
     """What its head sees, (B, T, H)."""
@@ -43,6 +46,11 @@ class EagleTrainer(ChainTrainer):
     Evaluation replays held-out completions with a chain of K tokens, and reports `mean_acceptance_length`, `alpha`
     (of the first step), `loss`, and for each step k ≥ 1, which is step k − 1 of the paper, `accuracy_k`, the share of
     its tokens that it puts first, and `alpha_k`, its Σ_v min(p, q).
+
+    Args:
+        heads: in training.
+        target: frozen; with `config.teacher_cache` its layers are not used, and may be without weights (`load_ends`).
+        tokenizer: theirs, and so the others as in `RecipeTrainer`.
 
     Raises:
         InputError: heads for another target.
@@ -63,8 +71,12 @@ class EagleTrainer(ChainTrainer):
         self.heads: EagleHeads = heads
         # Losses run inside of these: `train/losses/inside_forward.py`.
         open_forward(heads, heads.lm_head)
-        count = config.num_steps
-        super().__init__(heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        live, count = None if config.teacher_cache else target, config.num_steps
+        super().__init__(heads, live, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        self.embed: Any = target.get_input_embeddings()
+        if live is None:  # these two are all that stays of it
+            self.embed.to(self.args.device)
+            self.target_head = head_of(target).cut(self.vocab_size).to(self.args.device)
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return Σ_k decay^k · the objective summed over step k's tokens."""
@@ -103,12 +115,14 @@ class EagleTrainer(ChainTrainer):
         return model(inside=sums)  # type: ignore[no-any-return]
 
     def _seen(self, inputs: dict[str, Any]) -> Seen:
-        """Run the target once on a batch."""
+        """Run the target once on a batch, or look up what a cache has of it."""
+        if "teacher" in inputs:
+            states = cached_states(inputs["teacher"])
+            hidden = states["hidden"].to(self.target_head.weight.dtype)
+            return Seen(hidden, self.embed(inputs["input_ids"]), states["features"])
         embeddings: list[Tensor] = []
         # A sharded target's embeddings are whole inside of its forward alone.
-        hook = self.target.get_input_embeddings().register_forward_hook(
-            lambda _m, _i, output: embeddings.append(output)
-        )
+        hook = self.embed.register_forward_hook(lambda _m, _i, output: embeddings.append(output))
         try:
             with collected(self.target, self.heads.layer_ids) as features:
                 hidden = self.target_hidden(inputs)
