@@ -1,13 +1,14 @@
 """`draftsmith learning-curve --run configs/distill/tiny.yaml --output runs/curve`: how much text is enough?
 
 It runs the recipe on shares of its completions, one after the other, and replays what each left on the held-out
-completions of the run. A curve through their τ says what more text would bring.
+completions of the run, each directory under the law that it was sampled from. A curve through their τ says what more
+text would bring, one for each law.
 """
 
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,16 @@ from draftsmith.scripts.report.charts import value_of
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
+from draftsmith.train.data.shards import read_manifest
 from draftsmith.train.files import require_writable
 from draftsmith.train.launch import read_data
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 from draftsmith.train.recipe import RecipeConfig
 
-SCHEMA = "draftsmith.learning_curve/1"
+SCHEMA = "draftsmith.learning_curve/2"
+LAW = ("temperature", "top_k", "top_p")
+"""The settings that held-out text was sampled by, as far as replay knows them; it refuses text of another law."""
 
 
 def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
@@ -51,9 +55,14 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
     path = output / "learning_curve.json"
     settings = {**asdict(config), "run": Path(config.run).read_text("utf-8") if Path(config.run).is_file() else ""}
     settings = {name: settings[name] for name in ("run", "recipe", "flags", "draft_length")}
-    known: dict[str, Any] = {"settings": settings, "points": []}
+    known: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "points": []}
     if path.is_file():
         known = json.loads(path.read_text("utf-8"))
+    if known.get("schema") != SCHEMA:
+        raise InputError(
+            f"output: expected schema {SCHEMA!r} in {path}, found {known.get('schema')!r}; remove that file, and what "
+            "was trained is replayed again"
+        )
     if known["settings"] != settings:
         name = next(name for name in settings if known["settings"].get(name) != settings[name])
         raise InputError(f"output: expected {path} of the same {name}, found it of another; give another directory")
@@ -64,20 +73,23 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
             known["points"] = list(points.values())
             write_json(path, known)
     chosen = [points[share] for share in config.shares]
-    curve = learning_curve(
-        [point["tokens_learned"] for point in chosen],
-        [point["tokens"] for point in chosen],
-        [point["rounds"] for point in chosen],
-        config.times,
-    )
-    known |= {"schema": SCHEMA, "curve": asdict(curve), "says": says(curve)}
+    curves = {
+        law: learning_curve(
+            [point["tokens_learned"] for point in chosen],
+            [point["replayed"][law]["tokens"] for point in chosen],
+            [point["replayed"][law]["rounds"] for point in chosen],
+            config.times,
+        )
+        for law in chosen[0]["replayed"]
+    }
+    known["curves"] = {law: asdict(curve) | {"says": says(curve)} for law, curve in curves.items()}
     write_json(path, known)
-    draw(curve, output / "learning_curve.svg")
+    draw(curves, output / "learning_curve.svg")
     return known
 
 
 def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[str, Any]:
-    """Train on a share, and return what was learned from and, for each held-out text, tokens and expected rounds."""
+    """Train on a share, and return what was learned from and, by law and held-out text, tokens and expected rounds."""
     given = ["--config", config.run, *config.flags, f"--share={share}", f"--training.output_dir={directory}"]
     recipe: RecipeConfig = parse_config(config_class(config.recipe), launcher_flags(given)[1])
     if not recipe.heldout_directories:
@@ -95,15 +107,31 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
     if code := _trained(config.recipe, given):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
     target, proposer, draft_length = _chains(config.recipe, recipe, str(directory), config.draft_length)
-    texts, lengths = [], []
+    by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}
     for path in recipe.heldout_directories:
-        samples = load_completions(path)
-        texts += [torch.tensor(ids, device=target.device) for ids in samples["input_ids"]]
-        lengths += list(samples["prompt_length"])
-    sampling = (recipe.temperature, recipe.top_k, recipe.top_p)
-    replay = replay_acceptance(target, proposer, texts, lengths, [draft_length], *sampling)
-    tokens, rounds = replay.tokens_and_rounds(draft_length)
-    return {"share": share, "tokens_learned": learned, "tokens": tokens, "rounds": rounds}
+        by_law.setdefault(_law(path, recipe), []).extend(load_completions(path))
+    replayed = {}
+    for law, samples in by_law.items():
+        texts = [torch.tensor(sample["input_ids"], device=target.device) for sample in samples]
+        lengths = [sample["prompt_length"] for sample in samples]
+        tokens, rounds = replay_acceptance(target, proposer, texts, lengths, [draft_length], *law).tokens_and_rounds(
+            draft_length
+        )
+        replayed[_name(*law)] = {"tokens": tokens, "rounds": rounds}
+    return {"share": share, "tokens_learned": learned, "replayed": replayed}
+
+
+def _law(directory: str, recipe: RecipeConfig) -> tuple[float, int, float]:
+    """Return `LAW` of a directory's text; that of the run where nobody noted it. At T=0 top-k and top-p say nothing."""
+    manifest = read_manifest(Path(directory))
+    settings = asdict(recipe) if manifest is None else manifest["settings"]
+    temperature, top_k, top_p = (settings[name] for name in LAW)
+    return (temperature, top_k, top_p) if temperature else (0.0, 0, 1.0)
+
+
+def _name(temperature: float, top_k: int, top_p: float) -> str:
+    """Return a law's name, such as "T=0.7, top-k 20"."""
+    return f"T={temperature:g}" + (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p:g}" if top_p < 1 else "")
 
 
 def _chains(
@@ -148,19 +176,21 @@ def says(curve: LearningCurve) -> list[str]:
     ]
 
 
-def draw(curve: LearningCurve, path: Path) -> None:
-    """Draw what was measured, and what is forecast beside it."""
+def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
+    """Draw what was measured under each law, and what is forecast beside it."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="tokens learned from", ylabel="τ, tokens per forward of the target")
-    ahead = {curve.sizes[-1] * times: found for times, found in curve.forecasts.items()}
-    shown: tuple[tuple[str, dict[float, Estimate], str], ...] = (
-        ("replayed", dict(zip(curve.sizes, curve.lengths, strict=True)), "o"),
-        ("forecast", ahead, "s"),
-    )
-    for label, estimates, marker in shown:
-        arms = list(zip(*(found.arms() for found in estimates.values()), strict=True)) or None
-        values = [value_of(found) for found in estimates.values()]
-        axes.errorbar(list(estimates), values, yerr=arms, fmt=marker, capsize=3, label=label)
+    for number, (law, curve) in enumerate(curves.items()):
+        ahead = {curve.sizes[-1] * times: found for times, found in curve.forecasts.items()}
+        shown: tuple[tuple[str, dict[float, Estimate], str], ...] = (
+            ("replayed", dict(zip(curve.sizes, curve.lengths, strict=True)), "o"),
+            ("forecast", ahead, "s"),
+        )
+        for label, estimates, marker in shown:
+            arms = list(zip(*(found.arms() for found in estimates.values()), strict=True)) or None
+            values = [value_of(found) for found in estimates.values()]
+            look: dict[str, Any] = {"fmt": marker, "color": f"C{number}", "capsize": 3, "label": f"{law}, {label}"}
+            axes.errorbar(list(estimates), values, yerr=arms, markerfacecolor="none" if marker == "s" else None, **look)
     axes.legend(frameon=False)
     figure.savefig(path)
 
@@ -169,12 +199,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the curve, and print it."""
     config = parse_config(LearningCurveConfig, argv, prog="draftsmith learning-curve")
     found = measure_curve(config)
-    curve = found["curve"]
     rows = {}
-    for size, length in zip(curve["sizes"], curve["lengths"], strict=True):
-        rows[f"τ of {size:.0f} tokens"] = format_estimate(Estimate(**length), spread="interval")
-    rows["the curve misses them by"] = f"{curve['residual']:.3f} (root mean square)"
-    rows |= {f"forecast {number}": words for number, words in enumerate(found["says"], 1)}
+    for law, curve in found["curves"].items():
+        for size, length in zip(curve["sizes"], curve["lengths"], strict=True):
+            rows[f"{law}: τ of {size:.0f} tokens"] = format_estimate(Estimate(**length), spread="interval")
+        rows[f"{law}: the curve misses them by"] = f"{curve['residual']:.3f} (root mean square)"
+        rows |= {f"{law}: forecast {number}": words for number, words in enumerate(curve["says"], 1)}
     print_summary(rows, "learning curve", Path(config.output))
     return 0
 

@@ -15,6 +15,7 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.scripts import learning_curve as command
 from draftsmith.scripts.configs import LearningCurveConfig
 from draftsmith.train.cli import parse_config
+from draftsmith.train.data.generate import PrepareConfig, prepare
 
 RECIPES = {
     "distill": (DistillConfig, distill),
@@ -69,15 +70,33 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
     (smallest, few), (middle, some), (whole, all_of_them) = trained
     assert (smallest, middle, whole) == (0.3, 0.6, 1.0) and 0 < few < some < all_of_them == 20
     found = json.loads((tmp_path / "curve" / "learning_curve.json").read_text())
-    assert found["schema"] == "draftsmith.learning_curve/1"
-    assert [len(point["rounds"]) for point in found["points"]] == [5, 5, 5]
-    assert found["curve"]["sizes"] == [point["tokens_learned"] for point in found["points"]]
-    assert all(1 <= length["value"] <= most for length in found["curve"]["lengths"])
+    assert found["schema"] == "draftsmith.learning_curve/2"
+    (law,) = found["curves"]
+    assert [len(point["replayed"][law]["rounds"]) for point in found["points"]] == [5, 5, 5]
+    assert found["curves"][law]["sizes"] == [point["tokens_learned"] for point in found["points"]]
+    assert all(1 <= length["value"] <= most for length in found["curves"][law]["lengths"])
     assert (tmp_path / "curve" / "learning_curve.svg").read_text().startswith("<?xml")
-    assert found["says"][0] in " ".join(capsys.readouterr().out.split())
+    assert found["curves"][law]["says"][0] in " ".join(capsys.readouterr().out.split())
     # Again, with one share more: only that is trained on.
     assert command.main([*arguments, "--shares", "[0.3, 0.6, 0.8, 1]"]) == 0
     assert [share for share, _ in trained[3:]] == [0.8]
+
+
+def test_each_held_out_directory_is_replayed_under_its_own_law(pipeline, recipe, tmp_path):
+    """Greedy text is far likelier than what a target samples: replay refuses it at the temperature of the run."""
+    write, _ = recipe
+    for temperature, top_k in ((0, 5), (1, 0), (0.5, 5)):
+        options = {"temperature": temperature, "top_k": top_k, "max_new_tokens": 8}
+        prepare(
+            PrepareConfig(
+                str(pipeline / "target"), str(pipeline / "heldout.txt"), str(tmp_path / f"{temperature}"), **options
+            )
+        )
+    run = write(draft=pipeline / "draft", heldout=[tmp_path / name for name in ("0", "1", "0.5")])
+    config = LearningCurveConfig(run, str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0])
+    curves = command.measure_curve(config)["curves"]
+    assert list(curves) == ["T=0", "T=1", "T=0.5, top-k 5"]
+    assert curves["T=0"]["lengths"] != curves["T=1"]["lengths"]
 
 
 def test_what_cannot_be_measured_is_refused(pipeline, recipe, tmp_path, monkeypatch):
