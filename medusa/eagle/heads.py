@@ -285,6 +285,19 @@ class EagleHeads(PreTrainedModel):
         check_finite(heads, path, "EAGLE-3 heads")
         return heads.check_tokens(f"{path}: d2t")
 
+    @classmethod
+    def without_weights(cls, path: str | Path) -> "EagleHeads":
+        """Return heads of the shape that a directory's config.json says, on the meta device.
+
+        Raises:
+            InputError: no such directory, or a config that cannot be.
+        """
+        require_config(path, "EAGLE-3 heads")
+        with reading(str(path), "EAGLE-3 heads (config.json)"):
+            config = EagleConfig.from_pretrained(path)
+        with torch.device("meta"):
+            return cls(config)
+
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """Return None: the embeddings that the heads see are the target's."""
         return None
@@ -367,8 +380,15 @@ class EagleHeads(PreTrainedModel):
                 before it, where `before` is None.
             attend: in place of these two, what queries attend to.
         """
+        return self.step(embeddings, states, positions, attend or attention(before, mask))
+
+    def step(self, embeddings: Tensor, states: Tensor, positions: Tensor, attend: Attend) -> Step:
+        """Take one step, as `forward` does, inside of a forward of the heads: no wrapper sees what goes in and out.
+
+        Under autocast accelerate's would turn it into float32, which K steps then keep.
+        """
         rotation = self.rotary(embeddings, positions)
-        raw, own = self.midlayer(embeddings, states, rotation, attend or attention(before, mask))
+        raw, own = self.midlayer(embeddings, states, rotation, attend)
         hidden = self.norm(raw)
         return Step(hidden if self.config.norm_output else raw, hidden, own)
 

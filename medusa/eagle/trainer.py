@@ -3,22 +3,18 @@
 One forward of the target gives the features of three depths, the embeddings, and the last hidden states that its
 distributions are made of. With a cache of features and last hidden states, the target's embeddings and head are enough.
 The K steps of all rounds follow, and each step's loss is taken over a chunk of positions at a time: steps × tokens ×
-vocabulary is never held. Shape suffixes: B rows, T positions, S rounds of a step, N chosen positions, K steps,
-F features, H hidden.
+vocabulary is never held. Shape suffixes: B rows, T positions, N chosen positions, K steps, H hidden.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache.features import collected
 from draftsmith.medusa.chains import Chains, ChainTrainer, FeaturesOf
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import computing_dtype, unrolled
+from draftsmith.medusa.eagle.steps import Seen, seen_by, states_of_steps, work_of_steps
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.inside_forward import open_forward
@@ -27,17 +23,6 @@ from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.teacher.feature_reader import cached_states
-
-
-class Seen(NamedTuple):
-    """What a forward of the target leaves of a batch, or a cache has of it, without gradients."""
-
-    hidden: Tensor
-    """What its head sees, (B, T, H)."""
-    embeddings: Tensor
-    """Of the tokens, (B, T, H)."""
-    features: Tensor
-    """What the heads fuse, (B, T, F)."""
 
 
 class EagleTrainer(ChainTrainer):
@@ -120,47 +105,15 @@ class EagleTrainer(ChainTrainer):
             states = cached_states(inputs["teacher"])
             hidden = states["hidden"].to(self.target_head.weight.dtype)
             return Seen(hidden, self.embed(inputs["input_ids"]), states["features"])
-        embeddings: list[Tensor] = []
-        # A sharded target's embeddings are whole inside of its forward alone.
-        hook = self.embed.register_forward_hook(lambda _m, _i, output: embeddings.append(output))
-        try:
-            with collected(self.target, self.heads.layer_ids) as features:
-                hidden = self.target_hidden(inputs)
-        finally:
-            hook.remove()
-        return Seen(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
+        return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
 
-    def _states(self, seen: Seen, inputs: dict[str, Any], at: Chains) -> Sequence[Tensor]:
-        """Return what the head sees of each step at the places where it learns, (N, H); anything at others."""
-        ids_BT, positions_BT = inputs["input_ids"], inputs.get("position_ids")
-        packed = positions_BT is not None
-        if positions_BT is None:
-            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
-        # The last place of a row has no token behind it.
-        positions_BS = positions_BT[:, :-1]
-        dtype = computing_dtype(self.heads.fc.weight)  # of a long context the features are the largest tensor
-        steps = unrolled(
-            self.heads,
-            seen.embeddings[:, 1:].to(dtype),
-            seen.features[:, :-1].to(dtype),
-            positions_BS,
-            self.count,
-            (positions_BS == 0).cumsum(1) if packed else None,
-        )
-        # A guess of the token c + 1 by step k is of the round that begins at c − 1 − k.
-        row_N, column_N = at.flat // ids_BT.shape[1], at.flat % ids_BT.shape[1]
-        return [
-            # A batch of short rows may have no round as long, and nothing to learn from it.
-            (step if step.hidden.shape[1] else steps[0]).hidden[row_N, (column_N - 1 - k).clamp(min=0)]
-            for k, step in enumerate(steps)
-        ]
+    def _states(self, seen: Seen, inputs: dict[str, Any], at: Chains) -> list[Tensor]:
+        """Return what the head sees of each step at the places where it learns, (N, H)."""
+        return states_of_steps(self.heads, seen, inputs.get("position_ids"), at.flat, self.count)
 
     def trained_work(self) -> Work | None:
-        """Return the arithmetic of the K steps: a layer and a head each."""
-        heads, text = self.heads, self.heads.config
-        layer = Work.of_maps(*[heads.midlayer] * self.count, heads.fc).head
-        attention = 2 * text.num_attention_heads * heads.midlayer.self_attn.head_dim * self.count
-        return Work(layer, Work.of_maps(*[heads.lm_head] * self.count).head, attention)
+        """Return the arithmetic of the K steps."""
+        return work_of_steps(self.heads, self.count)
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make Muon where it is asked for."""

@@ -15,7 +15,7 @@ Shape suffixes: B rows, T places, S = T − k rounds of a step, F features, H hi
 import torch
 from torch import Tensor, nn
 
-from draftsmith.medusa.eagle.heads import Attend, EagleHeads, KeysValues, Step
+from draftsmith.medusa.eagle.heads import Attend, EagleHeads, KeysValues, Step, attention
 
 SPARE = 8
 """By how much keys and values are widened: attention kernels ask for widths that are multiples of it."""
@@ -46,13 +46,13 @@ def unrolled(
         K steps, tensors of step k (B, T − k, H).
     """
     mask = None if texts_BT is None else same_text(texts_BT)
-    steps = [heads(embeddings_BTH, heads.fuse(features_BTF), positions_BT, mask=mask)]
+    steps = [heads.step(embeddings_BTH, heads.fuse(features_BTF), positions_BT, attention(None, mask))]
     of_features = FeatureKeys(steps[0].own, mask) if num_steps > 1 else None
     for k in range(1, num_steps):
         assert of_features is not None
         attend = round_attention(of_features, [step.own for step in steps[1:]])
         states_BSH = steps[-1].states[:, : max(embeddings_BTH.shape[1] - k, 0)]
-        steps.append(heads(embeddings_BTH[:, k:], states_BSH, positions_BT[:, k:], attend=attend))
+        steps.append(heads.step(embeddings_BTH[:, k:], states_BSH, positions_BT[:, k:], attend))
     return steps
 
 

@@ -193,17 +193,19 @@ def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShap
     return batch.affine(trace)[0]
 
 
-class _Loss(torch.autograd.Function):
-    """Stands in for a loss: takes hidden states, and returns a gradient of their size in the backward."""
+class StandInLoss(torch.autograd.Function):
+    """Stands in for a loss: takes tensors of hidden states, and gives gradients of their sizes in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        ctx.like = hidden.new_empty(()).expand(hidden.shape)
-        return hidden.new_zeros(())
+    def forward(ctx: Any, *hidden: Tensor) -> Tensor:
+        """Return a scalar."""
+        ctx.like = [states.new_empty(()).expand(states.shape) for states in hidden]
+        return hidden[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return torch.zeros_like(ctx.like, memory_format=torch.contiguous_format)
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return gradients, all at once."""
+        return tuple(torch.zeros_like(like, memory_format=torch.contiguous_format) for like in ctx.like)
 
 
 def trace_draft(
@@ -232,7 +234,7 @@ def trace_draft(
                     whole = batch.hidden(draft, inputs)  # the loss is taken while the forward still has it
                     hidden = batch.chosen(whole)
                     in_loss = live.now
-                    total = _Loss.apply(hidden)
+                    total = StandInLoss.apply(hidden)
                     del hidden, whole
                 kept = live.now
                 live.restart()

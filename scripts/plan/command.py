@@ -7,10 +7,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from draftsmith.scripts.plan.config import Machines, MedusaPlanConfig, PlanConfig, Training, plan_config
+from draftsmith.scripts.plan.config import (
+    EaglePlanConfig,
+    Machines,
+    MedusaPlanConfig,
+    PlanConfig,
+    Training,
+    plan_config,
+)
 from draftsmith.scripts.plan.duration import READING, Plan, host_bytes, hours
+from draftsmith.scripts.plan.eagle import EaglePlan
 from draftsmith.scripts.plan.heads import HeadsPlan
 from draftsmith.scripts.plan.inference import InferencePlan
+from draftsmith.scripts.plan.medusa import MedusaPlan
 from draftsmith.scripts.plan.memory_plan import GIB, MemoryPlan
 from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.cli import parse_config, run
@@ -74,10 +83,7 @@ def report(plan: MemoryPlan | HeadsPlan, console: Console) -> bool:
             "uncompressed",
         ]
     else:
-        held, moments, notes = plan.held(setting), plan.moments(setting), []
-        notes.append(
-            f"{plan.config.num_heads} heads, {setting.lm_heads} language-model heads, backbone {plan.config.backbone}"
-        )
+        held, moments, notes = plan.held(setting), plan.moments(setting), [plan.note(setting)]
     peak, fits = max(moments, key=lambda moment: moment.total), plan.fits(setting)
     spread = f"{config.gpus} × {config.gpu_memory:g} GiB, {setting.strategy}, {setting.precision}"
     checkpointing = "activation checkpointing" if setting.checkpointing else "no activation checkpointing"
@@ -139,7 +145,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(config, PlanConfig):
         fits = report(MemoryPlan(config), console)
     elif isinstance(config, MedusaPlanConfig):
-        fits = report(HeadsPlan(config), console)
+        fits = report(MedusaPlan(config), console)
+    elif isinstance(config, EaglePlanConfig):
+        fits = report(EaglePlan(config), console)
     else:
         fits = report_inference(InferencePlan(config), console)
     return 0 if fits else DOES_NOT_FIT

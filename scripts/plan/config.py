@@ -8,6 +8,7 @@ from typing import Any, Literal
 from draftsmith.decode.errors import SHARE, InputError, at_least, more_than, one_of, require
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.options import DTYPES
 from draftsmith.train.teacher.cache_config import CacheConfig
@@ -20,7 +21,7 @@ class Machines:
     """The part of a plan that no run is told."""
 
     recipe: str = "distill"
-    """What is planned: distill, medusa, cache or prepare. All fields of that command are read as there."""
+    """What is planned: distill, medusa, eagle, cache or prepare. All fields of that command are read as there."""
     gpus: int = 1
     """GPUs that work together."""
     node_gpus: int = 8
@@ -89,7 +90,8 @@ class Training(Machines):
 class PlanConfig(Training, DistillConfig):
     """Say whether a run fits its GPUs and how long it takes, from the config that it will be started with.
 
-    The fields of the run are read as its command does; `--recipe medusa`, `cache` and `prepare` have those of theirs.
+    The fields of the run are read as its command does; `--recipe medusa`, `eagle`, `cache` and `prepare` have those
+    of theirs.
     """
 
     draft_config: str | None = None
@@ -115,6 +117,11 @@ class MedusaPlanConfig(Training, MedusaTrainingConfig):
 
 
 @dataclass
+class EaglePlanConfig(Training, EagleTrainingConfig):
+    """Say whether a training run of EAGLE-3 heads fits its GPUs and how long it takes."""
+
+
+@dataclass
 class CachePlanConfig(Machines, CacheConfig):
     """Say whether a teacher cache can be computed on some GPUs, how long it takes, and how large it is."""
 
@@ -127,6 +134,7 @@ class PreparePlanConfig(Machines, PrepareConfig):
 RECIPES: dict[str, type[Any]] = {
     "distill": PlanConfig,
     "medusa": MedusaPlanConfig,
+    "eagle": EaglePlanConfig,
     "cache": CachePlanConfig,
     "prepare": PreparePlanConfig,
 }

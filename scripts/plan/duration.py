@@ -50,8 +50,9 @@ def _trained(plan: MemoryPlan | HeadsPlan) -> float | None:
         return None
     total = 0.0 if target is None or plan.setting.target == "elsewhere" else _forward(target, length)
     if isinstance(plan, HeadsPlan):
-        total += Work.of_maps(*plan.heads(plan.setting.lm_heads, False).maps).step(1, length / 2, 1)
-        student = target if plan.config.joint else Work(0, 0, 0)
+        of_heads = plan.work(plan.setting)
+        total += of_heads.step(1, length / 2, 1) + (of_heads.forward(1, length / 2, 0) if again else 0)
+        student = target if plan.joint else Work(0, 0, 0)
     else:
         student = Work.of(plan.draft(False))
     if student is None:
@@ -84,6 +85,6 @@ def host_bytes(plan: Plan) -> dict[str, float]:
     whole = float(sum(p.numel() * p.element_size() for p in target.parameters()))
     if setting.target == "sharded":
         parts["the target, in the first process of all"] = whole
-    elif isinstance(plan, HeadsPlan) and plan.config.joint and setting.target == "whole":
+    elif isinstance(plan, HeadsPlan) and plan.joint and setting.target == "whole":
         parts["the target, a copy a process until it is wrapped"] = whole * processes
     return parts

@@ -1,15 +1,16 @@
-"""What training Medusa heads holds in GPU memory: heads of the shape that a config says, on a target without data."""
+"""What training heads holds in GPU memory, as plans of Medusa and of EAGLE-3 heads share it."""
 
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from draftsmith.medusa.heads import MedusaConfig, MedusaHeads
 from draftsmith.scripts.plan.activations import (
     Affine,
     BatchShape,
@@ -21,28 +22,32 @@ from draftsmith.scripts.plan.activations import (
     trace_draft,
     trace_forward,
 )
-from draftsmith.scripts.plan.config import MedusaPlanConfig
 from draftsmith.scripts.plan.memory_plan import DROPOUT, GIB, ZERO, MemorySetting, placement, read_config
 from draftsmith.scripts.plan.model_states import (
     Precision,
     Weights,
     held_bytes,
     optimizer_bytes,
+    step_bytes,
     target_bytes,
 )
 from draftsmith.scripts.plan.moments import Moment
-from draftsmith.train.lora import add_lora
+from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_sums
-from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.losses.chunked import chunked_objectives
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
 from draftsmith.train.teacher.distributions import LiveDistributions
 
+StatesOf = Callable[[Tensor], Sequence[Tensor]]
+"""From the target's hidden states at the places to learn at, (N, H), to what each guess's head sees, (N, H) each."""
 
-class HeadsPlan:
+
+class HeadsPlan(ABC):
     """Heads and their target without data, and what training them would hold."""
 
-    def __init__(self, config: MedusaPlanConfig):
+    def __init__(self, config: Any):
         self.config = config
         self.mode = FakeTensorMode()
         training = config.training
@@ -58,7 +63,7 @@ class HeadsPlan:
             dtype,
             placement(config),
             int(training.per_device_train_batch_size),
-            config.lm_heads,
+            getattr(config, "lm_heads", "own"),
         )
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
@@ -67,97 +72,118 @@ class HeadsPlan:
         self.heads = lru_cache(self._heads)
         self._forward = lru_cache(partial(trace_forward, self.mode))
         self._activations = lru_cache(partial(trace_draft, self.mode))
-        self._losses = lru_cache(self._traced)
+        self._losses = lru_cache(self.traced_losses)
+
+    @property
+    def joint(self) -> bool:
+        """Whether the target is trained too."""
+        return bool(self.config.trains_target)
+
+    def bare_target(self, dtype: str) -> PreTrainedModel:
+        """Return the target on the meta device."""
+        code = self.config.trust_remote_code
+        return empty_model(self._target_config, field="target", dtype=DTYPES[dtype], trust_remote_code=code)
 
     def _target(self, dtype: str) -> PreTrainedModel:
-        model = empty_model(
-            self._target_config, field="target", dtype=DTYPES[dtype], trust_remote_code=self.config.trust_remote_code
-        ).requires_grad_(self.config.backbone == "full")
-        if self.config.backbone == "lora":
-            with torch.device("meta"):
-                add_lora(model, self.config.lora)
+        model = self.prepared(self.bare_target(dtype))
         shadow(self.mode, model)
         return model
 
-    def _heads(self, lm_heads: str, half: bool) -> MedusaHeads:
-        config, head = self.config, head_of(self.target(self.setting.target_dtype))
-        vocab_size, hidden_size = head.weight.shape
-        shape = MedusaConfig(
-            hidden_size=hidden_size,
-            vocab_size=vocab_size,
-            num_heads=config.num_heads,
-            num_hidden_layers=config.num_layers,
-            truncated_vocab_size=min(config.draft_vocabulary or vocab_size, vocab_size),
-            medusa_fc_bias=config.bias,
-            original_lm_head=lm_heads == "shared",
-            lm_head_bias=head.bias is not None,
-            hydra=config.hydra,
-        )
-        with torch.device("meta"):
-            heads = MedusaHeads(shape)
-        for lm_head in heads.all_lm_heads:
-            lm_head.requires_grad_(config.train_lm_heads)
-        shadow(self.mode, heads, half)
-        return heads
+    def prepared(self, target: PreTrainedModel) -> PreTrainedModel:
+        """Return the target with gradients where it trains."""
+        return target.requires_grad_(False)
+
+    @abstractmethod
+    def _heads(self, lm_heads: str, half: bool) -> Any:
+        """Return the heads in `mode`."""
+
+    @abstractmethod
+    def lm_heads(self, heads: Any) -> Sequence[nn.Module]:
+        """Return the language-model heads."""
+
+    @abstractmethod
+    def weights(self, heads: Any) -> Weights:
+        """Count the heads' numbers."""
+
+    @abstractmethod
+    def vocabulary(self, heads: Any) -> int:
+        """Return the tokens that the heads draft among."""
+
+    @abstractmethod
+    def traced_losses(self, setting: MemorySetting, positions: int) -> tuple[float, float]:
+        """Return `trace_losses` at so many positions; of the setting the dtypes matter, and `lm_heads`."""
+
+    @abstractmethod
+    def moments(self, setting: MemorySetting) -> list[Moment]:
+        """Return the times at which memory may be at its most."""
+
+    @abstractmethod
+    def work(self, setting: MemorySetting) -> Work:
+        """Return the arithmetic of the heads."""
+
+    @abstractmethod
+    def note(self, setting: MemorySetting) -> str:
+        """Say what is trained."""
+
+    @abstractmethod
+    def own_changes(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return what may be changed of these heads: what the user is to write, and the fields of the setting."""
+
+    def made(self, setting: MemorySetting) -> Any:
+        """Return the heads as they compute under a setting."""
+        return self.heads(setting.lm_heads, setting.precision == "half")
+
+    def _trained(self, setting: MemorySetting) -> list[PreTrainedModel]:
+        return [self.made(setting), *([self.target(setting.target_dtype)] if self.joint else [])]
 
     def held(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes that a GPU holds at all times, by what they are for."""
-        config, precision, gpus = self.config, setting.precision, self.config.gpus
-        target, heads = self.target(setting.target_dtype), self.heads(setting.lm_heads, precision == "half")
-        trained: list[PreTrainedModel] = [heads] if config.backbone == "frozen" else [heads, target]
-        parameters = {id(p): p for module in trained for p in module.parameters() if p.requires_grad}
-        count = sum(parameter.numel() for parameter in parameters.values())
-        optim = str(getattr(config.training.optim, "value", config.training.optim))
-        states = sum(
-            optimizer_bytes(module, "muon" if config.optimizer == "muon" else optim, heads.all_lm_heads)
-            for module in trained
-        )
-        largest = max(sum(p.numel() for p in part.parameters()) for part in (*heads.all_lm_heads, *heads.blocks))
-        weights = Weights(count, count, 0, largest, 0, heads.config.hidden_size**2)
-        whole = sum(p.numel() for p in heads.parameters())
-        if config.backbone == "frozen":
-            weights = replace(weights, all=whole)
-        own = held_bytes(weights, states, setting.strategy, gpus, precision)
-        renamed = {name.replace("draft:", "heads:" if len(trained) == 1 else "trained:"): n for name, n in own.items()}
-        if config.backbone == "full":
-            copy = "the target as it was: weights in float32, whole"
-            return renamed | {copy: 4.0 * Weights.of(target).all * config.needs_original}
-        return target_bytes(target, setting.target or "whole", gpus) | renamed
+        heads, trained, training = self.made(setting), self._trained(setting), self.config.training
+        optim = str(getattr(training.optim, "value", training.optim))
+        name = "muon" if self.config.optimizer == "muon" else optim
+        states = sum(optimizer_bytes(module, name, self.lm_heads(heads)) for module in trained)
+        count, weights = self._count(setting), self.weights(heads)
+        weights = replace(weights, all=count if self.joint else weights.all, trained=count)
+        own = held_bytes(weights, states, setting.strategy, self.config.gpus, setting.precision)
+        renamed = {part.replace("draft:", "trained:" if self.joint else "heads:"): n for part, n in own.items()}
+        return self.target_held(setting) | renamed
 
-    def moments(self, setting: MemorySetting) -> list[Moment]:
-        """Return the times at which memory may be at its most."""
-        target, joint = self.target(setting.target_dtype), self.config.joint
-        positions, weight = setting.rows * (self.batch.length - 1), head_of(target).weight
-        forward, backward = (affine(positions) for affine in self._losses(replace(setting, rows=0)))
-        hidden = float(positions * weight.shape[1] * weight.element_size())
-        before = {} if setting.target == "elsewhere" else {"target: activations": self._frozen(setting)}
-        parts = [Moment("the target's forward", before)]
-        if joint:
-            kept = self._activations(target, self.batch, setting.precision, setting.checkpointing)
-            parts.append(Moment("the backbone's backward", {"backbone: activations": kept.backward(setting.rows)}))
-            held = {"backbone: activations": kept.in_loss(setting.rows)}
-        else:
-            held = {}
-        held["target: hidden states"] = hidden * (1 + joint)
-        return [
-            *parts,
-            Moment("the losses", held | {"losses: states, logits of a chunk, gradients": forward}),
-            Moment("the heads' backward", held | {"losses: gradients": backward}),
-        ]
+    def target_held(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the bytes that the target takes at all times, and those rows of its head that are drafted among."""
+        target = self.target(setting.target_dtype)
+        held = target_bytes(target, setting.target or "whole", self.config.gpus)
+        size, rows = self.vocabulary(self.made(setting)), head_of(target).weight
+        return held | {"target: the head of the tokens that are drafted": rows[0].nbytes * size * (size < len(rows))}
 
-    def _frozen(self, setting: MemorySetting) -> float:
-        return self._forward(self.target(setting.target_dtype), self.batch, "float32")(setting.rows)
+    def _count(self, setting: MemorySetting) -> int:
+        """Return the numbers that have gradients."""
+        parameters = {id(p): p for module in self._trained(setting) for p in module.parameters() if p.requires_grad}
+        return sum(parameter.numel() for parameter in parameters.values())
 
-    def _traced(self, setting: MemorySetting) -> tuple[Affine, Affine]:
-        """Return `trace_losses` as functions of the positions, through four and eight chunks of them."""
-        heads, target = self.heads(setting.lm_heads, setting.precision == "half"), self.target(setting.target_dtype)
-        few = 4 * max(1, self.sizes.chunk // heads.config.truncated_vocab_size)
-        at_few, at_many = (
-            trace_losses(self.mode, heads, target, self.config, positions, setting.precision, self.sizes)
-            for positions in (few, 2 * few)
-        )
-        forward, backward = (Affine.through(few, a, 2 * few, b) for a, b in zip(at_few, at_many, strict=True))
+    def optimizer_step(self, setting: MemorySetting) -> Moment:
+        """Return what the optimiser takes for a moment."""
+        training = self.config.training
+        optim = str(getattr(training.optim, "value", training.optim))
+        size = step_bytes(optim, self._count(setting), setting.strategy, self.config.gpus)
+        return Moment("the optimiser's step", {"optimiser: temporary": size})
+
+    def loss_bytes(self, setting: MemorySetting, positions: int) -> tuple[float, float]:
+        """Return `trace_losses` at so many positions: beyond eight chunks through four and eight of them."""
+        setting = replace(setting, rows=0, checkpointing=False, target=None)  # traced once whatever these are
+        few = 4 * max(1, self.sizes.chunk // self.vocabulary(self.made(setting)))
+        if positions <= 2 * few:
+            return self._losses(setting, positions)
+        at_few, at_many = self._losses(setting, few), self._losses(setting, 2 * few)
+        pairs = zip(at_few, at_many, strict=True)
+        forward, backward = (Affine.through(few, a, 2 * few, b)(positions) for a, b in pairs)
         return forward, backward
+
+    def frozen_forward(self, setting: MemorySetting) -> dict[str, float]:
+        """Return what the target's forward takes; nothing here where the target is elsewhere."""
+        if setting.target == "elsewhere":
+            return {}
+        forward = self._forward(self.target(setting.target_dtype), self.batch, "float32")
+        return {"target: activations": forward(setting.rows)}
 
     def total(self, setting: MemorySetting) -> float:
         """Return the most bytes at any time, the reserve left out."""
@@ -183,56 +209,55 @@ class HeadsPlan:
             known.append((f"training.per_device_train_batch_size {rows}", {"rows": rows}))
         if not now.half:
             known.append(("training.bf16 true", {"half": True}))
-        if config.joint and not now.checkpointing:
-            known.append(("training.activation_checkpointing true", {"checkpointing": True}))
-        if now.target_dtype in ("float32", "float64") and config.backbone != "full":
-            known.append(("target_dtype bfloat16", {"target_dtype": "bfloat16"}))
-        if now.lm_heads == "own":
-            known.append(("lm_heads shared", {"lm_heads": "shared"}))
+        known += self.own_changes()
         if config.gpus > 1 and config.optimizer != "muon":
             stronger = ZERO[ZERO.index(now.strategy) + 1 :] if now.strategy in ZERO else ()
             known += [(f"strategy {name}", {"strategy": name}) for name in stronger]
-        if now.target == "whole" and config.backbone != "full":
-            if config.gpus > 1 and not config.joint:
-                known.append(("target_sharded true", {"target": "sharded"}))
-            known += [(f"target_quantization {bits}", {"target": bits}) for bits in ("8bit", "4bit")]
+        if now.target == "whole" and config.gpus > 1 and not self.joint:
+            known.append(("target_sharded true", {"target": "sharded"}))
         yield from ((name, s) for name, s in ((n, replace(now, **change)) for n, change in known) if self.fits(s))
 
 
 def trace_losses(
-    mode: FakeTensorMode,
-    heads: MedusaHeads,
+    mode: Any,
+    heads: Any,
     target: PreTrainedModel,
-    config: MedusaPlanConfig,
+    objective: Objective,
+    states_of: StatesOf,
+    learned: Callable[[int], OutputHead],
     positions: int,
     precision: Precision,
     sizes: ChunkSizes,
+    given: Sequence[Tensor] = (),
 ) -> tuple[float, float]:
-    """Return the most bytes that the losses of all heads take in the forward, and in their backward.
+    """Return the most bytes that the losses of all guesses take in the forward, and in their own backward.
 
     Args:
         mode: that heads and target were built in.
         heads: with `requires_grad` where they train.
         target: in its own dtype.
-        config: with the objective.
-        positions: that each head learns at.
+        objective: what each guess minimises.
+        states_of: what it takes is counted.
+        learned: the head of each guess.
+        positions: that each guess is learned at.
         precision: how heads compute.
         sizes: of chunks.
+        given: what is not counted.
     """
     with mode:
-        weight, count = head_of(target).weight, heads.config.num_heads
-        hidden = torch.zeros(positions, weight.shape[1], dtype=weight.dtype)
-        labels = torch.zeros(positions, dtype=torch.long)
-        seen = torch.zeros(positions, count, weight.shape[1], dtype=heads.dtype) if config.hydra else None
+        of_target, tokens_D = head_of(target), heads.token_map
+        hidden = torch.zeros(positions, of_target.weight.shape[1], dtype=of_target.weight.dtype)
+        labels, objective = torch.zeros(positions, dtype=torch.long), replace(objective, partial=tokens_D is not None)
+        kept = of_target if tokens_D is None else of_target.of(tokens_D)
         hold_gradients(heads)
-        given = [*tensors_of(heads), *tensors_of(target), hidden, labels, *([] if seen is None else [seen])]
+        given = [*given, *tensors_of(heads), *tensors_of(target), hidden, labels, kept.weight]
         with LiveBytes(given) as live:
             with precision_of(precision):
-                kept = head_of(target) if heads.token_map is None else head_of(target).of(heads.token_map)
-                teacher = LiveDistributions(hidden, kept) if config.objective.needs_target else None
-                states = [heads.states(i, hidden.to(heads.dtype), seen) for i in range(count)]
-                learners = [(state, heads.head(i), torch.ones(positions, 1)) for i, state in enumerate(states)]
-                total = chunked_sums(config.objective.features, labels, learners, teacher, sizes)
+                teacher = LiveDistributions(hidden, kept) if objective.needs_target else None
+                learners = [
+                    (state, learned(k), torch.ones(positions), 1.0) for k, state in enumerate(states_of(hidden))
+                ]
+                total = chunked_objectives(objective, labels, learners, teacher, sizes)
             forward = live.peak
             live.restart()
             total.backward()

@@ -31,6 +31,7 @@ from draftsmith.scripts.plan.model_states import (
     Weights,
     held_bytes,
     optimizer_bytes,
+    step_bytes,
     target_bytes,
 )
 from draftsmith.train.lora import add_lora
@@ -153,9 +154,7 @@ class MemoryPlan:
         if target is not None and setting.target is not None:
             held = target_bytes(target, setting.target, gpus) | held
         needed = setting.target not in (None, "elsewhere") and config.objective.needs_target
-        share = 1 if setting.strategy == "ddp" else gpus
         evaluated = replace(self.parallel, masks=self.batch.length if config.parallel else 0)
-        copies = (name == "adamw_torch") + setting.strategy.startswith("zero")  # √v of all tensors; float32 gradients
         return Footprint(
             mode=self.mode,
             draft=draft,
@@ -169,7 +168,7 @@ class MemoryPlan:
             target_forward=self._forward(target, self.batch, "float32") if needed else Affine(),
             held=held,
             sizes=self.sizes,
-            step=4.0 * copies * weights.trained / share,
+            step=step_bytes(name, weights.trained, setting.strategy, gpus),
             k=config.cache_k,
         )
 

@@ -154,6 +154,19 @@ def optimizer_bytes(model: PreTrainedModel, name: str, ends: Sequence[nn.Module]
     return total
 
 
+def step_bytes(name: str, trained: int, strategy: Strategy, gpus: int) -> float:
+    """Return the bytes that an optimiser takes for a moment: √v of all tensors, and under ZeRO float32 gradients.
+
+    Args:
+        name: as `training.optim` has it.
+        trained: numbers that have gradients.
+        strategy: how they are spread.
+        gpus: over so many.
+    """
+    copies = (name == "adamw_torch") + strategy.startswith("zero")
+    return 4.0 * copies * trained / (1 if strategy == "ddp" else gpus)
+
+
 def held_bytes(weights: Weights, states: int, strategy: Strategy, gpus: int, precision: Precision) -> dict[str, float]:
     """Return the bytes that a draft takes on each GPU at all times, by what they are for.
 

@@ -11,8 +11,9 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan.config import CachePlanConfig, MedusaPlanConfig, PreparePlanConfig
 from draftsmith.scripts.plan.duration import PROCESS, READING, host_bytes, hours
-from draftsmith.scripts.plan.heads import HeadsPlan, trace_losses
+from draftsmith.scripts.plan.heads import trace_losses
 from draftsmith.scripts.plan.inference import InferencePlan
+from draftsmith.scripts.plan.medusa import MedusaPlan, states_of_heads
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.flops import DEVICES, Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
@@ -34,9 +35,9 @@ def argv(target: Path, **options: object) -> list[str]:
     return [part for name, value in values.items() for part in (f"--{name}", str(value))]
 
 
-def heads_plan(target: Path, **options: object) -> HeadsPlan:
+def heads_plan(target: Path, **options: object) -> MedusaPlan:
     values = {"sequence_length": LENGTH, "training.per_device_train_batch_size": ROWS, "num_heads": 3} | options
-    return HeadsPlan(parse_config(MedusaPlanConfig, [*argv(target, **values), "--training.use_cpu", "true"]))
+    return MedusaPlan(parse_config(MedusaPlanConfig, [*argv(target, **values), "--training.use_cpu", "true"]))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,8 @@ def test_what_the_losses_of_heads_take_is_what_they_allocate(target, options):
         real, 3, None if count is None else torch.arange(count), hydra=config.hydra,
         original_lm_head=config.lm_heads == "shared",
     ).requires_grad_(True)  # fmt: skip
-    forward, backward = trace_losses(nullcontext(), heads, real, config, ROWS * (LENGTH - 1), "float32", sizes)
+    args = heads, real, config.objective, states_of_heads(heads), heads.head, ROWS * (LENGTH - 1)
+    forward, backward = trace_losses(nullcontext(), *args, "float32", sizes)
     planned = moments["the losses"].parts["losses: states, logits of a chunk, gradients"]
     assert planned == pytest.approx(forward, rel=0.03)
     assert moments["the heads' backward"].parts["losses: gradients"] == pytest.approx(backward, rel=0.03)
@@ -150,7 +152,7 @@ def test_texts_are_written_at_the_speed_of_the_memory(target):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"recipe": "export"}, "recipe: expected one of distill, medusa, cache, prepare, found 'export'"),
+        ({"recipe": "export"}, "recipe: expected one of distill, medusa, eagle, cache, prepare, found 'export'"),
         ({"recipe": "cache", "output": "o"}, "sequence_length: expected the tokens of a sample"),
         ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
         ({"recipe": "medusa", "sequence_length": 9, "device": "TPU"}, "device: expected one of B200"),

@@ -1,0 +1,180 @@
+"""Plans of EAGLE-3 heads: a whole step of their trainer, what is held, and what their recipe refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_llama
+from pipelines import eagle_configured
+from torch.utils._pytree import tree_leaves
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.eagle import __main__ as recipe
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.scripts import cli
+from draftsmith.scripts.plan.activations import BatchShape, LiveBytes
+from draftsmith.scripts.plan.config import EaglePlanConfig
+from draftsmith.scripts.plan.duration import PROCESS, host_bytes, hours
+from draftsmith.scripts.plan.eagle import EaglePlan
+from draftsmith.train.cli import parse_config
+from draftsmith.train.data.collator import IGNORED, ahead_positions
+from draftsmith.train.job.flops import Work
+from draftsmith.train.runs import save_model
+
+ROWS, LENGTH, STEPS = 4, 96, 3
+CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def target(tokenizer, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "target"
+    model = tiny_llama(0, len(tokenizer), layers=4, hidden=128)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    save_model(model, tokenizer, path)
+    return path
+
+
+def argv(target: Path, **options: object) -> list[str]:
+    values = {
+        "target": target,
+        "completions": "[c]",
+        "sequence_length": LENGTH,
+        "num_steps": STEPS,
+        "loss_chunk": 2**14,
+    }
+    values |= {"training.per_device_train_batch_size": ROWS}
+    return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
+
+
+def planned(target: Path, **options: object) -> EaglePlan:
+    return EaglePlan(parse_config(EaglePlanConfig, [*argv(target, **options), "--training.use_cpu", "true"]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"training.activation_checkpointing": True},
+        {"training.bf16": True, "draft_vocabulary": 100, "norm_output": True},
+        {"packing": True, "max_length": LENGTH, "divergence": "lk_hybrid", "fc_norm": True, "target_dtype": "bfloat16"},
+    ],
+    ids=["checkpointing", "autocast, cut vocabulary", "packed"],
+)
+def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, target, tmp_path, monkeypatch, options):
+    """Target, features, steps, losses and backward together, at their peak."""
+    plan = planned(target, **options)
+    training = {name.partition(".")[2]: value for name, value in options.items() if name.startswith("training.")}
+    fields = {name: value for name, value in options.items() if not name.startswith(("training.", "packing", "max_"))}
+    monkeypatch.setattr(recipe, "run_training", lambda *_: None)
+    config = eagle_configured(pipeline, tmp_path, target=str(target), num_steps=STEPS, training=training, **fields)
+    trainer = recipe.train_heads(config)
+    trainer.sizes = plan.sizes
+    heads, checkpointing = trainer.heads.train(), "training.activation_checkpointing" in options
+    if checkpointing:
+        heads.activation_checkpointing_enable({"use_reentrant": False})
+    model = trainer.accelerator.prepare(heads)
+    for parameter in heads.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    inputs = BatchShape(LENGTH, ROWS, "packing" in options).inputs(ROWS) | {
+        "index": torch.zeros(ROWS, dtype=torch.long)
+    }
+    if "packing" in options:
+        inputs["position_ids"] = torch.arange(LENGTH).repeat(ROWS, 1)
+    inputs["labels"] = inputs["input_ids"].clone()
+    inputs["labels"][:, 0] = IGNORED
+    inputs["positions"] = ahead_positions(inputs["labels"] != IGNORED, STEPS)
+    given = [t for m in (heads, trainer.target) for t in (*m.parameters(), *m.buffers())]
+    given += [trainer.teacher_head.weight, *(p.grad for p in heads.parameters())]
+    with LiveBytes([*given, *tree_leaves(inputs)]) as live:
+        trainer.training_step(model, inputs, torch.tensor(ROWS * (LENGTH - 1)))
+    peak = max(plan.moments(plan.setting), key=lambda moment: moment.total)
+    # Besides are masks of positions, and the loss of a few of them.
+    assert peak.total == pytest.approx(live.peak, rel=0.01), {m.name: m.parts for m in plan.moments(plan.setting)}
+    assert peak.total > 2**20
+    held = plan.held(plan.setting)
+    assert held["heads: weights"] == sum(t.nbytes for t in (*heads.parameters(), *heads.buffers()))
+    assert held["heads: gradients"] == sum(p.grad.nbytes for p in heads.parameters())
+    size = sum(p.nbytes for p in trainer.target.parameters())
+    assert next(value for name, value in held.items() if name.startswith("target: weights")) == size
+    if "draft_vocabulary" in options:
+        assert held["target: the head of the tokens that are drafted"] == trainer.teacher_head.weight.nbytes
+
+
+def test_the_shape_of_qwen3_8b_holds_what_was_counted():
+    """What is kept for the backward of 4 rows of 2,048 tokens and six steps, in bfloat16 autocast."""
+    options = {"target_config": CONFIGS / "qwen3-8b.json", "sequence_length": 2048, "training.bf16": True}
+    options |= {"draft_vocabulary": 32000, "num_steps": 6, "target_dtype": "bfloat16"}
+    kept = {}
+    for checkpointing in (False, True):
+        more = options | {"training.activation_checkpointing": checkpointing}
+        plan = planned(Path("Qwen/Qwen3-8B"), **more)
+        (losses,) = (moment for moment in plan.moments(plan.setting) if moment.name == "the losses")
+        kept[checkpointing] = losses.parts["steps: activations, and what the target left"] / GIB
+    assert kept[False] == pytest.approx(14.9, rel=0.05) and kept[True] == pytest.approx(3.1, rel=0.1)
+
+
+def test_hours_are_the_arithmetic_of_the_steps(target):
+    plan = planned(target, tokens=1e9, gpus=4, mfu=0.5, device="A100")
+    heads = plan.heads("own", False)
+    teacher = Work.of(tiny_llama(0, plan.target("float32").config.vocab_size, layers=4, hidden=128))
+    maps = {name: p.numel() for name, p in heads.named_parameters() if p.ndim == 2}
+    fused, logits = maps.pop("fc.weight"), maps.pop("lm_head.weight")
+    attended = 2 * 128 * LENGTH / 2  # scores and values, of all positions before
+    each = 2 * (fused + STEPS * (sum(maps.values()) + attended + logits))
+    speed = 0.5 * 312e12 * 4 * 3600
+    assert hours(plan) == pytest.approx(1e9 * (teacher.forward(1, LENGTH / 2, 1) + 3 * each) / speed)
+    again = planned(target, tokens=1e9, gpus=4, mfu=0.5, device="A100", **{"training.activation_checkpointing": True})
+    assert hours(again) > hours(plan)
+    numbers = sum(p.numel() for p in heads.parameters())
+    assert sum(host_bytes(plan).values()) == 4 * PROCESS + 4 * 4 * numbers
+
+
+def test_heads_to_go_on_from_are_planned_as_they_are(target, tokenizer, tmp_path):
+    cut = EagleHeads.of_target(tiny_llama(0, len(tokenizer), layers=4, hidden=128), torch.arange(50), [1, 3])
+    cut.save_pretrained(tmp_path / "heads")
+    plan = planned(target, heads=tmp_path / "heads")
+    assert plan.note(plan.setting) == "3 steps of one layer, features after layers 1, 3, drafts among 50 of 300 tokens"
+    other = EagleHeads.of_target(tiny_llama(0, len(tokenizer), layers=4, hidden=64))
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(InputError, match="eagle: expected heads with the target's hidden_size 128, found 64"):
+        planned(target, heads=tmp_path / "other")
+
+
+def test_what_does_not_fit_is_told_how_to(target, capsys):
+    roomy = planned(target, gpus=2)
+    most = roomy.total(roomy.setting) / GIB + 3
+    flags = argv(target, recipe="eagle", gpus=2, gpu_memory=most - 1e-4)
+    assert cli.main(["plan", *flags]) == 3
+    out = capsys.readouterr().out
+    assert "does not fit" in out and "3 steps of one layer, features after layers 1, 2, 3" in out
+    for change in ("training.activation_checkpointing true", "strategy zero2", "target_quantization 8bit, init random"):
+        assert f"→ {change}" in out
+    tight = planned(target, gpus=2, gpu_memory=most - 1e-4)
+    changes = dict(tight.changes())
+    assert changes and all(tight.fits(change) for change in changes.values())
+    assert tight.largest(tight.setting) < ROWS <= roomy.largest(roomy.setting)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layer_ids": "[2, 9]"}, "layer_ids: expected ascending depths between 1 and the target's 4 layers"),
+        ({"draft_vocabulary": 301}, "draft_vocabulary: expected at most 300, found 301"),
+        ({"num_steps": 0}, "num_steps: expected at least 1, found 0"),
+        ({"target_quantization": "4bit"}, "init: expected random for a target whose last layer is not of the heads'"),
+        ({"heads": "nowhere"}, "EAGLE-3 heads: expected a model directory or a hub id, found nothing at nowhere"),
+        ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none beside heads, which have theirs"),
+        ({"optimizer": "muon", "strategy": "zero2"}, "optimizer: expected trainer for a draft under zero2, found muon"),
+        ({"training.optim": "galore_adamw"}, "training.optim: expected one of adamw_torch, "),
+    ],
+)
+def test_what_the_recipe_refuses_is_refused_in_the_same_line(target, capsys, options, said):
+    assert cli.main(["plan", *argv(target, recipe="eagle", **options)]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ") and said in line
+
+
+def test_another_family_is_refused(capsys):
+    flags = argv(Path("gpt2"), recipe="eagle", target_config=CONFIGS / "gpt2.json")
+    assert cli.main(["plan", *flags]) == 2
+    assert "target: expected a model whose decoder has its layers in `layers`" in capsys.readouterr().err
