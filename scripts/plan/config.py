@@ -82,6 +82,8 @@ class Training(Machines):
         self.sequence_length = self.require_length(run.max_length)
         if self.strategy is None:
             self.strategy = configured_strategy(run.training)
+        if run.target_sharded and self.gpus == 1:
+            raise InputError("target_sharded: expected more than one process, found one")
         if run.optimizer == "muon" and self.strategy != "ddp":
             raise InputError(f"optimizer: expected trainer for a draft under {self.strategy}, found muon")
 

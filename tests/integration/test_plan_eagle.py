@@ -36,14 +36,8 @@ def target(tokenizer, tmp_path_factory) -> Path:
 
 
 def argv(target: Path, **options: object) -> list[str]:
-    values = {
-        "target": target,
-        "completions": "[c]",
-        "sequence_length": LENGTH,
-        "num_steps": STEPS,
-        "loss_chunk": 2**14,
-    }
-    values |= {"training.per_device_train_batch_size": ROWS}
+    values = {"target": target, "completions": "[c]", "sequence_length": LENGTH, "num_steps": STEPS}
+    values |= {"loss_chunk": 2**14, "training.per_device_train_batch_size": ROWS}
     return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
 
 
@@ -65,6 +59,7 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, target, tmp
     plan = planned(target, **options)
     training = {name.partition(".")[2]: value for name, value in options.items() if name.startswith("training.")}
     fields = {name: value for name, value in options.items() if not name.startswith(("training.", "packing", "max_"))}
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # training arguments leave theirs there
     monkeypatch.setattr(recipe, "run_training", lambda *_: None)
     config = eagle_configured(pipeline, tmp_path, target=str(target), num_steps=STEPS, training=training, **fields)
     trainer = recipe.train_heads(config)
@@ -75,9 +70,8 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, target, tmp
     model = trainer.accelerator.prepare(heads)
     for parameter in heads.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    inputs = BatchShape(LENGTH, ROWS, "packing" in options).inputs(ROWS) | {
-        "index": torch.zeros(ROWS, dtype=torch.long)
-    }
+    inputs = BatchShape(LENGTH, ROWS, "packing" in options).inputs(ROWS)
+    inputs["index"] = torch.zeros(ROWS, dtype=torch.long)
     if "packing" in options:
         inputs["position_ids"] = torch.arange(LENGTH).repeat(ROWS, 1)
     inputs["labels"] = inputs["input_ids"].clone()
@@ -165,6 +159,7 @@ def test_what_does_not_fit_is_told_how_to(target, capsys):
         ({"heads": "nowhere"}, "EAGLE-3 heads: expected a model directory or a hub id, found nothing at nowhere"),
         ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none beside heads, which have theirs"),
         ({"optimizer": "muon", "strategy": "zero2"}, "optimizer: expected trainer for a draft under zero2, found muon"),
+        ({"target_sharded": True}, "target_sharded: expected more than one process, found one"),
         ({"training.optim": "galore_adamw"}, "training.optim: expected one of adamw_torch, "),
     ],
 )
