@@ -132,7 +132,7 @@ class EaglePlan(HeadsPlan):
         return float(self.config.objective.needs_target * self._places(rows) * weight[0].nbytes)
 
     def _target_forward(self, setting: MemorySetting, rows: int) -> dict[str, float]:
-        if setting.target == "elsewhere":
+        if setting.target in (None, "elsewhere"):
             return {}
         return {"target: activations, features": self._looking(setting.target_dtype)(rows)}
 
@@ -170,12 +170,14 @@ class EaglePlan(HeadsPlan):
         known: list[tuple[str, dict[str, Any]]] = []
         if not now.checkpointing:
             known.append(("training.activation_checkpointing true", {"checkpointing": True}))
-        if now.target_dtype in ("float32", "float64"):
+        if now.target_dtype in ("float32", "float64") and now.target is not None:
             known.append(("target_dtype bfloat16", {"target_dtype": "bfloat16"}))
         if now.target == "whole":
             # A quantised layer is no beginning for the heads'.
             begin = ", init random" if self.config.heads is None and self.config.init == "last_layer" else ""
             known += [(f"target_quantization {bits}{begin}", {"target": bits}) for bits in ("8bit", "4bit")]
+        if now.target is not None:
+            known.append(("teacher_cache", {"target": None}))
         return known
 
 

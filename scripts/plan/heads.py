@@ -151,7 +151,12 @@ class HeadsPlan(ABC):
     def target_held(self, setting: MemorySetting) -> dict[str, float]:
         """Return the bytes that the target takes at all times, and those rows of its head that are drafted among."""
         target = self.target(setting.target_dtype)
-        held = target_bytes(target, setting.target or "whole", self.config.gpus)
+        if setting.target is None:  # a cache has what the others of its weights gave
+            embed: Any = target.get_input_embeddings()
+            ends = {id(weight): weight.nbytes for weight in (embed.weight, head_of(target).weight)}
+            held = {"target: embeddings and head": float(sum(ends.values()))}
+        else:
+            held = target_bytes(target, setting.target, self.config.gpus)
         size, rows = self.vocabulary(self.made(setting)), head_of(target).weight
         return held | {"target: the head of the tokens that are drafted": rows[0].nbytes * size * (size < len(rows))}
 

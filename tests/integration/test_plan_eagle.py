@@ -134,6 +134,15 @@ def test_heads_to_go_on_from_are_planned_as_they_are(target, tokenizer, tmp_path
         planned(target, heads=tmp_path / "other")
 
 
+def test_a_cache_leaves_two_ends_of_the_target(target):
+    live, cached = planned(target), planned(target, teacher_cache="[features]")
+    held, model = cached.held(cached.setting), live.target("float32")
+    assert held["target: embeddings and head"] == sum(
+        p.nbytes for p in (model.lm_head.weight, model.model.embed_tokens.weight)
+    )
+    assert cached.total(cached.setting) < live.total(live.setting) and hours(cached) < hours(live)
+
+
 def test_what_does_not_fit_is_told_how_to(target, capsys):
     roomy = planned(target, gpus=2)
     most = roomy.total(roomy.setting) / GIB + 3
@@ -141,7 +150,12 @@ def test_what_does_not_fit_is_told_how_to(target, capsys):
     assert cli.main(["plan", *flags]) == 3
     out = capsys.readouterr().out
     assert "does not fit" in out and "3 steps of one layer, features after layers 1, 2, 3" in out
-    for change in ("training.activation_checkpointing true", "strategy zero2", "target_quantization 8bit, init random"):
+    for change in (
+        "training.activation_checkpointing true",
+        "strategy zero2",
+        "target_quantization 8bit, init random",
+        "teacher_cache",
+    ):
         assert f"→ {change}" in out
     tight = planned(target, gpus=2, gpu_memory=most - 1e-4)
     changes = dict(tight.changes())
