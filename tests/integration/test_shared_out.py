@@ -58,9 +58,10 @@ def test_completions_are_those_of_one_process_byte_for_byte(config, tmp_path):
         assert contents(shared.output) == contents(config.output)
 
 
-def test_a_teacher_cache_is_that_of_one_process_byte_for_byte(config, tmp_path):
+@pytest.mark.parametrize("content", [{"k": 8}, {"features": True}], ids=["distributions", "features"])
+def test_a_teacher_cache_is_that_of_one_process_byte_for_byte(config, tmp_path, content):
     prepare(config)
-    of_one = CacheConfig(config.target, [config.output], str(tmp_path / "cache"), k=8, batch_size=2)
+    of_one = CacheConfig(config.target, [config.output], str(tmp_path / "cache"), batch_size=2, **content)
     of_two = replace(of_one, output=str(tmp_path / "shared"))
     one = make_cache(of_one)
     summaries = forked(cached, of_two, strategy="ddp")
