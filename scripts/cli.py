@@ -27,7 +27,7 @@ COMMANDS = {
     ),
     "prepare": ("prompts → completions written by the target", "train.data.prepare_config:PrepareConfig"),
     "cache": (
-        "the target's distributions on its completions, to distil with no target in memory",
+        "the target's distributions or features on its completions, to train with no target in memory",
         "train.teacher.cache_config:CacheConfig",
     ),
     "distill": ("a draft model from the target's completions", "distill.config:DistillConfig"),

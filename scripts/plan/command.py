@@ -24,6 +24,7 @@ from draftsmith.scripts.plan.memory_plan import GIB, MemoryPlan
 from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.job.flops import DEVICES
+from draftsmith.train.teacher.distribution_shards import distribution_bytes
 
 DOES_NOT_FIT = 3
 
@@ -79,8 +80,8 @@ def report(plan: MemoryPlan | HeadsPlan, console: Console) -> bool:
         notes = [
             f"the loss on whole logits would take {gib(footprint.eager_logits(rows))}; in chunks it takes "
             f"{gib(footprint.loss_bytes(rows)[0])}",
-            f"a teacher cache of k = {plan.config.cache_k}: {6 * plan.config.cache_k + 8} bytes a completion token, "
-            "uncompressed",
+            f"a teacher cache of k = {plan.config.cache_k}: {distribution_bytes(plan.config.cache_k)} bytes a "
+            "completion token, uncompressed",
         ]
     else:
         held, moments, notes = plan.held(setting), plan.moments(setting), [plan.note(setting)]
@@ -121,8 +122,8 @@ def report_inference(plan: InferencePlan, console: Console) -> bool:
     print_table(config, f"{config.gpu_memory:g} GiB, {rows} texts of {plan.length} tokens", plan.held, peak, console)
     lines = outlook(plan)
     if not plan.writes:
-        size = config.tokens * (6 * plan.config.k + 8) / 1e9  # type: ignore[union-attr]
-        lines.append(f"on disk: at most {size:,.0f} GB, {6 * plan.config.k + 8} bytes a token")  # type: ignore[union-attr]
+        size = plan.disk_bytes()
+        lines.append(f"on disk: at most {config.tokens * size / 1e9:,.0f} GB, {size} bytes a token")
     fits, largest = plan.total(rows) <= plan.capacity, plan.largest()
     rest = f"; the largest batch that does: {largest} texts" if largest else ", not even one text"
     for text in (*(Text(line, "dim") for line in lines), Text.assemble(_verdict(fits), rest)):

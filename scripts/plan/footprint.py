@@ -17,6 +17,7 @@ from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.teacher.distribution_shards import distribution_bytes
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Footprint:
             return 0.0
         places = rows * (self.batch.length - 1)  # masks learn what these do
         if self.target is None:
-            return float(places * (6 * self.k + 8))
+            return float(places * distribution_bytes(self.k))
         weight = head_of(self.target).weight
         return float(places * weight.shape[1] * weight.element_size())
 

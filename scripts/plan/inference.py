@@ -14,6 +14,8 @@ from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
+from draftsmith.train.teacher.distribution_shards import distribution_bytes
+from draftsmith.train.teacher.feature_shards import Layout
 
 QUANTIZED: dict[str | None, Placement] = {None: "whole", "8bit": "8bit", "4bit": "4bit"}
 
@@ -56,17 +58,31 @@ class InferencePlan:
 
     def moments(self, rows: int) -> list[Moment]:
         """Return the times at which memory may be at its most."""
-        head = head_of(self.target).weight
-        if self.writes:
+        head, config = head_of(self.target).weight, self.config
+        if isinstance(config, PreparePlanConfig):
             kept, logits = self._cache(rows), float(6 * 4 * rows * len(head))  # processors sort and copy
             prefill = {"target: keys and values": kept, "target: activations": self._forward(rows)}
             return [Moment("prefill", prefill), Moment("sampling", {"target: keys and values": kept, "logits": logits})]
+        if config.features:  # each depth's until all are joined
+            features = 2 * self.hidden_bytes(rows) * len(self.layout.layer_ids)
+            return [Moment("the forward", {"target: activations": self._forward(rows), "features": features})]
         sizes = ChunkSizes.on_gpu(self.config.gpu_memory * GIB)
         logits = float(sizes.chunk * head.element_size() + 8 * 4 * sizes.part)
         return [
             Moment("the forward", {"target: activations": self._forward(rows)}),
             Moment("the distributions", {"hidden states": self.hidden_bytes(rows), "logits of a chunk": logits}),
         ]
+
+    @property
+    def layout(self) -> Layout:
+        """The features that a cache of them would have."""
+        assert isinstance(self.config, CachePlanConfig)
+        return Layout.of(self.config, self.target.config)
+
+    def disk_bytes(self) -> int:
+        """Return the bytes of a token in a cache, uncompressed."""
+        assert isinstance(self.config, CachePlanConfig)
+        return self.layout.position_bytes if self.config.features else distribution_bytes(self.config.k)
 
     def hidden_bytes(self, rows: int) -> float:
         """Return the bytes of what the head sees of so many texts."""

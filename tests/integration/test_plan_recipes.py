@@ -137,6 +137,16 @@ def test_a_target_in_few_bits_or_over_several_gpus_takes_less_of_each(target):
     assert hours(plans["auto"]) == 4 * hours(plans["whole"])  # one copy, whose layers wait for each other
 
 
+def test_features_are_planned_with_their_bytes_on_disk(target, capsys):
+    flags = argv(target, output="o", sequence_length=LENGTH, dtype="bfloat16", features=True, layer_ids="[1, 2]")
+    plan = InferencePlan(parse_config(CachePlanConfig, flags))
+    assert plan.disk_bytes() == 3 * 64 * 2
+    (moment,) = plan.moments(ROWS)
+    assert moment.parts["features"] == 2 * ROWS * LENGTH * 2 * 64 * 2  # two depths, apart and joined, in bfloat16
+    assert cli.main(["plan", "--recipe", "cache", *flags, "--tokens", "1e9"]) == 0
+    assert "on disk: at most 384 GB, 384 bytes a token" in capsys.readouterr().out
+
+
 def test_texts_are_written_at_the_speed_of_the_memory(target):
     flags = argv(target, output="o", prompts="p", sequence_length=LENGTH, dtype="bfloat16", batch_size=2, tokens=1e6)
     at = flags.index("--completions")

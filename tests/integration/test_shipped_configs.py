@@ -200,7 +200,15 @@ OTHERS = [
 @pytest.mark.parametrize(("recipe", "path"), OTHERS, ids=lambda value: getattr(value, "stem", value))
 def test_other_recipes_fit_as_well(recipe, path, capsys):
     """By the lines that the files give; heads on eight GPUs, the others on one."""
-    argv = ["plan", "--recipe", recipe, "--config", str(path), "--target_config", str(SHAPES / f"{path.stem}.json")]
+    argv = [
+        "plan",
+        "--recipe",
+        recipe,
+        "--config",
+        str(path),
+        "--target_config",
+        str(SHAPES / f"{path.stem.removesuffix('-features')}.json"),
+    ]
     argv += ["--gpus", "8"] if recipe == "medusa" else ["--sequence_length", "2048" if recipe == "cache" else "4096"]
     assert cli.main(argv) == 0
     out = capsys.readouterr().out

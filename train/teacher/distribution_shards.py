@@ -42,6 +42,11 @@ ROW_GROUP = 8
 SAMPLER = ("temperature", "top_k", "top_p")
 
 
+def distribution_bytes(k: int) -> int:
+    """Return the bytes of a position's distribution, uncompressed."""
+    return 6 * k + 8
+
+
 @dataclass(frozen=True)
 class DistributionShards:
     """How a cache of distributions is written."""
@@ -75,7 +80,7 @@ class DistributionShards:
     @property
     def position_bytes(self) -> int:
         """Bytes of a position, uncompressed."""
-        return 6 * self.config.k + 8
+        return distribution_bytes(self.config.k)
 
     @property
     def shape(self) -> str:

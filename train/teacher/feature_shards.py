@@ -3,8 +3,8 @@
 Of each token but a text's last, a shard has the hidden states behind the layers of `Layout.layer_ids`, and those that
 the target's head sees: with the head, which lies beside the shards, they are the exact distribution at any temperature,
 top-k and top-p. At Qwen3-8B's width of 4,096 and in bfloat16 that is 3 × 8,192 + 8,192 bytes a token; k tokens of the
-distribution in place of the last states would take 6k + 8 and be no more than a bound. Numbers are not compressed: half
-of their bits are noise, and a training step reads them at the speed of the disk.
+distribution in place of the last states would take 6k + 8, and give bounds of divergences. Nothing is compressed: zstd
+saves a fifth of it, and would be slower than disks are.
 
 A sample is a row and a row group of its own, so that it is read, and written, alone: at 32k tokens it has a GiB.
 
@@ -13,6 +13,7 @@ Shape suffixes: B texts, T tokens, P places (T − 1), F features, H hidden.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.cache.features import check_layers, collected, default_layers
 from draftsmith.decode.errors import InputError
@@ -46,6 +47,18 @@ class Layout:
     """Behind how many of the target's layers features are taken, ascending."""
     hidden_size: int
     feature_dtype: str
+
+    @classmethod
+    def of(cls, config: CacheConfig, target: PretrainedConfig) -> "Layout":
+        """Return that of a cache as a config says.
+
+        Raises:
+            InputError: depths that the target does not have.
+        """
+        text = target.get_text_config()
+        layer_ids = config.layer_ids or default_layers(text.num_hidden_layers)
+        check_layers(layer_ids, text.num_hidden_layers, "layer_ids")
+        return cls(tuple(layer_ids), text.hidden_size, config.feature_dtype)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -92,10 +105,8 @@ class FeatureShards:
         Raises:
             InputError: depths that the target does not have.
         """
-        text = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code).get_text_config()
-        layer_ids = config.layer_ids or default_layers(text.num_hidden_layers)
-        check_layers(layer_ids, text.num_hidden_layers, "layer_ids")
-        return cls(config, Layout(tuple(layer_ids), text.hidden_size, config.feature_dtype))
+        target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        return cls(config, Layout.of(config, target))
 
     @property
     def columns(self) -> pa.Schema:
@@ -130,30 +141,40 @@ class FeatureShards:
     def write(
         self, path: Path, source: Source, texts: list[Text], model: PreTrainedModel, done: Callable[[int], Any]
     ) -> None:
-        """Compute a shard and write it whole, one batch in memory at a time.
+        """Compute a shard and write it whole, with two batches in memory at most.
 
         Args:
             path: where.
             source: what it is of.
             texts: the source's.
             model: the target.
-            done: told of how many samples more have been written.
+            done: told of how many samples more have been computed.
 
         Raises:
             InputError: states that are not finite.
             OSError: the disk is full, or cannot be written; nothing is left behind.
         """
-        with shard_writer(path, self.columns) as writer:
+        with shard_writer(path, self.columns) as writer, ThreadPoolExecutor(1) as disk:
+            writing: Future[None] | None = None  # a batch, while the next one is computed
             for rows in batches_of(texts, self.config.batch_size):
                 states = states_of(model, self.layout, [texts[i][1] for i in rows])
-                for i, of_text in zip(rows, states, strict=True):
-                    if not of_text["hidden"].isfinite().all():
-                        raise InputError(
-                            f"target: expected finite hidden states, found none in sample {texts[i][0]!r} of "
-                            f"{source.completions}; try another --dtype than {self.config.dtype}"
-                        )
-                    writer.write_table(_row(self.columns, source.samples[i], of_text))
+                if writing is not None:
+                    writing.result()
+                writing = disk.submit(self._write_batch, writer, source, rows, states)
                 done(len(rows))
+            if writing is not None:
+                writing.result()
+
+    def _write_batch(
+        self, writer: pq.ParquetWriter, source: Source, rows: list[int], states: list[dict[str, Tensor]]
+    ) -> None:
+        for i, of_text in zip(rows, states, strict=True):
+            if not all(each.isfinite().all() for each in of_text.values()):
+                raise InputError(
+                    f"target: expected finite hidden states, found others in sample {source.samples[i][0]!r} of "
+                    f"{source.completions}; try another --dtype than {self.config.dtype}"
+                )
+            writer.write_table(_row(self.columns, source.samples[i], of_text))
 
 
 @torch.inference_mode()
