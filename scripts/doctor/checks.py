@@ -1,9 +1,8 @@
-"""What `draftsmith doctor` checks without loading weights: whether target, draft and Medusa heads fit each other."""
+"""What `draftsmith doctor` checks without loading weights: whether target, draft and heads fit each other."""
 
 import platform
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from pathlib import Path
 
 import torch
 
@@ -12,6 +11,7 @@ from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, leng
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.scripts.doctor.heads import check_eagle, check_medusa
 from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side
 from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer, tokenizer_size
@@ -39,7 +39,9 @@ def check_pair(pair: Pair, context: int | None, dtype: str, device: torch.device
         yield _rollback(sides)
         yield _positions(pair, context)
     if target is not None and heads is not None:
-        yield _heads(target, heads)
+        yield check_medusa(target, heads)
+    if target is not None and pair.eagle is not None:
+        yield check_eagle(target, pair.eagle)
     if pair.parts:
         yield _dtype(pair.parts, dtype, device)
     if target is not None:
@@ -79,42 +81,6 @@ def _dtype(parts: Sequence[Part], dtype: str, device: torch.device) -> Finding:
         return Finding("warning", "dtype", "; ".join([text, *troubles]), "; ".join(remedies))
     wider = any(kind.itemsize < wanted.itemsize for kind in kept.values())
     return Finding("ok", "dtype", f"{text}; to run in {dtype}" + (", exactly but in more memory" if wider else ""))
-
-
-def _heads(target: Side, heads: Part) -> Finding:
-    name, config, model = "heads", heads.model.config, heads.model
-    try:
-        model.check_fits(target.model)
-    except InputError as error:
-        return Finding(
-            "error",
-            name,
-            str(error).removeprefix("medusa: "),
-            "take heads of this target, or train them: accelerate launch -m draftsmith.medusa --target TARGET",
-        )
-    tree = model.tree
-    widest = max(map(len, tree.children))
-    if widest > config.truncated_vocab_size:
-        return Finding(
-            "error",
-            name,
-            f"tree: expected at most {config.truncated_vocab_size} siblings, as many as the heads have tokens, found "
-            f"{widest}",
-            "search one that they can draft: draftsmith medusa-tree --heads DIR",
-        )
-    shape = f"a chain of {len(tree)}" if config.medusa_choices is None else f"a tree of {len(tree)}, {tree.depth} deep"
-    text = f"made for this target's hidden size {config.hidden_size} and {config.vocab_size} logits; draft {shape}"
-    base = config.base_model_name_or_path
-    if base and Path(base) != Path(target.path):
-        text += f"; trained on {base}, which should be the same model"
-    if tree.depth < config.num_heads:
-        return Finding(
-            "warning",
-            name,
-            f"{text}; {config.num_heads - tree.depth} of {config.num_heads} heads lie deeper and are not used",
-            "search a deeper tree (draftsmith medusa-tree --heads DIR), or train fewer heads",
-        )
-    return Finding("ok", name, text)
 
 
 def _parallel(draft: Side) -> Finding:

@@ -14,7 +14,7 @@ from draftsmith.scripts.doctor.checks import check_pair
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
-from draftsmith.scripts.doctor.sides import load_pair
+from draftsmith.scripts.doctor.heads import check_run, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device, resolve_dtype
@@ -35,7 +35,7 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         report(finding, console)
 
     device = default_device()
-    pair, loaded = load_pair(config.target, config.draft, config.medusa, config.trust_remote_code)
+    pair, loaded = load_pair(config.target, config.draft, config.medusa, config.eagle, config.trust_remote_code)
     if config.dtype == "auto":
         dtype = "float32"
         if pair.target is not None:
@@ -43,6 +43,9 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         config = replace(config, dtype=dtype)
     for finding in [*loaded, *check_pair(pair, config.context, config.dtype, device)]:
         add(finding)
+    if config.eagle_run is not None and pair.target is not None:
+        for finding in check_run(pair.target, config.eagle_run):
+            add(finding)
     fits = False
     if pair.parts:
         fits, finding = check_memory(pair, config.batch_size, config.context, config.dtype, device)

@@ -17,6 +17,10 @@ class DoctorConfig(TemplateOptions):
     """The draft model; without one the target and the samples are checked alone."""
     medusa: str | None = None
     """Medusa or Hydra heads, beside a draft or without one."""
+    eagle: str | None = None
+    """EAGLE-3 heads, likewise."""
+    eagle_run: str | None = None
+    """The config of a training run of EAGLE-3 heads: whether they can begin on this target, and its learning rate."""
     prompts: str | None = None
     """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""
     completions: str | None = None
@@ -46,5 +50,5 @@ class DoctorConfig(TemplateOptions):
             raise InputError("completions: expected either prompts or completions, found both")
         if self.show_mask and self.prompts is None and self.completions is None:
             raise InputError("show_mask: expected samples to show in prompts or completions, found none")
-        if self.costs and self.draft is None and self.medusa is None:
-            raise InputError("costs: expected a draft or Medusa heads to measure, found neither")
+        if self.costs and self.draft is None and self.medusa is None and self.eagle is None:
+            raise InputError("costs: expected a draft or heads to measure, found neither")

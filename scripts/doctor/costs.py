@@ -10,12 +10,16 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer
 from draftsmith.decode.cache import cached_numbers
-from draftsmith.decode.draft_models.parallel import is_parallel
+from draftsmith.decode.draft_models.parallel import is_parallel, tree_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
+from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair, Part
 from draftsmith.scripts.summary import size
@@ -24,6 +28,7 @@ from draftsmith.train.models import DTYPES, load_draft, load_model
 GAMMA = 4
 CONTEXT = 64
 ROUNDS = 5
+SEARCH = "search a smaller tree: draftsmith medusa-tree"
 HARD = 0.9  # an acceptance rate that few drafts reach
 
 
@@ -45,6 +50,8 @@ def check_memory(
     free, width = free_memory(device), DTYPES[dtype].itemsize
     weights = {part.role: _weights_bytes(part, width) for part in pair.parts}
     held = {side.role: numbers * width for side in pair.sides if (numbers := cached_numbers(side.model))}
+    if pair.eagle is not None:
+        held[pair.eagle.role] = pair.eagle.model.cached_numbers * width
     total, each = sum(weights.values()), sum(held.values())
     text = f"{dtype} weights: {', '.join(f'{role} {size(bytes)}' for role, bytes in weights.items())}"
     place = f"{size(free)} free ({device.type})"
@@ -88,12 +95,17 @@ def check_costs(
         heads: Any = None
         if pair.heads is not None:
             heads = MedusaHeads.from_pretrained(pair.heads.path, dtype=DTYPES[dtype]).eval()
+        eagle: Any = None
+        if pair.eagle is not None:
+            eagle = EagleHeads.from_pretrained(pair.eagle.path, dtype=DTYPES[dtype]).eval()
         for rows in batch_sizes:
             name = f"costs, B = {rows}"
             if draft is not None:
                 yield draft_costs(target, draft, rows)
             if heads is not None:
                 yield heads_costs(target, heads.to(device), rows)
+            if eagle is not None:
+                yield eagle_costs(target, eagle.to(device), rows)
     except InputError as error:
         yield Finding("error", name, str(error), "mend that checkpoint, or give another")
     except torch.OutOfMemoryError:
@@ -105,36 +117,60 @@ def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> F
 
     γ is 4, or of a parallel draft all that it proposes in one forward.
     """
-    name, gamma = f"costs, B = {rows}", GAMMA
-    if is_parallel(draft.config):
-        parallel = ParallelDraftProposer(draft)
-        gamma = parallel.longest or GAMMA
-        text, verifying, drafting = _measured(target, parallel, rows, gamma, gamma, [target, draft])
-        costs = Costs(verifying, 0.0, draft_start=drafting)
-        text += f"drafting {drafting / costs.target[1]:.2f} t(1) a round: γ = {gamma} pays"
-    else:
-        text, verifying, drafting = _measured(target, DraftModelProposer(draft), rows, gamma, gamma, [target, draft])
-        costs = Costs(verifying, drafting / gamma)
-        text += f"drafting c = {costs.draft_step / costs.target[1]:.2f} t(1) a token: γ = {gamma} pays"
-    alpha = costs.break_even_acceptance(gamma)
-    if alpha is None:
-        best = costs.speedup(gamma + 1, gamma)
-        remedy = "take a smaller draft, or another --dtype or device"
-        return Finding("warning", name, f"{text} at no α, for at α = 1 it is {best:.2f}× as fast", remedy)
-    text += f" from α = {alpha:.2f} on"
-    if alpha > HARD:
-        return Finding("warning", name, text, "few drafts agree that often: take a smaller one")
-    return Finding("ok", name, text)
+    name, gamma, remedy = f"costs, B = {rows}", GAMMA, "take a smaller draft"
+    if not is_parallel(draft.config):
+        return _chain_costs(name, target, DraftModelProposer(draft), rows, remedy, [target, draft])
+    parallel = ParallelDraftProposer(draft)
+    gamma = parallel.longest or GAMMA
+    text, verifying, drafting = _measured(target, parallel, rows, gamma, gamma, [target, draft])
+    text += f"drafting {drafting / verifying[1]:.2f} t(1) a round: "
+    return _worth(name, text, Costs(verifying, 0.0, draft_start=drafting), gamma, remedy)
+
+
+def eagle_costs(target: PreTrainedModel, heads: EagleHeads, rows: int) -> Finding:
+    """Measure EAGLE-3 heads: chains as `draft_costs` does, a tree as `heads_costs`."""
+    name, tree = f"eagle, B = {rows}", tree_of(heads.config, EAGLE_TREE)
+    if tree is not None:
+        return _tree_costs(name, target, EagleProposer(heads, tree), tree, rows, f"{SEARCH} --eagle DIR --nodes N")
+    return _chain_costs(
+        name, target, EagleProposer(heads), rows, "train heads with a smaller --draft_vocabulary", [target, heads]
+    )
 
 
 def heads_costs(target: PreTrainedModel, heads: MedusaHeads, rows: int) -> Finding:
     """Measure what a round of the heads' tree costs; the τ from which it pays is that over t(1)."""
-    tree = heads.tree
-    text, verifying, drafting = _measured(target, MedusaProposer(heads), rows, tree.depth, len(tree), [target])
-    name, one = f"heads, B = {rows}", verifying[1]
+    remedy = f"{SEARCH} --heads DIR --nodes N"
+    return _tree_costs(f"heads, B = {rows}", target, MedusaProposer(heads), heads.tree, rows, remedy)
+
+
+def _chain_costs(
+    name: str, target: PreTrainedModel, proposer: Proposer, rows: int, remedy: str, models: Sequence[PreTrainedModel]
+) -> Finding:
+    text, verifying, drafting = _measured(target, proposer, rows, GAMMA, GAMMA, models)
+    costs = Costs(verifying, drafting / GAMMA)
+    text += f"drafting c = {costs.draft_step / costs.target[1]:.2f} t(1) a token: "
+    return _worth(name, text, costs, GAMMA, remedy)
+
+
+def _worth(name: str, text: str, costs: Costs, gamma: int, remedy: str) -> Finding:
+    """Say from which α on γ pays."""
+    text += f"γ = {gamma} pays"
+    alpha = costs.break_even_acceptance(gamma)
+    if alpha is None:
+        best = costs.speedup(gamma + 1, gamma)
+        text += f" at no α, for at α = 1 it is {best:.2f}× as fast"
+        return Finding("warning", name, text, f"{remedy}, or another --dtype or device")
+    text += f" from α = {alpha:.2f} on"
+    if alpha > HARD:
+        return Finding("warning", name, text, f"few drafts agree that often: {remedy}")
+    return Finding("ok", name, text)
+
+
+def _tree_costs(name: str, target: PreTrainedModel, proposer: Proposer, tree: Tree, rows: int, remedy: str) -> Finding:
+    text, verifying, drafting = _measured(target, proposer, rows, tree.depth, len(tree), [target])
+    one = verifying[1]
     needed, most = (drafting + verifying[len(tree) + 1]) / one, tree.depth + 1
     text += f"drafting {drafting / one:.2f} t(1): a tree of {len(tree)} pays"
-    remedy = "search a smaller tree: draftsmith medusa-tree --heads DIR --nodes N"
     if needed >= most:
         return Finding("warning", name, f"{text} at no τ: {needed:.2f} is asked, and {most} the most", remedy)
     text += f" from τ = {needed:.2f} on, of {most} at most"

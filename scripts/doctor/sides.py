@@ -1,4 +1,4 @@
-"""A target, a draft or Medusa heads as `draftsmith doctor` sees them: shapes, and headers of what is stored."""
+"""A target, a draft or heads as `draftsmith doctor` sees them: shapes, and headers of what is stored."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -11,8 +11,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.heads import MedusaConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.train.checkpoint import (
     Stored,
@@ -21,7 +19,6 @@ from draftsmith.train.checkpoint import (
     is_quantized,
     load_generation_config,
     of_any_layer,
-    reading,
     stored_tensors,
 )
 from draftsmith.train.models import empty_model, load_tokenizer
@@ -34,7 +31,7 @@ REMEDY = "copy config.json and weights of one model there"
 
 @dataclass(frozen=True)
 class Part:
-    """A target, a draft or Medusa heads, without the weights."""
+    """A target, a draft or heads, without the weights."""
 
     role: str
     path: str
@@ -75,6 +72,7 @@ class Pair:
     target: Side | None = None
     draft: Side | None = None
     heads: Part | None = None
+    eagle: Part | None = None
 
     @property
     def sides(self) -> list[Side]:
@@ -84,24 +82,15 @@ class Pair:
     @property
     def parts(self) -> list[Part]:
         """All that has weights."""
-        return [part for part in (self.target, self.draft, self.heads) if part is not None]
+        return [part for part in (self.target, self.draft, self.heads, self.eagle) if part is not None]
 
     @property
     def positions(self) -> dict[str, int]:
         """The longest text that each model reads, in tokens, by its role; of those that have such a limit."""
-        return {side.role: side.positions for side in self.sides if side.positions is not None}
-
-
-def load_pair(
-    target: str, draft: str | None, medusa: str | None, trust_remote_code: bool = False
-) -> tuple[Pair, list[Finding]]:
-    """Load what was given without its weights; what does not load is an error among the findings."""
-    loaded = [load_side("target", target, trust_remote_code)]
-    if draft is not None:
-        loaded.append(load_side("draft", draft, trust_remote_code))
-    heads = None if medusa is None else load_heads(medusa)
-    findings = [finding for _, finding in loaded] + ([] if heads is None else [heads[1]])
-    return Pair(loaded[0][0], loaded[1][0] if draft is not None else None, heads and heads[0]), findings
+        limits = {side.role: side.positions for side in self.sides if side.positions is not None}
+        if self.eagle is not None:
+            limits[self.eagle.role] = self.eagle.model.config.max_position_embeddings
+        return limits
 
 
 def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | None, Finding]:
@@ -115,45 +104,11 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
         text = str(error).removeprefix(f"{role}: ")
         return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
-    text = f"{type(model).__name__}, {_counted(layers, 'layer')}, {_count(model.num_parameters())} parameters"
-    tensors, finding = _checkpoint(role, path, text)
+    text = f"{type(model).__name__}, {counted(layers, 'layer')}, {count(model.num_parameters())} parameters"
+    tensors, finding = checkpoint(role, path, text)
     if finding.state != "error":
         finding = _as_described(model, tensors, role, text) or finding
-    return Side(role, path, model, _by_dtype(tensors), tokenizer, tuple(ends)), finding
-
-
-def load_heads(path: str) -> tuple[Part | None, Finding]:
-    """Load Medusa heads without their weights, and say what they are; None where they do not load."""
-    role = "medusa"
-    remedy = "give what draftsmith.medusa wrote; draftsmith export --import-from DIR reads other formats"
-    try:
-        model = _empty_heads(path)
-    except InputError as error:
-        text = str(error).removeprefix("medusa: ")
-        if text.startswith("tree: "):
-            remedy = "search one that they can draft: draftsmith medusa-tree --heads DIR"
-        return None, Finding("error", role, text, remedy)
-    config = model.config
-    text = f"{_counted(config.num_heads, 'head')}, {_counted(config.num_hidden_layers, 'block')} each, "
-    text += f"{_count(model.num_parameters())} parameters"
-    tensors, finding = _checkpoint(role, path, text)
-    if finding.state != "error" and tensors:
-        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        stored = {name: shape for name, (_, shape) in tensors.items()}
-        differing = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
-        if differing:  # loaders skip names they do not know, and fill what is missing with random numbers
-            finding = _other_tensors(role, text, expected, stored, differing, remedy)
-    return Part(role, path, model, _by_dtype(tensors)), finding
-
-
-def _empty_heads(path: str) -> MedusaHeads:
-    directory = Path(path)
-    if not (directory / "config.json").is_file() and (directory.exists() or path.count("/") != 1):  # no hub id
-        raise InputError(f"medusa: expected a directory of Medusa heads with config.json, found none in {path}")
-    with reading("medusa", f"Medusa heads in {path}"):
-        config = MedusaConfig.from_pretrained(path)
-    with torch.device("meta"):
-        return MedusaHeads(config)
+    return Side(role, path, model, by_dtype(tensors), tokenizer, tuple(ends)), finding
 
 
 def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding | None:
@@ -171,16 +126,17 @@ def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding 
     if stored.keys() <= expected.keys():  # nothing is renamed
         differing += [name for name in expected.keys() - stored.keys() if name not in model.all_tied_weights_keys]
     if differing:
-        return _other_tensors(role, text, expected, stored, sorted(set(differing)), REMEDY)
+        return other_tensors(role, text, expected, stored, sorted(set(differing)), REMEDY)
     if name := integer_weight(model, tensors):
         text += f", but {name} in {tensors[name][0]}, and nothing says how it was quantised"
         return Finding("error", role, text, "save it in a floating-point type")
     return None
 
 
-def _other_tensors(
+def other_tensors(
     role: str, text: str, expected: Mapping[str, Any], stored: Mapping[str, Any], differing: list[str], remedy: str
 ) -> Finding:
+    """Return an error: the tensors that differ are not what a config says, whose shapes are expected."""
     name = differing[0]
     return Finding(
         "error",
@@ -191,7 +147,7 @@ def _other_tensors(
     )
 
 
-def _checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
+def checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
     """Read the headers of a directory's safetensors, and say what is wrong with the files."""
     directory = Path(path)
     if not directory.is_dir():
@@ -205,23 +161,26 @@ def _checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
         return tensors, Finding("warning", role, f"{text}, in pickled weights", remedy)
     if not tensors:
         return tensors, Finding("error", role, f"{text}, but no weights in {path}", "copy its *.safetensors there")
-    by_dtype = _by_dtype(tensors)
-    (dtype, most), whole = by_dtype.most_common(1)[0], by_dtype.total()
+    stored = by_dtype(tensors)
+    (dtype, most), whole = stored.most_common(1)[0], stored.total()
     mixed = "" if most == whole else f" ({most / whole:.0%} of it)"
     return tensors, Finding("ok", role, f"{text}, stored as {dtype}{mixed}")
 
 
-def _by_dtype(tensors: Stored) -> Counter[str]:
+def by_dtype(tensors: Stored) -> Counter[str]:
+    """Count numbers by the dtype that they are stored in."""
     counts: Counter[str] = Counter()
     for dtype, shape in tensors.values():
         counts[dtype] += prod(shape)
     return counts
 
 
-def _count(number: int) -> str:
+def count(number: int) -> str:
+    """Format a large number."""
     units = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
     return next((f"{number / unit:.1f} {name}" for unit, name in units if number >= unit), str(number))
 
 
-def _counted(number: Any, what: str) -> str:
+def counted(number: Any, what: str) -> str:
+    """Return a number of things."""
     return f"{number} {what}{'' if number == 1 else 's'}"

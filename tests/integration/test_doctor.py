@@ -23,6 +23,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
@@ -32,6 +33,7 @@ from draftsmith.scripts.doctor.costs import (
     heads_costs,
 )
 from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
+from draftsmith.scripts.doctor.heads import learning_rate
 from draftsmith.scripts.doctor.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.tokenizer import train_bpe
@@ -458,6 +460,93 @@ def test_what_is_wrong_with_heads_is_said_in_its_line(damage, name, expected, pl
     assert err.count("\n") == (code == 2) and err.startswith(f"error: {name}: " if code else "")
 
 
+def save_eagle(path, tokenizer, tree=None, token_map=None, **shape):
+    """EAGLE-3 heads for the target of `plain`."""
+    target = tiny_llama(0, **{"vocab_size": len(tokenizer)} | shape)
+    heads = EagleHeads.of_target(target, token_map, base_model_name_or_path="t")
+    if tree is not None:
+        heads.config.eagle_tree = [list(choice) for choice in tree]
+    heads.save_pretrained(path)
+
+
+def repeat_token(path):
+    """Name the first token of a cut vocabulary twice."""
+    restore(path, lambda tensors: tensors | {"d2t": tensors["d2t"] - torch.tensor([0, 1] + [0] * 38)})
+
+
+def test_eagle_heads_that_fit_are_said_to(plain, tmp_path, tokenizer, capsys):
+    heads = tmp_path / "eagle"
+    save_eagle(heads, tokenizer, ((0,), (1,), (0, 0)), torch.arange(40))
+    code, lines, _, _ = check(capsys, plain, eagle=heads, context=20)
+    assert code == 0 and list(lines)[:2] == ["target", "eagle"]
+    assert lines["eagle"].startswith("✓ EAGLE-3 heads, features after layers 1, ") and "stored as F32" in lines["eagle"]
+    assert lines["eagle heads"] == (
+        "✓ made for this target's hidden size 32 and 300 logits; draft a tree of 3, 2 deep of 40 tokens; trained on t, "
+        "which should be the same model"
+    )
+    numbers = 2 * 2 * 8  # keys and values, heads, width
+    assert f"a token in the cache: {2 * numbers * 4} B + {numbers * 4} B" in lines["memory"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "name", "expected"),
+    [
+        (lambda path, tokenizer: save_eagle(path, tokenizer, hidden=64), "eagle heads",
+         "✗ expected heads with the target's hidden_size 32, found 64 → "),
+        (lambda path, tokenizer: save_eagle(path, tokenizer, layers=6), "eagle heads",
+         "✗ eagle_aux_hidden_state_layer_ids: expected ascending depths between 1 and the target's 2 layers"),
+        (lambda path, tokenizer: save_eagle(path, tokenizer, ((0,), (1,), (2,)), torch.arange(2)), "eagle heads",
+         "✗ tree: expected at most 2 siblings, as many as the heads have tokens, found 3 → "),
+        (lambda path, tokenizer: rewrite(path, eagle_tree=7), "eagle heads",
+         "✗ eagle_tree: expected lists of ranks, found 7 → "),
+        (lambda path, tokenizer: rewrite(path, max_position_embeddings=64), "eagle heads", "! made for this target's "),
+        (lambda path, tokenizer: rewrite(path, draft_vocab_size=41), "eagle",
+         "✗ EAGLE-3 heads, features after layers 1, "),
+        (lambda path, tokenizer: rewrite(path, num_hidden_layers=2), "eagle",
+         "✗ num_hidden_layers: expected 1, found 2 → "),
+        (lambda path, tokenizer: repeat_token(path), "eagle", "✗ d2t: expected different ids below 300, found others"),
+        (lambda path, tokenizer: (path / "model.safetensors").write_bytes(b"no"), "eagle", "✗ EAGLE-3 heads, "),
+        (lambda path, tokenizer: (path / "config.json").unlink(), "eagle", "✗ EAGLE-3 heads: expected a model "),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_eagle_heads_is_said_in_its_line(damage, name, expected, plain, tmp_path, tokenizer, capsys):
+    save_eagle(tmp_path / "eagle", tokenizer, token_map=torch.arange(40))
+    damage(tmp_path / "eagle", tokenizer)
+    code, lines, _, _ = check(capsys, plain, eagle=tmp_path / "eagle")
+    assert lines[name].startswith(expected), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
+
+
+def test_eagle_heads_are_timed_as_chains_or_trees(plain, tmp_path, tokenizer, capsys):
+    for tree, said in ((None, "drafting c = "), (((0,), (1,), (0, 0)), "a tree of 3 pays")):
+        save_eagle(tmp_path / "eagle", tokenizer, tree)
+        code, lines, _, _ = check(capsys, plain, eagle=tmp_path / "eagle", costs="true", batch_size=1)
+        assert code == 0 and said in lines["eagle, B = 1"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "expected"),
+    [
+        ({}, "eagle run", "✓ heads of "),
+        ({}, "learning rate", "✓ 5e-05 for heads 32 wide: narrow ones take up to 1e-2"),
+        ({"target": "other"}, "eagle run", "! heads of "),
+        ({"layer_ids": [3]}, "eagle run", "✗ layer_ids: expected ascending depths between 1 and the target's 2 layers"),
+        ({"draft_vocabulary": 301}, "eagle run", "✗ draft_vocabulary: expected at most 300, found 301 → "),
+        ({"num_steps": 0}, "eagle run", "✗ num_steps: expected at least 1, found 0 → "),
+    ],
+)
+def test_a_training_run_of_eagle_heads_is_checked(fields, name, expected, plain, tmp_path, capsys):
+    values = {"target": str(plain), "completions": ["c"]} | fields
+    (tmp_path / "run.yaml").write_text(json.dumps(values))
+    code, lines, _, _ = check(capsys, plain, eagle_run=tmp_path / "run.yaml")
+    assert lines[name].startswith(expected), lines[name]
+    assert code == (2 if expected.startswith("✗") else 0)
+
+
+def test_learning_rates_of_wide_heads_are_compared_with_usual_ones():
+    assert [learning_rate(rate, 4096).state for rate in (1e-6, 1e-4, 1e-2)] == ["warning", "ok", "warning"]
+
+
 def test_texts_longer_than_the_models_read_are_told(pair_dirs, tmp_path, capsys):
     rewrite(pair_dirs[1], max_position_embeddings=8)
     source = chats(tmp_path, "import os", "import os\n" * 30)
@@ -585,7 +674,7 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
         ({"limit": 0}, "limit: expected at least 1, found 0"),
         ({"show_mask": 1}, "show_mask: expected samples to show in prompts or completions, found none"),
         ({"prompts": "a", "completions": "b"}, "completions: expected either prompts or completions, found both"),
-        ({"costs": "true"}, "costs: expected a draft or Medusa heads to measure, found neither"),
+        ({"costs": "true"}, "costs: expected a draft or heads to measure, found neither"),
         ({"context": 0}, "context: expected at least 1, found 0"),
         ({"batch_size": "1,0"}, "batch_size: expected at least 1, found 0"),
         ({"batch_size": "one"}, "batch_size: expected numbers separated by commas, found 'one'"),
