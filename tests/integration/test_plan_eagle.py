@@ -83,7 +83,7 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, target, tmp
         trainer.training_step(model, inputs, torch.tensor(ROWS * (LENGTH - 1)))
     peak = max(plan.moments(plan.setting), key=lambda moment: moment.total)
     # Besides are masks of positions, and the loss of a few of them.
-    assert peak.total == pytest.approx(live.peak, rel=0.01), {m.name: m.parts for m in plan.moments(plan.setting)}
+    assert peak.total == pytest.approx(live.peak, rel=0.002), {m.name: m.parts for m in plan.moments(plan.setting)}
     assert peak.total > 2**20
     held = plan.held(plan.setting)
     assert held["heads: weights"] == sum(t.nbytes for t in (*heads.parameters(), *heads.buffers()))

@@ -165,6 +165,7 @@ def test_texts_are_written_at_the_speed_of_the_memory(target):
         ({"recipe": "export"}, "recipe: expected one of distill, medusa, eagle, cache, prepare, found 'export'"),
         ({"recipe": "cache", "output": "o"}, "sequence_length: expected the tokens of a sample"),
         ({"recipe": "medusa", "sequence_length": 9, "heads": "h"}, "heads: expected none in a plan"),
+        ({"recipe": "medusa", "sequence_length": 9, "draft_vocabulary": 301}, "draft_vocabulary: expected at most 300"),
         ({"recipe": "medusa", "sequence_length": 9, "device": "TPU"}, "device: expected one of B200"),
         ({"recipe": "medusa", "sequence_length": 9, "mfu": 1.5}, "mfu: expected a share"),
     ],
