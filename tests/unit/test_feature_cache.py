@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import AutoModelForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.collator import CompletionCollator
@@ -213,6 +214,17 @@ def test_a_cache_is_not_resumed_otherwise(pipeline, whole, options, message):
 def test_bad_settings_are_named(options, message):
     with pytest.raises(InputError, match=f"^{message}"):
         CacheConfig("target", **{"completions": ["c"], "features": True} | options, output="o")
+
+
+def test_a_family_without_such_layers_is_refused(pipeline, tmp_path, tokenizer):
+    """Before its weights are read."""
+    torch.manual_seed(0)
+    other = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=4, n_head=2))
+    save_model(other, tokenizer, tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").unlink()
+    config = configured(pipeline, tmp_path / "cache", layer_ids=[])
+    with pytest.raises(InputError, match=r"^target: expected a model whose decoder has its layers in `layers`, .*GPT2"):
+        make_cache(replace(config, target=str(tmp_path / "target")))
 
 
 def test_caches_of_something_else_are_refused(pipeline, whole, tmp_path, tokenizer):

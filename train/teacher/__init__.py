@@ -1,1 +1,1 @@
-"""The target's distributions: of a model in memory, or from a cache on disk."""
+"""What the target says of texts: of a model in memory, or from a cache on disk."""

@@ -34,7 +34,11 @@ def save_ends(target: PreTrainedModel, path: Path) -> None:
 
 
 def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:
-    """Return how many bytes the ends of a target take, by its config alone."""
+    """Return how many bytes the ends of a target take, by its config alone.
+
+    Raises:
+        InputError: a family that keeps its layers elsewhere than `decoder_layers` looks.
+    """
     target = empty_model(path, field="target", dtype=DTYPES[dtype], trust_remote_code=trust_remote_code)
     return sum(tensor.nbytes for _, tensor in _ends(target, True))
 
@@ -64,9 +68,10 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
 def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers by their names in the model, tied ones once."""
     decoder: Any = target.get_decoder()
+    last = decoder_layers(target)[-1]
     kept: list[Any] = [target.get_input_embeddings(), decoder.norm, target.get_output_embeddings()]
     if last_layer:
-        kept.append(decoder_layers(target)[-1])
+        kept.append(last)
     inside = {part for module in kept for part in module.modules()}
     seen = set[int]()
     for prefix, module in target.named_modules():
