@@ -1,5 +1,6 @@
 """The clock of every measurement: it waits for the device, and calls that are compared take turns."""
 
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping
 from statistics import median_high
@@ -9,6 +10,9 @@ import torch
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")
+
+MOST_CALLS = 4
+"""A call that compiles each time is left at that."""
 
 
 def now(device: torch.device | None = None) -> float:
@@ -23,6 +27,26 @@ def timed(call: Callable[[], Result], device: torch.device | None = None) -> tup
     begin = now(device)
     result = call()
     return now(device) - begin, result
+
+
+def compilations() -> int:
+    """Return how many graphs `torch.compile` has made in this process."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and without it there are none
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def timed_warm(call: Callable[[], Result], device: torch.device | None = None) -> tuple[float, Result]:
+    """As `timed`, of a call in which nothing is compiled: one in which something is, is made again.
+
+    Shapes are fixed in compiled forwards, so that a longer text or a shorter draft may compile at any time, for as long
+    as hundreds of tokens take. The call must do the same each time.
+    """
+    for _ in range(MOST_CALLS):
+        before = compilations()
+        seconds, result = timed(call, device)
+        if compilations() == before:
+            break
+    return seconds, result
 
 
 def median_seconds(

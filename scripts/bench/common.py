@@ -19,7 +19,7 @@ from draftsmith.decode import (
     autoregressive_generate,
     speculative_generate,
 )
-from draftsmith.decode.clock import timed
+from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.pair import DrafterSpec, load_pair
@@ -198,7 +198,10 @@ def training_fields(
 
 
 def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple[float, T]]:
-    """Time each call once, the first one another each turn; return the seconds and the result of each."""
+    """Time each call once, the first one another each turn; return the seconds and the result of each.
+
+    A call that compiles is made again, so the calls must do the same each time.
+    """
     names = list(calls)
     first = turn % len(names)
-    return {name: timed(calls[name]) for name in names[first:] + names[:first]}
+    return {name: timed_warm(calls[name]) for name in names[first:] + names[:first]}

@@ -10,7 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
-from draftsmith.decode.clock import timed
+from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.unfinished import Unfinished
@@ -113,7 +113,7 @@ def decode_side_by_side(
         """Decode a batch; nothing where it fails, or plain decoding did."""
         if method in groups:
             with unfinished.attempt(method.at(temperature, batch_size)):
-                return [timed(partial(decode, method, first))]
+                return [timed_warm(partial(decode, method, first))]
             del groups[method]
             if method.drafter == PLAIN:
                 groups.clear()
@@ -129,11 +129,9 @@ def decode_side_by_side(
         if kept is not None:
             decoded = {method: Group.from_dict(group) for method, group in zip(methods, kept, strict=True)}
         else:
-            # The first calls allocate and compile, which a user does not see; and what one method's forwards change in
-            # the library's modules lets another's compile once more.
-            for _ in range(0 if warm else 1 + bool(config.compiled)):
-                for method in methods:
-                    attempt(method, first)
+            # The first calls allocate, which a user does not see.
+            for method in () if warm else methods:
+                attempt(method, first)
             warm = True
             rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
             runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
