@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.distill.card import card
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
@@ -15,7 +16,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
-from draftsmith.train.models import check_same_tokenizer, load_tokenizer, set_attention, tokenizer_size
+from draftsmith.train.models import check_same_tokenizer, load_tokenizer, set_attention
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 

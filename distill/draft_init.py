@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.files import files_written_aside
@@ -29,7 +30,6 @@ from draftsmith.train.models import (
     load_model,
     load_tokenizer,
     stored_dtype,
-    tokenizer_size,
     whole_weights,
 )
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
@@ -11,7 +12,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
-from draftsmith.train.models import load_tokenizer, tokenizer_size, whole_weights
+from draftsmith.train.models import load_tokenizer, whole_weights
 
 
 def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:

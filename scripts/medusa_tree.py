@@ -34,6 +34,7 @@ from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import text_states
@@ -47,7 +48,7 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable
 from draftsmith.train.losses.output_head import head_of, require_split
-from draftsmith.train.models import load_tokenizer, tokenizer_size
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.medusa-tree/1"

@@ -25,6 +25,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
 from draftsmith.decode.errors import InputError, first_line, one_of
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
     check_loaded,
@@ -321,11 +322,6 @@ def check_same_tokenizer(
             f"differ, the first {number}: {q.get(number)!r} in the draft, {p.get(number)!r} in the target"
             + (way_out if ends_may_differ else "")
         )
-
-
-def tokenizer_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the number of logits that are tokens: the largest id plus one, whatever padding a head has."""
-    return max(tokenizer.get_vocab().values()) + 1
 
 
 def set_attention(model: PreTrainedModel, name: str | None) -> None:

@@ -26,6 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train.data.collator import IGNORED, CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
@@ -37,7 +38,7 @@ from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds, tokenizer_size
+from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import arguments_told, declare_dtype, full_disk_reported, in_dtype
 from draftsmith.train.sharding import check_sharding

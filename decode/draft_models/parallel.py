@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.vocabulary import tokenizer_size
 
 MASK_TOKEN = "pard_token"
 """The key of a parallel draft's config that names its mask token; vLLM reads it."""
@@ -113,8 +114,8 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     Raises:
         InputError: there is none; says which option names one.
     """
-    if _size(tokenizer) < vocab_size:
-        return _size(tokenizer)
+    if tokenizer_size(tokenizer) < vocab_size:
+        return tokenizer_size(tokenizer)
     for token in sorted(tokenizer.added_tokens_decoder, reverse=True):
         if is_unused(tokenizer, token):
             return int(token)
@@ -126,7 +127,7 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
 
 def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Whether texts do not contain a token, as far as the tokenizer can say: see `unused_token`."""
-    if token >= _size(tokenizer):
+    if token >= tokenizer_size(tokenizer):
         return True
     added = tokenizer.added_tokens_decoder.get(token)
     # What pads may have a role in texts besides: it is often the end of sequence.
@@ -135,7 +136,3 @@ def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     named = token in tokenizer.all_special_ids and not pads
     template = str(getattr(tokenizer, "chat_template", None) or "")
     return added is not None and added.special and not named and added.content not in template
-
-
-def _size(tokenizer: PreTrainedTokenizerBase) -> int:
-    return max(tokenizer.get_vocab().values()) + 1

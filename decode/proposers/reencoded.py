@@ -17,6 +17,7 @@ from draftsmith.decode.proposers.base import Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_model import Stop
 from draftsmith.decode.proposers.renumbered import same_specials, special_tokens, stand_in
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.vocabulary import tokenizer_size
 
 # What bytes that are no UTF-8, such as the first ones of a character, decode to.
 REPLACEMENT = "\ufffd"
@@ -72,7 +73,7 @@ class ReencodingProposer(Proposer):
         self._to_draft = same_specials(draft_tokenizer, target_tokenizer)
         self._to_target = same_specials(target_tokenizer, draft_tokenizer)
         config = draft_model.config.get_text_config()
-        self._size = min(config.vocab_size, max(draft_tokenizer.get_vocab().values()) + 1)
+        self._size = min(config.vocab_size, tokenizer_size(draft_tokenizer))
         self._positions: int | None = getattr(config, "max_position_embeddings", None)
         begin = draft_tokenizer.bos_token_id
         begins = begin is not None and draft_tokenizer.encode("a")[:1] == [begin]

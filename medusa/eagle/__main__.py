@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -12,7 +13,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
-from draftsmith.train.models import check_head, load_tokenizer, tokenizer_size, whole_weights
+from draftsmith.train.models import check_head, load_tokenizer, whole_weights
 from draftsmith.train.teacher.feature_reader import FeatureCollator, find_features
 
 

@@ -15,12 +15,13 @@ from tqdm.auto import tqdm
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.decode.options import Sampling
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, in_turns, run_benchmark
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.decoding import by_library, complete, set_generation_config
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.provenance import environment
 
 

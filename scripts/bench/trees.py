@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.measurement.intervals import rate_ratio
 from draftsmith.decode.measurement.tree_search import mean_acceptance_length, search_tree
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark
@@ -24,7 +25,7 @@ from draftsmith.scripts.pair import DrafterSpec
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts
-from draftsmith.train.models import load_tokenizer, tokenizer_size
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
 

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from draftsmith.decode.draft_models.parallel import tree_of
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads
@@ -29,7 +30,6 @@ from draftsmith.scripts.doctor.sides import (
 )
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.cli import parse_config
-from draftsmith.train.models import tokenizer_size
 
 WIDE, RATES = 1024, (1e-5, 1e-3)
 """From this hidden size on, learning rates of AdamW that are usual; the embedded target's heads learn at 1e-2."""

@@ -11,6 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair
@@ -18,7 +19,6 @@ from draftsmith.scripts.live_view import PICTURES
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
-from draftsmith.train.models import tokenizer_size
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.draft_init import (
     DraftInit,
@@ -34,7 +35,7 @@ from draftsmith.distill.vocabulary import silence_padding
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.models import load_model, load_tokenizer, tokenizer_size
+from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.replay_metrics import replay_features
 from draftsmith.train.runs import save_model

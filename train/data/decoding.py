@@ -10,9 +10,9 @@ from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.cache import check_model, rotary_limit
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train.checkpoint import end_ids
 from draftsmith.train.data.samples import Completion, mixed_seed
-from draftsmith.train.models import tokenizer_size
 
 
 def complete(

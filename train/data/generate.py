@@ -23,6 +23,7 @@ from tqdm.auto import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
@@ -44,15 +45,7 @@ from draftsmith.train.data.shards import (
 )
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
 from draftsmith.train.job.processes import Processes, launched
-from draftsmith.train.models import (
-    identity,
-    load_config,
-    load_model,
-    load_tokenizer,
-    named_device,
-    resolve_dtype,
-    tokenizer_size,
-)
+from draftsmith.train.models import identity, load_config, load_model, load_tokenizer, named_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train import models
 from draftsmith.train.data.shards import (
     MANIFEST,
@@ -31,14 +32,7 @@ from draftsmith.train.data.shards import (
 from draftsmith.train.files import remove
 from draftsmith.train.job.processes import Processes, launched
 from draftsmith.train.losses.output_head import require_split
-from draftsmith.train.models import (
-    check_head,
-    load_model,
-    load_tokenizer,
-    named_device,
-    resolve_dtype,
-    tokenizer_size,
-)
+from draftsmith.train.models import check_head, load_model, load_tokenizer, named_device, resolve_dtype
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards
