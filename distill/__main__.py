@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.decode.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.distill.card import card
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.files import files_written_aside

@@ -17,8 +17,8 @@ from draftsmith.decode.draft_models.parallel import (
     unused_token,
     visible_entries,
 )
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import set_attention, takes_bounds

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, kept_tokens
 from draftsmith.decode.draft_models.parallel import MASK_TOKEN
-from draftsmith.decode.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import empty_model
 

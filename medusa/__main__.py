@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.decode.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads

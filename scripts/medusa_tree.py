@@ -16,6 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.parallel import TREE
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import endless, loop_seconds
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
@@ -34,7 +35,6 @@ from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import text_states

@@ -24,8 +24,8 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError, first_line, one_of
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
     check_loaded,

@@ -24,9 +24,9 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedToken
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train.data.collator import IGNORED, CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler

@@ -12,9 +12,9 @@ entries of a row, tokens of the text and masks in any order.
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
-from draftsmith.decode.vocabulary import tokenizer_size
 
 MASK_TOKEN = "pard_token"
 """The key of a parallel draft's config that names its mask token; vLLM reads it."""

@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import CachedModel, check_model, padded
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_model import Stop
 from draftsmith.decode.proposers.renumbered import same_specials, special_tokens, stand_in
 from draftsmith.decode.tree import Tree
-from draftsmith.decode.vocabulary import tokenizer_size
 
 # What bytes that are no UTF-8, such as the first ones of a character, decode to.
 REPLACEMENT = "\ufffd"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.decode.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads

@@ -12,10 +12,10 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.decode.options import Sampling
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, in_turns, run_benchmark
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts

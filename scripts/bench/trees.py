@@ -13,9 +13,9 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.measurement.intervals import rate_ratio
 from draftsmith.decode.measurement.tree_search import mean_acceptance_length, search_tree
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark

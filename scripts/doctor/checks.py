@@ -8,9 +8,9 @@ import torch
 
 from draftsmith.decode.cache import check_model
 from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, length_of, mask_token_of, tree_of
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.heads import check_eagle, check_medusa
 from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side

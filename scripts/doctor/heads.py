@@ -8,9 +8,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.decode.draft_models.parallel import tree_of
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.tree import Tree
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair

@@ -21,10 +21,10 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.draft_init import (
     DraftInit,

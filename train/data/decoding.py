@@ -8,9 +8,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.cache import check_model, rotary_limit
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train.checkpoint import end_ids
 from draftsmith.train.data.samples import Completion, mixed_seed
 

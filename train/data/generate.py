@@ -22,8 +22,8 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.data.chat_masks import mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config

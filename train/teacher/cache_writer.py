@@ -19,8 +19,8 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.vocabulary import tokenizer_size
 from draftsmith.train import models
 from draftsmith.train.data.shards import (
     MANIFEST,
