@@ -109,7 +109,9 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
     target, proposer, draft_length = _chains(config.recipe, recipe, str(directory), config.draft_length)
     by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}
     for path in recipe.heldout_directories:
-        by_law.setdefault(_law(path, recipe), []).extend(load_completions(path))
+        noted = _law_of(path, recipe)
+        for sample in load_completions(path):
+            by_law.setdefault(_law(noted | sample), []).append(sample)
     replayed = {}
     for law, samples in by_law.items():
         texts = [torch.tensor(sample["input_ids"], device=target.device) for sample in samples]
@@ -121,11 +123,16 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
     return {"share": share, "tokens_learned": learned, "replayed": replayed}
 
 
-def _law(directory: str, recipe: RecipeConfig) -> tuple[float, int, float]:
-    """Return `LAW` of a directory's text; that of the run where nobody noted it. At T=0 top-k and top-p say nothing."""
+def _law_of(directory: str, recipe: RecipeConfig) -> dict[str, Any]:
+    """Return `LAW` of a directory's text as its manifest has it; that of the run where nobody noted it."""
     manifest = read_manifest(Path(directory))
-    settings = asdict(recipe) if manifest is None else manifest["settings"]
-    temperature, top_k, top_p = (settings[name] for name in LAW)
+    noted = {} if manifest is None else manifest["settings"]
+    return {name: noted.get(name, getattr(recipe, name)) for name in LAW}
+
+
+def _law(noted: Mapping[str, Any]) -> tuple[float, int, float]:
+    """Return a sample's law, its own temperature where it has one. At T=0 top-k and top-p say nothing."""
+    temperature, top_k, top_p = (noted[name] for name in LAW)
     return (temperature, top_k, top_p) if temperature else (0.0, 0, 1.0)
 
 

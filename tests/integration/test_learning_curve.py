@@ -1,6 +1,7 @@
 """`draftsmith learning-curve`: recipes run on shares of the text, once each, and a forecast comes of them."""
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -97,6 +98,24 @@ def test_each_held_out_directory_is_replayed_under_its_own_law(pipeline, recipe,
     curves = command.measure_curve(config)["curves"]
     assert list(curves) == ["T=0", "T=1", "T=0.5, top-k 5"]
     assert curves["T=0"]["lengths"] != curves["T=1"]["lengths"]
+
+
+def test_a_directory_of_several_temperatures_is_replayed_at_each_and_given_answers_at_the_runs(
+    pipeline, recipe, tmp_path
+):
+    write, _ = recipe
+    texts, given = str(pipeline / "heldout.txt"), tmp_path / "given"
+    options = {"temperatures": [0.0, 0.5], "max_new_tokens": 8}
+    prepare(PrepareConfig(str(pipeline / "target"), texts, str(tmp_path / "mixed"), **options))
+    shutil.copytree(pipeline / "heldout", given)
+    manifest = json.loads((given / "manifest.json").read_text())
+    kept = ("split", "limit", "shard_size", "system_prompt", "chat_template_kwargs")  # what given answers note
+    manifest["settings"] = {name: manifest["settings"][name] for name in kept}
+    (given / "manifest.json").write_text(json.dumps(manifest))
+    run = write(draft=pipeline / "draft", heldout=[tmp_path / "mixed", given], share=1)
+    found = command.measure_curve(LearningCurveConfig(run, str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0]))
+    replayed = found["points"][0]["replayed"]
+    assert {law: len(sums["tokens"]) for law, sums in replayed.items()} == {"T=0": 5, "T=0.5": 5, "T=1": 5}
 
 
 def test_what_cannot_be_measured_is_refused(pipeline, recipe, tmp_path, monkeypatch):
