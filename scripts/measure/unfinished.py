@@ -23,8 +23,8 @@ from draftsmith.train.provenance import environment
 
 SCHEMA = "draftsmith.unfinished/1"
 DIRECTORY, SETTINGS = ".unfinished", "settings.json"
-MAY_CHANGE = ("output", "costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
-"""Settings that decide nothing of what is decoded: where it goes, and how it is judged."""
+MAY_CHANGE = ("output", "costs", "measure_costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
+"""Settings that decide nothing of what is decoded: where it goes, what is timed beside it, and how it is judged."""
 IDENTIFIED = ("target", "prompts", "draft", "parallel_draft", "baseline_draft", "medusa", "eagle", "dtype", "threads")
 """Settings that say where something lies, or leave it open: it is compared itself."""
 

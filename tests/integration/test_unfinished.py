@@ -284,6 +284,14 @@ def test_what_is_damaged_is_done_again(root, whole, begun, tmp_path, finished):
     assert measured(root, output) == whole and len(finished) == UNITS
 
 
+def test_costs_may_be_asked_for_later(root, begun, tmp_path, finished, monkeypatch):
+    output = tmp_path / "out"
+    shutil.copytree(begun, output)
+    monkeypatch.setattr(command, "_costs", lambda *_: [])
+    measured(root, output, measure_costs=True)
+    assert len(finished) == UNITS - 1
+
+
 def test_models_may_move_and_the_gate_may_change(root, begun, tmp_path, finished):
     output = tmp_path / "out"
     shutil.copytree(begun, output)
