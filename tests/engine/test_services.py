@@ -150,5 +150,7 @@ def test_a_client_reads_a_stream_through_it_as_from_the_server(door, plain, prom
     here = asyncio.run(read(door, "code", metadata={"category": "prose"}))
     assert (here.token_ids, here.prompt_ids, here.text) == (there.token_ids, there.prompt_ids, there.text)
     assert len(here.token_ids) == here.completion_tokens == TOKENS
-    assert [count for _, count in here.arrivals] == [count for _, count in there.arrivals]
+    # How many tokens an event holds is for the server's clock to say: what it has while its reader is late, it joins.
+    for answer in (here, there):
+        assert len(answer.arrivals) > 1 and sum(count for _, count in answer.arrivals) == TOKENS
     assert json.loads(httpx2.get(f"{door}/v1/models").text)["data"][0]["id"] == "code"
