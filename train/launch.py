@@ -16,6 +16,7 @@ from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
 from draftsmith.train.job.lock import locked
+from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
 from draftsmith.train.models import check_head, load_config, load_model, named_device, resolve_dtype, set_attention
 from draftsmith.train.provenance import write_run_record
@@ -130,6 +131,7 @@ def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[s
     After an exception it is left as it is, since its end would wait for the others: `ranks.run_rank` ends them.
     """
     config = parse_config(kind, argv, prog=prog)
+    keep_few_kernels()
     ranks.watch(config.training.device)
     args = config.training
     alone = locked(Path(str(args.output_dir)), "training.output_dir") if args.should_save else nullcontext()

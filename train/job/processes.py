@@ -81,12 +81,23 @@ def is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def keep_few_kernels() -> None:
+    """Bound what oneDNN keeps of the bfloat16 kernels that it builds for each shape on a CPU.
+
+    Each step of a training has shapes of its own, and a thousand kernels are kept by default: some 18 MB a step. One
+    layer, forwards and backwards, needs about 15. Called before the first forward; what the environment says stays.
+    """
+    for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and that of PyTorch's layer
+        os.environ.setdefault(variable, "32")
+
+
 @contextmanager
 def launched() -> Iterator[Processes]:
     """Join the processes that torchrun or `accelerate launch` started with this one; alone there is nothing to join.
 
     They are left when the block ends well. Where it raises, `ranks.run_rank` ends them all.
     """
+    keep_few_kernels()
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
