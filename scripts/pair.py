@@ -43,14 +43,13 @@ STOCK = "stock"
 """What the draft to beat is called."""
 MEDUSA, EAGLE, PROMPT_LOOKUP, PARALLEL = "medusa", "eagle", "prompt_lookup", "parallel_draft"
 MODEL_FREE: dict[str, Callable[[], Proposer]] = {
-    PROMPT_LOOKUP: PromptLookupProposer,
     "lookahead": LookaheadProposer,
     "unigram": BlindProposer,
 }
 DRAFTS = ("draft", "baseline_draft")
 LOADED = (*DRAFTS, PARALLEL)
 """Causal LMs with a tokenizer of their own; the same one may draft in two ways."""
-KINDS = (*LOADED, MEDUSA, EAGLE, *MODEL_FREE, "early_exit")
+KINDS = (*LOADED, MEDUSA, EAGLE, PROMPT_LOOKUP, *MODEL_FREE, "early_exit")
 
 
 @dataclass(frozen=True)
@@ -68,6 +67,8 @@ class DrafterSpec:
     tree: Tree | DynamicTree | None = None
     """What a draft model, an early exit or EAGLE-3 heads draft; if None a chain, or what the config of a parallel draft
     or of EAGLE-3 heads says."""
+    ngrams: tuple[int, int] = (1, 3)
+    """The shortest and the longest n-gram that prompt lookup looks for, in tokens."""
     exit_layers: int | None = None
     """The target's layers that draft, of an early exit."""
     retokenize: bool = False
@@ -123,6 +124,8 @@ class Drafter:
             entry["heads"] = self.model.config.num_heads
         if self.tree is not None:
             entry["tree_nodes"] = self.nodes
+        if isinstance(self.proposer, PromptLookupProposer):
+            entry |= {"prompt_lookup_min": self.proposer.min_ngram, "prompt_lookup_max": self.proposer.max_ngram}
         return entry
 
 
@@ -239,7 +242,10 @@ def _drafter(
     proposer: Proposer
     greedy: Proposer | None = None
     model: PreTrainedModel | None = None
-    if spec.kind in MODEL_FREE:
+    if spec.kind == PROMPT_LOOKUP:
+        shortest, longest = spec.ngrams
+        proposer = PromptLookupProposer(longest, shortest)
+    elif spec.kind in MODEL_FREE:
         proposer = MODEL_FREE[spec.kind]()
     elif spec.kind == "early_exit":
         depth, layers = target.config.get_text_config().num_hidden_layers, spec.exit_layers or 0

@@ -232,7 +232,8 @@ def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
     if config.eagle is not None:
         specs.append(DrafterSpec(EAGLE, config.eagle, draft_lengths=config.draft_length))
     if config.prompt_lookup:
-        specs.append(DrafterSpec(PROMPT_LOOKUP, draft_lengths=config.draft_length))
+        ngrams = (config.prompt_lookup_min, config.prompt_lookup_max)
+        specs.append(DrafterSpec(PROMPT_LOOKUP, draft_lengths=config.draft_length, ngrams=ngrams))
     return specs
 
 

@@ -36,6 +36,10 @@ class MeasureConfig(Filters, PromptOptions):
     """EAGLE-3 heads to measure; they draft chains of γ tokens, or the tree of their config."""
     prompt_lookup: bool = False
     """Measure prompt lookup too: n-grams of the text, without a model."""
+    prompt_lookup_min: int = 1
+    """The shortest n-gram that it looks for, in tokens, as in vLLM: a longer one drafts less often, and fails less."""
+    prompt_lookup_max: int = 3
+    """The longest."""
     baseline_draft: str | None = None
     """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
     draft_length: Ints = field(default_factory=lambda: [4])
@@ -88,6 +92,8 @@ class MeasureConfig(Filters, PromptOptions):
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, more_than(0), "min_speedup")
         require(self, at_least(self.limit or 1), "replay_limit")
+        require(self, at_least(1), "prompt_lookup_min")
+        require(self, at_least(self.prompt_lookup_min), "prompt_lookup_max")
         require(self, finite(at_least(0)), "temperature")
         require(self, between(0, 1), "confidence")
         require(self, TEST_TOKENS, "lossless_tokens")

@@ -121,6 +121,10 @@ class ProposerEntry(Entry):
     """Of Medusa heads, how many there are."""
     tree_nodes: Positive | None = None
     """Of Medusa heads, and of a parallel draft or EAGLE-3 heads with a tree, the nodes that are drafted."""
+    prompt_lookup_min: Positive | None = None
+    """Of prompt lookup, the shortest n-gram that it looks for."""
+    prompt_lookup_max: Positive | None = None
+    """The longest."""
 
     def verified_nodes(self, draft_length: int) -> int:
         """Return the drafted tokens that the target verifies in a round."""

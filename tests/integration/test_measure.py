@@ -622,6 +622,20 @@ def test_heads_are_measured_alone(measured, root, tmp_path):
         assert run["counts"] == beside["counts"] and run["alpha"] == beside["alpha"]
 
 
+def test_prompt_lookup_looks_for_what_it_is_told(measured, root, tmp_path):
+    report, _ = measured
+    alone = checked(root, tmp_path, prompt_lookup=True, prompt_lookup_min=2, prompt_lookup_max=4, draft_length="3")
+    by_default, (longer,) = (
+        runs_of(report, "prompt_lookup", temperature=0.0, batch_size=1, draft_length=3),
+        alone["runs"],
+    )
+    sizes = [
+        (run["proposer"]["prompt_lookup_min"], run["proposer"]["prompt_lookup_max"]) for run in (*by_default, longer)
+    ]
+    assert sizes == [(1, 3), (2, 4)]
+    assert longer["counts"]["num_draft_tokens"] < by_default[0]["counts"]["num_draft_tokens"]
+
+
 def test_what_is_not_measured_is_null_and_never_zero(root, tmp_path):
     report = checked(
         root, tmp_path / "out", draft=str(root / "draft"), prompt_lookup=True, temperature=[0, 1], limit=1,
@@ -819,6 +833,8 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--top_p", "0"], "top_p: expected more than 0"),
         (["--limit", "3", "--replay_limit", "2"], "replay_limit: expected at least 3, found 2"),
         (["--repeats", "0"], "repeats: expected at least 1, found 0"),
+        (["--prompt_lookup_min", "0"], "prompt_lookup_min: expected at least 1, found 0"),
+        (["--prompt_lookup_min", "4"], "prompt_lookup_max: expected at least 4, found 3"),
         (["--confidence", "95"], "confidence: expected a value between 0 and 1, found 95.0"),
         (["--min-gain", "0.1"], "min_gain: expected a `baseline_draft` to gain over, found none"),
         (["--lossless-tokens", "10"], "lossless_tokens: expected 0 or at least 2000, found 10"),
