@@ -30,7 +30,12 @@ def planned(pipeline: Path, processes: int) -> dict[str, dict]:
     split: dict = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2} if processes == 2 else {}
     return {
         "plain": {"heldout": [str(pipeline / "heldout")], "training": steps},
-        "cut": {"draft_vocabulary": 40, "init": "random", "training": {"max_steps": 3} | split},
+        "cut": {
+            "draft_vocabulary": 40,
+            "init": "random",
+            "divergence": {"lk_hybrid": 1.0, "nla": 0.5},
+            "training": {"max_steps": 3} | split,
+        },
         "copied": {
             "norm_output": True,
             "target_sharded": processes == 2,

@@ -15,7 +15,8 @@ def run(pipeline, **options) -> dict:
     training = {"max_steps": STEPS, "save_strategy": "steps", "save_steps": CHECKPOINT}
     training |= {"eval_strategy": "steps", "eval_steps": 4, "dataloader_drop_last": True}  # two processes fill up rows
     options = {"parallel": 3, "heldout": [str(pipeline / "heldout")], "training": training} | options
-    return options | {"packing": True, "max_length": 48} if options.pop("packed", False) else options
+    packed = {"packing": True, "max_length": 48, "divergence": "lk_hybrid"}
+    return options | packed if options.pop("packed", False) else options
 
 
 def logged(found: dict, key: str) -> list[float]:
