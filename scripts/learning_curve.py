@@ -104,7 +104,9 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
     train, _ = read_data(recipe)
     learned = train.loss_tokens()
     print(f"share {share:g}: {learned} tokens in {directory}", flush=True)
-    if code := _trained(config.recipe, given):
+    chosen_by_it = recipe.training.eval_strategy != "no" or recipe.training.eval_on_start
+    # Held-out text is replayed below, by law: a run that chooses nothing by it need not replay it as well.
+    if code := _trained(config.recipe, given if chosen_by_it else [*given, "--heldout=[]"]):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
     target, proposer, draft_length = _chains(config.recipe, recipe, str(directory), config.draft_length)
     by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}

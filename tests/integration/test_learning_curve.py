@@ -27,19 +27,20 @@ RECIPES = {
 
 @pytest.fixture
 def recipe(pipeline, tmp_path, monkeypatch):
-    """Write a run's config and train in this process; return the config's path and the shares that were trained on."""
+    """Write a run's config and train in this process; return what writes it, and the trainers."""
     trained = []
 
     def train(name, arguments):
         cls, recipe = RECIPES[name]
         config = parse_config(cls, arguments)
-        trained.append((config.share, len(recipe(config).data)))
+        trained.append(recipe(config))
         return 0
 
     monkeypatch.setattr(command, "_trained", train)
 
     def write(**options):
         training = {"max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True}
+        training |= options.pop("training", {})
         fields = {"target": pipeline / "target", "completions": [pipeline / "short", pipeline / "long"]}
         fields |= {"heldout": [pipeline / "heldout"], **options}
         values = {k: list(map(str, v)) if isinstance(v, list) else v for k, v in fields.items()}
@@ -49,6 +50,14 @@ def recipe(pipeline, tmp_path, monkeypatch):
         return str(path)
 
     return write, trained
+
+
+def shares(trained) -> list[float]:
+    return [trainer.recipe.share for trainer in trained]
+
+
+def evaluations(trainer) -> list[float]:
+    return [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
 
 
 @pytest.mark.parametrize(
@@ -68,8 +77,9 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
     run = write(**options | ({"draft": pipeline / "draft"} if "draft" in options else {}))
     arguments = ["--run", run, "--recipe", name, "--output", str(tmp_path / "curve")]
     assert command.main([*arguments, "--shares", "0.3,0.6,1", "--times", "2"]) == 0
-    (smallest, few), (middle, some), (whole, all_of_them) = trained
-    assert (smallest, middle, whole) == (0.3, 0.6, 1.0) and 0 < few < some < all_of_them == 20
+    few, some, all_of_them = (len(trainer.data) for trainer in trained)
+    assert shares(trained) == [0.3, 0.6, 1.0] and 0 < few < some < all_of_them == 20
+    assert not any(map(evaluations, trained))  # the curve replays what they left
     found = json.loads((tmp_path / "curve" / "learning_curve.json").read_text())
     assert found["schema"] == "draftsmith.learning_curve/2"
     (law,) = found["curves"]
@@ -80,7 +90,14 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
     assert found["curves"][law]["says"][0] in " ".join(capsys.readouterr().out.split())
     # Again, with one share more: only that is trained on.
     assert command.main([*arguments, "--shares", "[0.3, 0.6, 0.8, 1]"]) == 0
-    assert [share for share, _ in trained[3:]] == [0.8]
+    assert shares(trained[3:]) == [0.8]
+
+
+def test_a_run_that_chooses_a_checkpoint_by_the_held_out_text_replays_it(pipeline, recipe, tmp_path):
+    write, trained = recipe
+    run = write(draft=pipeline / "draft", training={"eval_strategy": "steps", "eval_steps": 1})
+    command.measure_curve(LearningCurveConfig(run, str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0]))
+    assert all(len(evaluations(trainer)) >= 2 for trainer in trained)
 
 
 def test_each_held_out_directory_is_replayed_under_its_own_law(pipeline, recipe, tmp_path):
