@@ -118,16 +118,7 @@ def _config(directory: Path, format: str | None, target: PreTrainedModel | None)
         if target is None:
             raise InputError(f"target: expected it for heads that name no depths, as in {directory}, found none")
         depths = default_layers(len(decoder_layers(target)))
-    dropped = (
-        "architectures",
-        "model_type",
-        "auto_map",
-        "eagle_config",
-        "num_aux_hidden_states",
-        "torch_dtype",
-        "dtype",
-    )
-    fields = {name: value for name, value in flat.items() if name not in dropped} | {DEPTHS: depths}
+    fields = {name: value for name, value in flat.items() if name not in DROPPED} | {DEPTHS: depths}
     try:
         return EagleConfig.from_dict({**fields, "tie_word_embeddings": False}).check()
     except InputError as error:

@@ -48,7 +48,6 @@ KINDS = {
 }
 NAMES = ("llama", "qwen3", "gemma2", "gpt2", "phi")
 every_family = pytest.mark.parametrize("name", NAMES)
-every_kind = pytest.mark.parametrize("kind", KINDS)
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
