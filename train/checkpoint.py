@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
-from draftsmith.train.files import parse_json
+from draftsmith.decode.validation import parse_json
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"

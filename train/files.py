@@ -1,12 +1,10 @@
-"""Files that users may have broken are read here, and ours written aside, then renamed: no reader sees half of one."""
+"""Files of ours are written aside, then renamed: no reader sees half of one."""
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from draftsmith.decode.errors import InputError
 
@@ -124,19 +122,3 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def parse_json(text: str) -> Any:
-    """Return what JSON says.
-
-    Raises:
-        JSONDecodeError: it is none, or nested too deeply, or holds a number of too many digits for Python.
-    """
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        raise
-    except RecursionError as error:
-        raise json.JSONDecodeError("nested too deeply", text, 0) from error
-    except ValueError as error:
-        raise json.JSONDecodeError("a number of too many digits", text, 0) from error

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
-from draftsmith.train.files import parse_json, write_aside, written_aside
+from draftsmith.decode.validation import parse_json
+from draftsmith.train.files import write_aside, written_aside
 
 
 def checkpoints(output_dir: str) -> list[Path]:

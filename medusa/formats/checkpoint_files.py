@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.train.files import parse_json
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.models import DTYPES
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

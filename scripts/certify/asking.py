@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.templates import with_system_prompt
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
-from draftsmith.train.files import parse_json
 
 IDS, TEXT, CHAT = "ids", "text", "chat"
 PATHS = {IDS: "/v1/completions", TEXT: "/v1/completions", CHAT: "/v1/chat/completions"}

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.coordinate.config import Rule, checked_pattern
 from draftsmith.scripts.coordinate.routing import Facts
-from draftsmith.train.files import parse_json
 
 CATEGORY_HEADER = "x-draftsmith-category"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

@@ -10,9 +10,9 @@ from typing import Any
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.coordinate.config import Pair
 from draftsmith.scripts.coordinate.rates import Rates
-from draftsmith.train.files import parse_json
 
 SCHEMA = "draftsmith.report/1"
 MOST_ROWS = 1024

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.coordinate.config import Log
-from draftsmith.train.files import parse_json
 
 REQUEST_FIELDS = (
     "model",

@@ -10,9 +10,9 @@ from torch import Tensor
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
 from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.pair import Pair
-from draftsmith.train.files import parse_json
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"

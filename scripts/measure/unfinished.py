@@ -12,12 +12,13 @@ from typing import Any
 from urllib.parse import quote
 
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.types import Failure
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.shards import settle_manifest
-from draftsmith.train.files import parse_json, remove, write_aside
+from draftsmith.train.files import remove, write_aside
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
 

@@ -16,9 +16,9 @@ import httpx2
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.serving.counters import Metrics, read_metrics
 from draftsmith.train.endpoint.server import MOST_BYTES, api_key, http_client, server_words
-from draftsmith.train.files import parse_json
 from draftsmith.train.options import checked_url
 
 REQUESTS = 1024

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import files_written_aside, parse_json, require_writable, write_aside, written_aside
+from draftsmith.train.files import files_written_aside, require_writable, write_aside, written_aside
 
 
 def names(directory) -> list[str]:
@@ -118,10 +118,3 @@ def test_a_directory_that_can_be_written_in_is_left_as_it_was(tmp_path):
     require_writable(tmp_path / "a" / "b")
     require_writable(tmp_path / "a")
     assert names(tmp_path) == ["a"] and names(tmp_path / "a") == []
-
-
-@pytest.mark.parametrize("text", ["{", "[" * 100_000, "9" * 5000, ""])
-def test_whatever_is_wrong_with_json_is_one_error(text):
-    with pytest.raises(ValueError, match=r"line 1 column \d+") as error:
-        parse_json(text)
-    assert "\n" not in str(error.value)

@@ -26,10 +26,10 @@ import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError, at_least, first_line
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.data.templates import for_template, require_no_template, trimmed
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
-from draftsmith.train.files import parse_json
 
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it

@@ -13,7 +13,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import parse_json, remove, write_aside
+from draftsmith.decode.validation import parse_json
+from draftsmith.train.files import remove, write_aside
 from draftsmith.train.job.lock import locked
 
 SCHEMA = "draftsmith.completions/1"

@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 
 from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.data.prepare_config import PrepareConfig
-from draftsmith.train.files import parse_json
 
 FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
 FIRST_REQUESTS, MOST_REQUESTS = 64, 1024

@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import parse_json
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import checkpoints
 

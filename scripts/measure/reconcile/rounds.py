@@ -14,8 +14,9 @@ import numpy as np
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Filters
+from draftsmith.decode.validation import parse_json
 from draftsmith.scripts.report.types import Verifier
-from draftsmith.train.files import parse_json, write_aside
+from draftsmith.train.files import write_aside
 
 SCHEMA = "draftsmith.rounds/1"
 ROUNDS = "rounds.jsonl"
