@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.distill.card import card
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
@@ -16,7 +16,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
-from draftsmith.train.models import check_same_tokenizer, load_tokenizer, set_attention
+from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 
@@ -25,13 +25,16 @@ def distill(config: DistillConfig) -> DistillTrainer:
     """Distil as the config says; the draft is in `config.training.output_dir` when this returns."""
     code = config.trust_remote_code
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
+    target_config = load_config(config.target, field="target", trust_remote_code=code)
+    tokens = token_count(tokenizer, target_config)
     if config.draft is not None:  # at once: completions and weights take longer to read
         stored = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
-        check_same_tokenizer(tokenizer, stored, config.target, config.draft, ends_may_differ=True)
+        size = target_config.get_text_config().vocab_size
+        check_same_tokenizer(tokenizer, stored, config.target, config.draft, vocab_size=size, ends_may_differ=True)
     args = config.training
     distributions = None
     if config.teacher_cache:
-        distributions = find_distributions(config.teacher_cache, config, tokenizer_size(tokenizer))
+        distributions = find_distributions(config.teacher_cache, config, tokens)
     train, heldout = read_data(config)
     target = load_target(config, tokenizer) if distributions is None else None
     draft, draft_tokenizer = make_draft(
@@ -48,9 +51,9 @@ def distill(config: DistillConfig) -> DistillTrainer:
     else:
         set_attention(draft, config.attn_implementation)
     if config.init.draft_vocabulary is not None:
-        count, size = config.init.draft_vocabulary, tokenizer_size(tokenizer)
+        count = config.init.draft_vocabulary
         ends = end_of_sequence_ids(draft.generation_config, tokenizer)
-        keep_tokens(draft, frequent_tokens(train, count, size, ends, "init.draft_vocabulary").tolist())
+        keep_tokens(draft, frequent_tokens(train, count, tokens, ends, "init.draft_vocabulary").tolist())
     if config.packing:
         if not config.parallel:  # masks tell the samples apart
             require_packing(draft, "draft", args.per_device_train_batch_size)
@@ -65,7 +68,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
 
     def finish(output: Path) -> None:
         if config.init.pad_vocabulary:
-            finish_draft(output, draft_tokenizer, trust_remote_code=code)
+            finish_draft(output, tokens, trust_remote_code=code)
         card(trainer, output).save(output / "README.md")
 
     run_training(trainer, finish)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.config import DraftInit
@@ -72,9 +72,12 @@ def make_draft(
         elif not isinstance(target, PreTrainedModel):
             target = empty_model(target, field="target", trust_remote_code=trust_remote_code)
         torch.manual_seed(init.seed)
+        size = target.config.get_text_config().vocab_size
         if draft is not None:
             stored = load_tokenizer(draft, field="draft", trust_remote_code=trust_remote_code)
-            check_same_tokenizer(tokenizer, stored, str(target.name_or_path), draft, ends_may_differ=True)
+            check_same_tokenizer(
+                tokenizer, stored, str(target.name_or_path), draft, vocab_size=size, ends_may_differ=True
+            )
             draft_tokenizer = stored if stored.get_vocab() == tokenizer.get_vocab() else tokenizer
             model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
             if (known := kept_tokens(model.config)) is not None and init.draft_vocabulary is not None:
@@ -86,8 +89,8 @@ def make_draft(
         model.eval().requires_grad_(True)
         if init.share == "embeddings":
             _share_embeddings(model, target)
-        fit_vocabulary(model, tokenizer, target.config.get_text_config().vocab_size if init.pad_vocabulary else None)
-        check_head(model, tokenizer, "draft")
+        fit_vocabulary(model, token_count(tokenizer, target.config), size if init.pad_vocabulary else None)
+        check_head(model, tokenizer, "draft", target)
         if init.lora is not None:
             add_lora(model, init.lora)
     return model, draft_tokenizer
@@ -273,14 +276,18 @@ def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         end.requires_grad_(False)  # type: ignore[union-attr]
 
 
-def finish_draft(directory: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool = False) -> None:
+def finish_draft(directory: Path, tokens: int, *, trust_remote_code: bool = False) -> None:
     """Silence the padding of a saved draft's head, which training has left behind (`silence_padding`).
 
     On disk, so that it is one and the same for drafts that were sharded. By one process; a head without padding is not
     read.
+
+    Args:
+        directory: where the draft is.
+        tokens: rows that are tokens (`token_count`).
+        trust_remote_code: run code that its repository ships.
     """
     config = load_config(directory, field="draft", trust_remote_code=trust_remote_code)
-    tokens = tokenizer_size(tokenizer)
     if config.get_text_config().vocab_size <= tokens:
         return
     dtype = stored_dtype(config)

@@ -17,7 +17,7 @@ from draftsmith.decode.draft_models.parallel import (
     unused_token,
     visible_entries,
 )
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
@@ -60,7 +60,7 @@ def make_parallel(
     mask_token_of(draft)
     if token != known:
         with torch.no_grad():
-            embeddings.weight[token] = embeddings.weight[: tokenizer_size(tokenizer)].float().mean(0)
+            embeddings.weight[token] = embeddings.weight[: token_count(tokenizer, config)].float().mean(0)
 
 
 def loss_vocabulary(draft: PreTrainedModel, tokens: int) -> int:

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, kept_tokens
 from draftsmith.decode.draft_models.parallel import MASK_TOKEN
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import empty_model
 
@@ -21,21 +20,20 @@ from draftsmith.train.models import empty_model
 TEXTS, LENGTH = 4, 64
 
 
-def fit_vocabulary(draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, size: int | None) -> None:
-    """Give a draft an embedding and a logit for each token of the target's tokenizer, in place.
+def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None) -> None:
+    """Give a draft an embedding and a logit for each token that the target can write, in place.
 
     Rows of tokens that it lacks are drawn as `resize_token_embeddings` does, around the mean of the others (Hewitt
     2021, "Initializing New Word Embeddings for Pretrained Language Models").
 
     Args:
         draft: the draft model; tied embeddings stay tied.
-        tokenizer: the target's.
-        size: the rows that the head is to have, the target's `vocab_size`; those beyond the tokenizer are silenced (see
+        tokens: the target's (`token_count`).
+        size: the rows that the head is to have, the target's `vocab_size`; those beyond the tokens are silenced (see
             `silence_padding`). vLLM's method `draft_model` (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`)
             and `generate(assistant_model=…)` refuse pairs of unequal sizes, though ids beyond the tokenizer mean
             nothing. None leaves a head alone that has a row for each token.
     """
-    tokens = tokenizer_size(tokenizer)
     rows: int = draft.config.get_text_config().vocab_size
     wanted = max(tokens, rows if size is None else size)
     if wanted != rows:

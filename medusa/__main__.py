@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
@@ -29,7 +29,9 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
             heads = MedusaHeads.of_target(
                 target,
                 config.num_heads,
-                token_map=None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer)),
+                token_map=None
+                if count is None
+                else frequent_tokens(train, count, token_count(tokenizer, target.config)),
                 num_hidden_layers=config.num_layers,
                 medusa_fc_bias=config.bias,
                 original_lm_head=config.lm_heads == "shared",

@@ -39,7 +39,8 @@ def check(config: LosslessConfig, console: Console) -> bool:
     specs = [_spec(config, name) for name in config.proposers]
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     target = pair.target
-    encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
+    size = target.config.get_text_config().vocab_size
+    encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens, size)
     prompts = [torch.tensor(ids, device=target.device) for ids in encoded]
     if not prompts:
         raise InputError(f"prompts: expected at least one in {config.prompts}, found none")

@@ -25,7 +25,7 @@ from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, T
 from draftsmith.scripts.pair import DrafterSpec, load_pair
 from draftsmith.train.cli import INTERRUPTED, parse_config, run
 from draftsmith.train.data.prompts import Prompt, encode_prompt
-from draftsmith.train.models import default_device, load_tokenizer
+from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
 
 
 class NoDraft(StatelessProposer):
@@ -47,7 +47,7 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     """
     prompt = _prompt(config)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    ids = _encode(config, prompt, tokenizer)
+    ids = _encode(config, prompt, tokenizer, vocabulary_size(config.target, trust_remote_code=config.trust_remote_code))
     pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
     target, input_ids = pair.target, torch.tensor([ids], device=default_device())
     proposer = pair.drafter.proposer if pair.drafters else NoDraft()
@@ -107,11 +107,12 @@ def _prompt(config: GenerateConfig) -> str:
     return text
 
 
-def _encode(config: GenerateConfig, prompt: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _encode(config: GenerateConfig, text: str, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> list[int]:
     if config.chat and tokenizer.chat_template is None:
         raise InputError(f"chat: expected a tokenizer with a chat template, found none in {config.target}")
-    asked = Prompt("prompt", None, [{"role": "user", "content": prompt}], None)
-    return encode_prompt(asked if config.chat else Prompt("prompt", prompt, None, None), tokenizer, **config.encoding)
+    messages = [{"role": "user", "content": text}]
+    prompt = Prompt("prompt", None, messages, None) if config.chat else Prompt("prompt", text, None, None)
+    return encode_prompt(prompt, tokenizer, vocab_size=vocab_size, **config.encoding)
 
 
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.parallel import TREE
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import endless, loop_seconds
 from draftsmith.decode.measurement.intervals import format_estimate, ratio_difference
@@ -93,7 +93,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     target, drafter = pair.target, cast(TreeDrafter, pair.drafter.proposer)
     require_split(target, "target")
-    texts, median = replayed_texts(config, target, drafter, tokenizer_size(tokenizer), progress)
+    texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config), progress)
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
     ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
     searched_on, selection, check = (

@@ -37,6 +37,7 @@ from draftsmith.train.models import (
     load_model,
     load_tokenizer,
     resolve_dtype,
+    vocabulary_size,
 )
 
 STOCK = "stock"
@@ -212,10 +213,11 @@ def load_pair(
     """
     drafts = {str(spec.path): spec for spec in drafters if spec.kind in LOADED}
     tokenizers = {}
+    size = vocabulary_size(path, trust_remote_code=trust_remote_code)
     for draft, spec in drafts.items():
         tokenizers[draft] = load_tokenizer(draft, field=spec.kind, trust_remote_code=trust_remote_code)
         if not spec.retokenize:
-            check_same_tokenizer(tokenizer, tokenizers[draft], path, draft)
+            check_same_tokenizer(tokenizer, tokenizers[draft], path, draft, vocab_size=size)
     dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code)
     check_head(target, tokenizer, "target")
@@ -225,7 +227,8 @@ def load_pair(
     for draft, spec in drafts.items():
         own = spec.dtype or dtype
         models[draft] = load_draft(draft, field=spec.kind, dtype=own, trust_remote_code=trust_remote_code)
-        check_head(models[draft], tokenizers[draft], spec.kind)
+        own_tokens = spec.retokenize and tokenizers[draft].get_vocab() != tokenizer.get_vocab()
+        check_head(models[draft], tokenizers[draft], spec.kind, None if own_tokens else target)
     pair = Pair(target, tokenizer, dtype, [])
     pair.drafters.extend(_drafter(spec, pair, models, tokenizers) for spec in drafters)
     return pair

@@ -16,7 +16,7 @@ from draftsmith.scripts.pair import DrafterSpec, left_padded, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.files import require_writable
-from draftsmith.train.models import default_device, load_tokenizer
+from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import environment, write_json
 
 
@@ -30,8 +30,9 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
     if config.threads:
         torch.set_num_threads(config.threads)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    encoded = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
+    encoded = [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in prompts]
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     spec = DrafterSpec(config.kind, config.path, draft_lengths=[config.draft_length])

@@ -121,6 +121,14 @@ def pipeline(tmp_path_factory, tokenizer):
     return make_pipeline(tmp_path_factory.mktemp("pipeline"), tokenizer)
 
 
+@pytest.fixture(scope="session")
+def gemma_pipeline(tmp_path_factory):
+    """As `pipeline`, of a tiny Gemma 3 whose tokenizer has a token that the model has no logit for."""
+    from pipelines import make_gemma_pipeline
+
+    return make_gemma_pipeline(tmp_path_factory.mktemp("gemma"))
+
+
 @pytest.fixture
 def pair_dirs(tmp_path, tokenizer):
     """A target and a draft as Hugging Face directories that share a tokenizer."""

@@ -18,7 +18,14 @@ from draftsmith.train.job import ranks
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
-from draftsmith.train.models import check_head, load_config, load_model, named_device, resolve_dtype, set_attention
+from draftsmith.train.models import (
+    check_head,
+    load_model,
+    named_device,
+    resolve_dtype,
+    set_attention,
+    vocabulary_size,
+)
 from draftsmith.train.provenance import write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import interruption_told
@@ -35,8 +42,7 @@ def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
         InputError: completions that cannot be used, are unfinished, of another target, or not the same on all
             processes; or prompts on both sides.
     """
-    target = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    size = target.get_text_config().vocab_size
+    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     for path in (*config.completions, *config.heldout_directories):
         if not config.unfinished:
             completion_files(path, unfinished=False)

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from transformers.utils.generic import is_flash_attention_requested
 
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, first_line, one_of
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
@@ -73,6 +73,16 @@ def load_config(path: str | Path, *, field: str = "model", trust_remote_code: bo
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_sizes(config, path, field)
     return config
+
+
+def vocabulary_size(path: str | Path, *, field: str = "target", trust_remote_code: bool = False) -> int:
+    """Return how many logits a model has, by its config; its weights need not be there.
+
+    Raises:
+        InputError: no causal LM's config there.
+    """
+    config = load_config(path, field=field, trust_remote_code=trust_remote_code)
+    return int(config.get_text_config().vocab_size)
 
 
 def resolve_dtype(
@@ -244,21 +254,22 @@ def empty_model(
 def load_tokenizer(
     path: str | Path, *, field: str = "model", trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """Load the tokenizer beside a model, padding on the left; end-of-sequence stands in for a missing pad token.
+    """Load the tokenizer beside a model, padding on the left.
+
+    End-of-sequence stands in for a pad token that is missing, or that the model has no embedding for.
 
     Raises:
         InputError: no tokenizer there, or one without a pad and an end-of-sequence token; no causal LM's config.
     """
-    load_config(path, field=field, trust_remote_code=trust_remote_code)  # which says what tokenizer to load
+    rows = vocabulary_size(path, field=field, trust_remote_code=trust_remote_code)
     with reading(field, f"a tokenizer in {path}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer.padding_side = "left"
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise InputError(
-                f"{field}: expected a pad or an end-of-sequence token in {path}'s tokenizer, found neither"
-            )
-        tokenizer.pad_token = tokenizer.eos_token
+    usable = ((tokenizer.pad_token, tokenizer.pad_token_id), (tokenizer.eos_token, tokenizer.eos_token_id))
+    pad = next((token for token, number in usable if number is not None and number < rows), None)
+    if pad is None:
+        raise InputError(f"{field}: expected a pad or an end-of-sequence token in {path}'s tokenizer, found neither")
+    tokenizer.pad_token = pad
     return tokenizer
 
 
@@ -294,9 +305,10 @@ def check_same_tokenizer(
     target_path: str | Path,
     draft_path: str | Path,
     *,
+    vocab_size: int | None = None,
     ends_may_differ: bool = False,
 ) -> None:
-    """Require that two tokenizers agree by content: every id is the same token in both.
+    """Require that two tokenizers agree by content: every id that texts can have is the same token in both.
 
     Equal length proves nothing (two 4,096-entry vocabularies can differ in every entry), so the mappings are compared.
     The models' embedding sizes may differ by padding; logits are cut to the tokenizer's size when they are compared.
@@ -306,6 +318,8 @@ def check_same_tokenizer(
         draft: the draft's.
         target_path: where it came from, for messages.
         draft_path: likewise.
+        vocab_size: how many logits the target has. Tokens behind them, which no text has, are not compared; all are if
+            None.
         ends_may_differ: for a draft in training: it may have further tokens, or lack the last that the target added.
 
     Raises:
@@ -313,6 +327,7 @@ def check_same_tokenizer(
     """
     p, q = ({number: token for token, number in t.get_vocab().items()} for t in (target, draft))
     end = min(max(p), max(q)) if ends_may_differ else max(*p, *q)
+    end = end if vocab_size is None else min(end, vocab_size - 1)
     differing = [number for number in sorted(p.keys() | q.keys()) if number <= end and p.get(number) != q.get(number)]
     if differing:
         number = differing[0]
@@ -340,12 +355,30 @@ def takes_bounds(model: PreTrainedModel) -> bool:
     return is_flash_attention_requested(model.config.get_text_config())
 
 
-def check_head(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, field: str) -> None:
-    """Require a logit for every token of the tokenizer; more of them are padding and do no harm.
+def check_head(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    field: str,
+    target: PreTrainedModel | None = None,
+) -> None:
+    """Require a logit for every token that texts can have; more of them are padding and do no harm.
+
+    These are the pieces that the tokenizer makes of text, and those of its added tokens that the target can write.
+    Others may lie behind the logits: `require_logits` refuses the texts that hold them.
+
+    Args:
+        model: the target, or its draft.
+        tokenizer: the model's.
+        field: the config field or flag that named the model, for the error message.
+        target: of a draft with the target's tokenizer.
 
     Raises:
-        InputError: the head is narrower than the tokenizer.
+        InputError: the head is narrower.
     """
-    rows, expected = model.config.get_text_config().vocab_size, tokenizer_size(tokenizer)
+    rows: int = model.config.get_text_config().vocab_size
+    if target is not None:
+        expected = token_count(tokenizer, target.config)
+    else:
+        expected = max(set(tokenizer.get_vocab().values()) - tokenizer.added_tokens_decoder.keys(), default=-1) + 1
     if rows < expected:
         raise InputError(f"{field}: expected a vocabulary of at least {expected} for its tokenizer, found {rows}")

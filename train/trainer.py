@@ -24,7 +24,7 @@ from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedToken
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import IGNORED, CompletionCollator
@@ -89,7 +89,10 @@ class RecipeTrainer(Trainer, ABC):
         self.sizes = ChunkSizes.of(self.args.device, config.loss_chunk)
         self.sampler = Sampler.of(config.temperature, config.top_k, config.top_p)
         # Either head may have more rows than the tokenizer has tokens: those are left out everywhere.
-        self.vocab_size = tokenizer_size(tokenizer)
+        of_target = (
+            load_config(config.target, trust_remote_code=config.trust_remote_code) if target is None else target.config
+        )
+        self.vocab_size = token_count(tokenizer, of_target)
         self.target: Any = None if target is None else target.eval().requires_grad_(False)
         """None where p comes with the batches, out of a cache."""
         if self.target is not None and not (

@@ -12,7 +12,6 @@ entries of a row, tokens of the text and masks in any order.
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.tree import Tree
 
@@ -114,11 +113,12 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     Raises:
         InputError: there is none; says which option names one.
     """
-    if tokenizer_size(tokenizer) < vocab_size:
-        return tokenizer_size(tokenizer)
-    for token in sorted(tokenizer.added_tokens_decoder, reverse=True):
-        if is_unused(tokenizer, token):
-            return int(token)
+    beyond = max(tokenizer.get_vocab().values()) + 1
+    if beyond < vocab_size:
+        return beyond
+    unused = [token for token in _unused_added(tokenizer) if token < vocab_size]
+    if unused:
+        return max(unused)
     raise InputError(
         "parallel_mask_token: expected a token that no text contains, found no unused special token in the tokenizer: "
         "name one"
@@ -127,12 +127,16 @@ def unused_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
 
 def is_unused(tokenizer: PreTrainedTokenizerBase, token: int) -> bool:
     """Whether texts do not contain a token, as far as the tokenizer can say: see `unused_token`."""
-    if token >= tokenizer_size(tokenizer):
-        return True
-    added = tokenizer.added_tokens_decoder.get(token)
+    return token > max(tokenizer.get_vocab().values()) or token in _unused_added(tokenizer)
+
+
+def _unused_added(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # What pads may have a role in texts besides: it is often the end of sequence.
     roles = [name for role, name in tokenizer.special_tokens_map.items() if role != "pad_token"]
-    pads = token == tokenizer.pad_token_id and tokenizer.pad_token not in roles
-    named = token in tokenizer.all_special_ids and not pads
+    named = set(tokenizer.all_special_ids)
+    if tokenizer.pad_token not in roles:
+        named.discard(tokenizer.pad_token_id)
     template = str(getattr(tokenizer, "chat_template", None) or "")
-    return added is not None and added.special and not named and added.content not in template
+    # Tokenizers make these properties anew each time that they are asked.
+    added = tokenizer.added_tokens_decoder.items()
+    return [n for n, entry in added if entry.special and n not in named and entry.content not in template]

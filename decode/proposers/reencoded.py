@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import CachedModel, check_model, padded
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_model import Stop
@@ -73,7 +73,7 @@ class ReencodingProposer(Proposer):
         self._to_draft = same_specials(draft_tokenizer, target_tokenizer)
         self._to_target = same_specials(target_tokenizer, draft_tokenizer)
         config = draft_model.config.get_text_config()
-        self._size = min(config.vocab_size, tokenizer_size(draft_tokenizer))
+        self._size = token_count(draft_tokenizer, config)
         self._positions: int | None = getattr(config, "max_position_embeddings", None)
         begin = draft_tokenizer.bos_token_id
         begins = begin is not None and draft_tokenizer.encode("a")[:1] == [begin]
@@ -176,7 +176,7 @@ class ReencodingProposer(Proposer):
                 ids += [self._to_draft[token] for token in group if token in self._to_draft]
             else:
                 ids += _encode(self._draft, _whole(self._target, list(group)))
-        return ids
+        return [token for token in ids if token < self._size]  # a tokenizer may know tokens that its model does not
 
     def _continuation(self, row: _Row, drafted: list[int]) -> list[int]:
         """Return the target's tokens that continue its text with what the draft wrote.

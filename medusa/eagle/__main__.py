@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -29,7 +29,7 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
         target = load_target(config, tokenizer) if features is None else features.load_target(config)
         if heads is None:
             count = config.draft_vocabulary
-            kept = None if count is None else frequent_tokens(train, count, tokenizer_size(tokenizer))
+            kept = None if count is None else frequent_tokens(train, count, token_count(tokenizer, target.config))
             heads = new_heads(config, target, kept)
     if features is not None:
         check_head(target, tokenizer, "target")

@@ -12,7 +12,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.decode.options import Sampling
@@ -61,7 +61,11 @@ def bench(config: BenchPrepareConfig) -> dict[str, Any]:
     model = load_model(config.target, field="target", dtype=config.dtype)
     generation = set_generation_config(config, config.max_new_tokens, model, tokenizer)
     if config.end is not None:
-        ending = [token for token in range(tokenizer_size(tokenizer)) if config.end in str(tokenizer.decode([token]))]
+        ending = [
+            token
+            for token in range(token_count(tokenizer, model.config))
+            if config.end in str(tokenizer.decode([token]))
+        ]
         generation.eos_token_id = [*(generation.eos_token_id or []), *ending]  # type: ignore[assignment]
     prompts = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
     prompts.sort(key=len, reverse=True)

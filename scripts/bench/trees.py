@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.measurement.intervals import rate_ratio
 from draftsmith.decode.measurement.tree_search import mean_acceptance_length, search_tree
 from draftsmith.medusa.heads import MedusaHeads
@@ -62,7 +62,9 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
     planned = MedusaTreeConfig(target=config.target, heads=config.heads, completions=config.completions)
-    texts, median = replayed_texts(planned, target, MedusaProposer(heads), tokenizer_size(tokenizer), progress=False)
+    texts, median = replayed_texts(
+        planned, target, MedusaProposer(heads), token_count(tokenizer, target.config), progress=False
+    )
     trees = [search_tree(texts, nodes) for nodes in config.nodes]
     costs = round_costs(
         target, MedusaProposer(heads), calibration_text(planned), planned.rows, median, config.compiled, trees

@@ -22,7 +22,7 @@ from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.files import remove, require_writable
 from draftsmith.train.job.lock import locked
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import environment, git_sha, write_json
 
 SCHEMA = "draftsmith.certificate/1"
@@ -100,7 +100,10 @@ def _load(config: CertifyConfig) -> tuple[list[Question], Pair | None]:
     if config.target is None:
         return [Question(prompt, None) for prompt in prompts], None
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    questions = [Question(prompt, encode_prompt(prompt, tokenizer, **config.encoding)) for prompt in prompts]
+    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
+    questions = [
+        Question(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)) for prompt in prompts
+    ]
     specs = [] if config.draft is None else [DrafterSpec("draft", config.draft)]
     return questions, load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
 

@@ -8,12 +8,12 @@ import torch
 
 from draftsmith.decode.cache import check_model
 from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, length_of, mask_token_of, tree_of
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.heads import check_eagle, check_medusa
-from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side
+from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side, counted
 from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer
 
@@ -114,7 +114,7 @@ def _sizes(target: Side, draft: Side) -> Finding:
 def _tokenizers(target: Side, draft: Side) -> Finding:
     name, alike = "tokenizers", matching_ids(draft.tokenizer, target.tokenizer) is not None
     try:
-        check_same_tokenizer(target.tokenizer, draft.tokenizer, target.path, draft.path)
+        check_same_tokenizer(target.tokenizer, draft.tokenizer, target.path, draft.path, vocab_size=target.head)
     except InputError as error:
         difference = str(error).rpartition("found ")[2]
         if alike:
@@ -148,12 +148,18 @@ def _vocabulary(sides: list[Side]) -> Finding:
     text = ", ".join(f"{side.role} {side.head} logits" for side in sides)
     for side in sides:
         try:
-            check_head(side.model, side.tokenizer, side.role)
+            check_head(side.model, side.tokenizer, side.role, sides[0].model if side.role == "draft" else None)
         except InputError as error:
             return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
-    padding = [side.head - tokenizer_size(side.tokenizer) for side in sides]
-    if any(padding):
-        text += f" for {tokenizer_size(tokenizer)} tokens: padding is never drafted or written"
+    tokens = token_count(tokenizer, sides[0].config)
+    if any(side.head > token_count(side.tokenizer, side.config) for side in sides):
+        text += f" for {tokens} tokens: padding is never drafted or written"
+    beyond = sorted((number, piece) for piece, number in tokenizer.get_vocab().items() if number >= tokens)
+    if beyond:
+        text += (
+            f"; {counted(len(beyond), 'added token')} without one, first {beyond[0][1]!r}: never written, and texts "
+        )
+        text += "that hold it are refused"
     if len({side.head for side in sides}) > 1 and sides[0].tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab():
         # SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
         return Finding(

@@ -62,7 +62,7 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     if sampled and pair.target is not None:
         tokenizer = pair.target.tokenizer
         with errors.status("reading the samples"):
-            samples = loss_masks.read(config, tokenizer)
+            samples = loss_masks.read(config, tokenizer, pair.target.head)
         for finding in loss_masks.check_masks(samples):
             add(finding)
         if config.completions is not None:

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from draftsmith.decode.draft_models.parallel import tree_of
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads
@@ -201,7 +201,7 @@ def check_run(target: Side, file: str) -> Iterator[Finding]:
             heads.check_fits(target.model)
         else:
             tokens = config.draft_vocabulary
-            at_most(tokenizer_size(target.tokenizer)).check("draft_vocabulary", tokens or 0)
+            at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)
             kept = None if tokens is None else torch.arange(tokens)
             with torch.device("meta"):
                 heads = new_heads(config, target.model, kept)

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
@@ -43,27 +42,34 @@ class Samples:
     """The error of each sample that is refused."""
 
 
-def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase) -> Samples:
+def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Samples:
     """Read the samples that a config names, with their loss masks.
+
+    Args:
+        config: the doctor's.
+        tokenizer: the target's.
+        vocab_size: how many logits the target has.
 
     Raises:
         InputError: a source that cannot be read.
     """
     samples = Samples()
     if config.completions is not None:
-        rows = load_completions(config.completions, tokenizer_size(tokenizer))
+        rows = load_completions(config.completions, vocab_size)
         for row in rows.select(range(min(len(rows), config.limit or len(rows)))):
             samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
     elif config.prompts is not None:
         for prompt in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
-                    masked = mask_conversation(prompt.messages, tokenizer, prompt.id, **config.template)
+                    masked = mask_conversation(
+                        prompt.messages, tokenizer, prompt.id, vocab_size=vocab_size, **config.template
+                    )
                     samples.all.append(
                         Sample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
                     )
                 else:
-                    ids = encode_prompt(prompt, tokenizer, **config.encoding)
+                    ids = encode_prompt(prompt, tokenizer, vocab_size=vocab_size, **config.encoding)
                     samples.all.append(Sample(prompt.id, ids, [0] * len(ids), answered=False))
             except InputError as error:
                 samples.refused.append(str(error))

@@ -209,9 +209,9 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
         raise InputError("output: expected a directory for a draft whose cut head is written whole, found none")
     if config.target is not None:
         other = load_tokenizer(config.target, field="target", trust_remote_code=code)
-        check_same_tokenizer(other, tokenizer, config.target, path)
         target = empty_model(config.target, field="target", trust_remote_code=code)
         sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+        check_same_tokenizer(other, tokenizer, config.target, path, vocab_size=sizes[0])
         if sizes[0] != sizes[1]:
             server = {"vllm": "vLLM", "sglang": "SGLang"}[str(config.format)]
             raise InputError(

@@ -40,7 +40,7 @@ from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import Sample, make_batches, mixed_seed
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import require_writable, write_aside
-from draftsmith.train.models import default_device, load_tokenizer
+from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import write_json
 
 FILES = ("report.json", "report.html", "summary.md", "costs.json", ROUNDS)
@@ -60,8 +60,9 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
     """
     output = require_writable(config.output, *FILES)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
-    encoded = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
+    encoded = [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in prompts]
     count = len(encoded[: config.limit])
     if max(config.batch_size) > count:
         raise InputError(

@@ -130,7 +130,8 @@ def _load(config: TuneConfig) -> Task:
     kind, path = ("draft", config.draft) if config.draft else ("medusa", config.medusa)
     spec = DrafterSpec(kind, path, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
-    ids = [encode_prompt(prompt, tokenizer, **config.encoding) for prompt in prompts]
+    size = pair.target.config.get_text_config().vocab_size
+    ids = [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in prompts]
     pair.check_positions(max(map(len, ids)), config.max_new_tokens)
     return Task(config, pair, ids)
 

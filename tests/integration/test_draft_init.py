@@ -21,7 +21,7 @@ from transformers import (
 )
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
@@ -465,8 +465,8 @@ def test_a_carved_draft_begins_better_than_a_random_one():
 def test_silenced_rows_are_never_drafted(name, tmp_path):
     """On texts that the rows were not chosen on; and after a training that left them far above all tokens."""
     _, tokenizer = embedded()
-    tokens, ids = tokenizer_size(tokenizer), sources()
-    model = load_model(ASSETS / name, device="cpu")
+    ids, model = sources(), load_model(ASSETS / name, device="cpu")
+    tokens = token_count(tokenizer, model.config)
     plain = logits(model, ids)
     model.resize_token_embeddings(tokens + 64, mean_resizing=False)
     with torch.no_grad():
@@ -474,7 +474,7 @@ def test_silenced_rows_are_never_drafted(name, tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     silence_padding(model, tokens)
-    finish_draft(tmp_path, tokenizer)
+    finish_draft(tmp_path, tokens)
     saved = load_model(tmp_path, device="cpu")
     for draft in (model, saved):
         found = logits(draft, ids)
@@ -488,5 +488,5 @@ def test_silenced_rows_are_never_drafted(name, tmp_path):
 def test_a_head_without_padding_is_left_alone(tokenizer, tmp_path):
     path = saved_draft(tokenizer, len(tokenizer), tmp_path / "d")
     before = (path / "model.safetensors").stat().st_mtime_ns
-    finish_draft(path, tokenizer)
+    finish_draft(path, len(tokenizer))
     assert (path / "model.safetensors").stat().st_mtime_ns == before

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import torch
+from gemma import save_gemma
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, TrainingArguments
 
@@ -45,6 +46,18 @@ def make_pipeline(root: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
     for name, model in {"target": tiny_llama(0, vocab), "draft": draft, "dropping": dropping}.items():
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         save_model(model, tokenizer, root / name)
+    return complete_pipeline(root)
+
+
+def make_gemma_pipeline(root: Path) -> Path:
+    """Write what `make_pipeline` does, without `dropping`, of a tiny Gemma 3 and the tokenizer of multimodal ones."""
+    save_gemma(root / "target")
+    save_gemma(root / "draft", seed=1, layers=1)
+    return complete_pipeline(root)
+
+
+def complete_pipeline(root: Path) -> Path:
+    """Write completions `short`, `long` and `heldout` by the target there."""
     for name, count, tokens in (("short", 10, 3), ("long", 10, 12), ("heldout", 5, 9)):
         prompts = [" ".join(WORDS[i % 7 : i % 7 + 1 + i % 3]) for i in range(count)]
         if name == "heldout":

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.data.templates import for_template, require_no_template
@@ -64,6 +65,7 @@ def mask_conversation(
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     *,
+    vocab_size: int | None = None,
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> MaskedConversation:
@@ -76,6 +78,7 @@ def mask_conversation(
         messages: the conversation, `{"role": …, "content": …}` each, the last of them the assistant's.
         tokenizer: the target's tokenizer.
         name: the sample's name in error messages.
+        vocab_size: how many logits the target has, which the tokens must be among; not looked at if None.
         system_prompt: begins a conversation without a system turn.
         variables: of the chat template.
 
@@ -84,14 +87,26 @@ def mask_conversation(
         token.
 
     Raises:
-        InputError: names the sample whose last message is not the assistant's, that the chat template refuses, or
-            whose last turn the template rewrites, and where the ids depart.
+        InputError: names the sample whose last message is not the assistant's, that the chat template refuses, with a
+            token that the target cannot read, or whose last turn the template rewrites, and where the ids depart.
     """
+    masked = _masked(messages, tokenizer, name, system_prompt, variables or {})
+    if vocab_size is not None:
+        require_logits(masked.ids, tokenizer, vocab_size, f"sample {name!r}")
+    return masked
+
+
+def _masked(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    system_prompt: str | None,
+    variables: Mapping[str, Any],
+) -> MaskedConversation:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         found = f"a {messages[-1]['role']} turn" if messages else "no messages"
         raise InputError(f"sample {name!r}: expected an assistant turn at the end, found {found}")
-    variables = variables or {}
     if tokenizer.chat_template is None:
         require_no_template("none in the target's tokenizer", system_prompt, variables)
         return _plain(messages, turns, tokenizer)
@@ -100,9 +115,9 @@ def mask_conversation(
     turns = [turn + added_turns for turn in turns]
     text, located, left_out = _locate(messages, turns, tokenizer, partial(_render, tokenizer, name, variables), name)
     encoded = _Encoded(text, lambda part: _encode(tokenizer, part))
-    added = {token for token, entry in tokenizer.added_tokens_decoder.items() if entry.content.strip()}
-    special = {token for token in added if tokenizer.added_tokens_decoder[token].special}
-    special.update(tokenizer.all_special_ids)
+    entries = tokenizer.added_tokens_decoder  # made anew each time that it is asked for
+    added = {token for token, entry in entries.items() if entry.content.strip()}
+    special = {token for token in added if entries[token].special}.union(tokenizer.all_special_ids)
     mask, ends = [0] * len(encoded.ids), {tokenizer.eos_token_id}
     for i in sorted(located, reverse=True):  # the last first: what ends it may stand behind the others' markers too
         begin, end, behind = located[i]

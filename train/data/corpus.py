@@ -92,7 +92,11 @@ def stdlib_prompts(count: int, heldout: bool, seed: int = 0) -> list[dict[str, s
 
 
 def encoded_prompts(
-    source: str | None, tokenizer: PreTrainedTokenizerBase, limit: int | None, max_tokens: int
+    source: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    max_tokens: int,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:
     """Return the tokens of some prompts, for benchmarks and checks that run without a file of prompts.
 
@@ -101,12 +105,14 @@ def encoded_prompts(
         tokenizer: the target's.
         limit: take the first so many; all if None, or 128 of the standard library.
         max_tokens: keep the last so many tokens of a longer prompt.
+        vocab_size: how many logits the target has, which its tokens must be among; not looked at if None.
 
     Raises:
         InputError: prompts that cannot be read.
     """
     if source is not None:
-        return [encode_prompt(prompt, tokenizer, max_tokens=max_tokens) for prompt in read_prompts(source, limit=limit)]
+        read = read_prompts(source, limit=limit)
+        return [encode_prompt(prompt, tokenizer, vocab_size=vocab_size, max_tokens=max_tokens) for prompt in read]
     records = stdlib_prompts(limit or 128, heldout=True, seed=1)
     return [tokenizer(record["prompt"])["input_ids"][-max_tokens:] for record in records]
 

@@ -8,7 +8,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.cache import check_model, rotary_limit
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
 from draftsmith.train.checkpoint import end_ids
@@ -122,7 +122,7 @@ def set_generation_config(
     """
     ends = end_of_sequence_ids(model.generation_config, tokenizer)
     # Rows that pad the vocabulary to a round number are no tokens, but an untruncated distribution reaches them.
-    no_tokens = list(range(tokenizer_size(tokenizer), model.config.get_text_config().vocab_size))
+    no_tokens = list(range(token_count(tokenizer, model.config), model.config.get_text_config().vocab_size))
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=ends or None,

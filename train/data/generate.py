@@ -22,7 +22,7 @@ from datasets import Dataset
 from tqdm.auto import tqdm
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.data.chat_masks import mask_conversation
@@ -90,16 +90,17 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     output = Path(config.output)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
     # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    text_config = model_config.get_text_config()
+    limit, size = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
     shard_size = config.shard_size or SHARD_BATCHES * config.batch_size
     new_tokens = config.new_tokens(limit)
     config = replace(config, shard_size=shard_size, max_new_tokens=new_tokens)
     summary = CompletionsSummary(output, 0)
     source: dict[str, Any] = {"answers": config.answers}
     if config.answers == "given":
-        samples = _given(config, tokenizer, limit, summary)
+        samples = _given(config, tokenizer, size, limit, summary)
     else:
-        samples = _prompts(config, tokenizer, limit, new_tokens)
+        samples = _prompts(config, tokenizer, size, limit, new_tokens)
     summary.prompts = len(samples)
     batches = make_batches(samples, shard_size)
     if config.endpoint is not None:
@@ -161,11 +162,11 @@ def other_target(path: str, target: str, trust_remote_code: bool = False) -> str
 
 
 def _prompts(
-    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, new_tokens: int
+    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, new_tokens: int
 ) -> list[Sample]:
     """Encode the prompts, which must leave room for their completions within the target's positions."""
     read = read_prompts(config.prompts, split=config.split, limit=config.limit)
-    ids = [encode_prompt(p, tokenizer, **config.encoding) for p in read]
+    ids = [encode_prompt(p, tokenizer, vocab_size=size, **config.encoding) for p in read]
     samples = [
         Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), own, temperature=temperature)
         for n, temperature in enumerate(config.plan(), 1)
@@ -182,7 +183,7 @@ def _prompts(
 
 
 def _given(
-    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, limit: int | None, summary: CompletionsSummary
+    config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, summary: CompletionsSummary
 ) -> list[Sample]:
     """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
     samples, reasons = list[Sample](), set[str]()
@@ -190,7 +191,9 @@ def _given(
         if conversation.cut:
             summary.unfinished.append(conversation.id)
             continue
-        masked = mask_conversation(conversation.messages or [], tokenizer, conversation.id, **config.template)
+        masked = mask_conversation(
+            conversation.messages or [], tokenizer, conversation.id, vocab_size=size, **config.template
+        )
         reasons.update(masked.left_out.values())
         if limit is not None and len(masked.ids) > limit:  # cut, it would teach an answer that ends in the middle
             summary.left_out.append(conversation.id)
@@ -254,8 +257,7 @@ def _complete(
                 write(batch, batch.given())
                 bar.update(len(batch.samples))
         elif served is not None:
-            tokens = tokenizer_size(tokenizer)
-            size = max(tokens, model_config.get_text_config().vocab_size)
+            tokens, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
             stored = load_generation_config(config.target, model_config, field="target")
             ends = end_of_sequence_ids(stored, tokenizer)
             vocabulary = Vocabulary(tokenizer, tokens, size, ends)

@@ -25,6 +25,7 @@ import datasets
 import pyarrow.parquet as pq
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.decode.validation import parse_json
 from draftsmith.train.checkpoint import reading
@@ -103,6 +104,7 @@ def encode_prompt(
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    vocab_size: int | None = None,
     max_tokens: int | None = None,
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
@@ -116,6 +118,7 @@ def encode_prompt(
     Args:
         prompt: the prompt.
         tokenizer: the target's tokenizer.
+        vocab_size: how many logits the target has, which its tokens must be among; not looked at if None.
         max_tokens: of the prompt at most. Of a templated conversation the oldest user's text is cut from the left, and
             left out with its answer where that is not enough; what the template writes stays whole, and so do the
             system's turns. Of plain text the last tokens are kept.
@@ -126,8 +129,9 @@ def encode_prompt(
         At least one token id.
 
     Raises:
-        InputError: names the prompt that has no tokens, that the chat template refuses, or whose template alone is
-            longer than `max_tokens`; a system prompt or variables without a template to go into.
+        InputError: names the prompt that has no tokens, or one that the target cannot read, that the chat template
+            refuses, or whose template alone is longer than `max_tokens`; a system prompt or variables without a
+            template to go into.
     """
     ids: Any
     name, variables = f"prompt {prompt.id!r}", variables or {}
@@ -149,6 +153,8 @@ def encode_prompt(
         ids = list(ids if max_tokens is None else ids[-max_tokens:])
     if not ids:
         raise InputError(f"{name}: expected at least one token, found none")
+    if vocab_size is not None:
+        require_logits(ids, tokenizer, vocab_size, name)
     return ids
 
 

@@ -239,11 +239,12 @@ def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: 
         uncertain |= len(ids) != answer.count
     if not ids:
         raise InputError(f"endpoint: expected at least one token for {what}, found none")
-    if not 0 <= min(ids) <= max(ids) < vocabulary.size:
+    if answer.token_ids is not None and not 0 <= min(ids) <= max(ids) < vocabulary.size:
         raise InputError(
             f"endpoint: expected ids below {vocabulary.size} for {what}, found {max(ids)}: does the server run another "
             "model than --target?"
         )
+    # Text may spell a token that the tokenizer has and the model lacks: that the target wrote in pieces.
     padding = next((i for i, token in enumerate(ids) if token >= vocabulary.tokens), None)
     if padding is not None:
         return Completion(ids[:padding], "length", uncertain, padded=True)

@@ -19,7 +19,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from draftsmith.decode.draft_models.vocabulary import tokenizer_size
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.train import models
 from draftsmith.train.data.shards import (
@@ -32,7 +32,7 @@ from draftsmith.train.data.shards import (
 from draftsmith.train.files import remove
 from draftsmith.train.job.processes import Processes, launched
 from draftsmith.train.losses.output_head import require_split
-from draftsmith.train.models import check_head, load_model, load_tokenizer, named_device, resolve_dtype
+from draftsmith.train.models import check_head, load_config, load_model, load_tokenizer, named_device, resolve_dtype
 from draftsmith.train.teacher.cache_config import CacheConfig as CacheConfig
 from draftsmith.train.teacher.distribution_shards import DistributionShards
 from draftsmith.train.teacher.feature_shards import FeatureShards
@@ -106,11 +106,13 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     code, device = config.trust_remote_code, named_device(config.target_device)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
     dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
-    config, vocab_size = replace(config, dtype=dtype), tokenizer_size(tokenizer)
+    config = replace(config, dtype=dtype)
+    model_config = load_config(config.target, field="target", trust_remote_code=code)
+    vocab_size, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     shards: Shards = FeatureShards.of(config) if config.features else DistributionShards(config, vocab_size)
     output = Path(config.output)
     files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
-    sources = [_source(number, file, shards) for number, file in processes.share(files)]
+    sources = [_source(number, file, shards, size) for number, file in processes.share(files)]
     summary = CacheSummary(output, shards.title, sum(len(source.samples) for source in sources))
     with output_directory(
         output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples", processes.first
@@ -146,8 +148,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         return CacheSummary.over(processes.gathered(summary))
 
 
-def _source(number: int, file: Path, shards: Shards) -> Source:
-    texts = texts_of(file)
+def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:
+    texts = texts_of(file, vocab_size)
     positions = sum(shards.positions(text) for text in texts)
     return Source(file, f"{number:03d}-{file.name}", checksums_of(texts), positions)
 

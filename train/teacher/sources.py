@@ -27,9 +27,17 @@ class Source:
     """How many of the texts' positions the cache has something of."""
 
 
-def texts_of(file: Path) -> list[Text]:
-    """Read ids, tokens and loss masks of a shard of completions."""
-    shard = read_completions(file)
+def texts_of(file: Path, vocab_size: int | None = None) -> list[Text]:
+    """Read ids, tokens and loss masks of a shard of completions.
+
+    Args:
+        file: the shard.
+        vocab_size: what the ids of its tokens must be below; not looked at if None.
+
+    Raises:
+        InputError: names the file, which is damaged or holds what `prepare` does not write.
+    """
+    shard = read_completions(file, vocab_size)
     columns = (shard[name].to_pylist() for name in ("id", "input_ids", "loss_mask"))
     return list(zip(*columns, strict=True))
 

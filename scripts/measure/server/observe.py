@@ -25,7 +25,7 @@ from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.data.templates import with_system_prompt
 from draftsmith.train.files import remove
-from draftsmith.train.models import load_tokenizer
+from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import git_sha
 
 Role = Literal["server", "baseline_server"]
@@ -106,11 +106,13 @@ def read_asked(config: MeasureServerConfig) -> list[Asked]:
     if config.target is None:
         return [_as_it_is(prompt, config) for prompt in prompts]
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     asked = []
     for prompt in prompts:
         ids = encode_prompt(
             prompt,
             tokenizer,
+            vocab_size=size,
             max_tokens=config.max_prompt_tokens,
             system_prompt=config.system_prompt,
             variables=config.chat_template_kwargs,
