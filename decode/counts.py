@@ -10,6 +10,7 @@ from itertools import zip_longest
 from typing import Any
 
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.validation import Count
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,19 @@ class Counts(Ratios):
     drafter; a round cut in either way still counts as a round. Plain decoding is a round without a draft per token.
     """
 
-    num_drafts: int = 0
+    num_drafts: Count = 0
     """Rounds."""
-    num_draft_tokens: int = 0
+    num_draft_tokens: Count = 0
     """Drafted tokens; of a tree all its nodes, of which a round accepts one path at most."""
-    num_accepted_tokens: int = 0
+    num_accepted_tokens: Count = 0
     """Accepted drafted tokens, the bonus token excluded."""
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()
+    num_accepted_tokens_per_pos: tuple[Count, ...] = ()
     """Rounds whose drafted token i was accepted (and so all before it)."""
-    num_draft_tokens_per_pos: tuple[int, ...] = ()
+    num_draft_tokens_per_pos: tuple[Count, ...] = ()
     """Rounds that drafted position i."""
-    num_reached_per_pos: tuple[int, ...] = ()
+    num_reached_per_pos: tuple[Count, ...] = ()
     """Rounds that drafted position i and accepted every position before it."""
-    num_emitted_tokens: int = 0
+    num_emitted_tokens: Count = 0
     """Tokens that entered the text: accepted ones, corrections and bonus tokens."""
 
     @classmethod
@@ -107,6 +108,23 @@ class Counts(Ratios):
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain JSON types."""
         return {name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self).items()}
+
+
+def possible(counts: Counts) -> Counts:
+    """Return counts that a decoder may have.
+
+    Raises:
+        ValueError: nothing can be counted so; says why.
+    """
+    tried = zip_longest(
+        counts.num_accepted_tokens_per_pos, counts.num_reached_per_pos, counts.num_draft_tokens_per_pos, fillvalue=0
+    )
+    accepted = counts.num_accepted_tokens
+    if sum(counts.num_accepted_tokens_per_pos) != accepted or accepted > counts.num_draft_tokens:
+        raise ValueError(f"expected as many accepted tokens as all positions have, found {accepted}")
+    if not all(a <= reached <= drafted <= counts.num_drafts for a, reached, drafted in tried):
+        raise ValueError("expected no more accepted than reached, reached than drafted, and drafted than rounds")
+    return counts
 
 
 def _add(a: Any, b: Any) -> Any:

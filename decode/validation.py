@@ -72,14 +72,27 @@ def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = No
         raise InputError(_line(error.errors(include_url=False)[0], where, secret)) from None
 
 
-def read(kind: type[T], path: Path) -> T:
+def checked(kind: Any, value: Any, where: str) -> Any:
+    """Return a value that is no JSON, as `parsed` does; a type with `Strict(False)` takes 3.0 and "3" for a 3."""
+    try:
+        return _adapter(kind).validate_python(value)
+    except ValidationError as error:
+        raise InputError(_line(error.errors(include_url=False)[0], where, None)) from None
+
+
+def read(kind: type[T], path: Path, field: str = "") -> T:
     """Return what a JSON file says, as `parsed` does.
+
+    Args:
+        kind: as of `parsed`.
+        path: the file.
+        field: the option that named it, for the message.
 
     Raises:
         FileNotFoundError: there is none.
         InputError: it cannot be read, or says something else; names the file and the field.
     """
-    return parsed(kind, file_bytes(path), str(path))
+    return parsed(kind, file_bytes(path), ": ".join(filter(None, [field, str(path)])))
 
 
 def read_lines(kind: type[T], path: Path) -> list[T]:

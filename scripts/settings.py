@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.validation import read
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
@@ -37,15 +39,24 @@ SMALL = 10**9
 """Parameters up to which a second dtype is tried: larger models wait for their weights, and half of them are faster."""
 
 
+def _known(dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ValueError(f"expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    return dtype
+
+
+Dtype = Annotated[str, AfterValidator(_known)]
+
+
 @dataclass(frozen=True)
 class Settings:
     """How models are run."""
 
-    dtype: str
+    dtype: Dtype
     """Of the target."""
-    threads: int
+    threads: Annotated[int, Field(ge=1, le=4096)]
     compiled: bool
-    draft_dtypes: dict[str, str]
+    draft_dtypes: dict[str, Dtype]
     """Of each draft model, and of heads, by the path."""
     why: str | None
     """What was timed, in words; None where nothing was open."""
@@ -60,11 +71,6 @@ class Settings:
     def to_file(self, path: Path) -> None:
         """Write them down: a run that goes on has the settings that it began with."""
         write_aside(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def from_file(cls, path: Path) -> "Settings":
-        """Read what `to_file` wrote."""
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def load_fastest(
@@ -97,7 +103,7 @@ def load_fastest(
         first = fast_dtype(load_config(path, field="target", trust_remote_code=trust_remote_code), "cpu")
     pair = load_pair(path, tokenizer, drafters, first, trust_remote_code)
     if kept is not None and kept.exists():
-        settings = Settings.from_file(kept)
+        settings = read(Settings, kept)
         given: dict[str, Any] = {"dtype": None if dtype == "auto" else dtype, "threads": threads, "compiled": compiled}
         settings = replace(settings, **{name: value for name, value in given.items() if value is not None})
     else:

@@ -28,6 +28,7 @@ from draftsmith.decode.options import Sampling
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.validation import Count, Share
 
 SAMPLED = Sampling(temperature=1.0)
 PLACES_NAMED = 3
@@ -42,14 +43,14 @@ class Certificate:
     checked: bool = True
     identical: bool | None = None
     """At T=0: whether every text is plain decoding's."""
-    prompts_identical: int | None = None
-    near_ties: int | None = None
+    prompts_identical: Count | None = None
+    near_ties: Count | None = None
     """Texts that first differ where rounding decides."""
-    departures: int | None = None
+    departures: Count | None = None
     """Texts that first differ elsewhere."""
-    p_value: float | None = None
+    p_value: Share | None = None
     """Under sampling: of the distribution test."""
-    tokens: int | None = None
+    tokens: Count | None = None
     """Under sampling: tokens that were tested."""
     passed: bool | None = None
     reason: str | None = None

@@ -6,30 +6,35 @@ Everything is warm, taken in turns, and a median; measured through the decoder's
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
 """
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, median_high
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, now, timed
-from draftsmith.decode.errors import InputError
 from draftsmith.decode.planner import Costs, interpolated, verification_costs
 from draftsmith.decode.proposers.base import Outcome, Proposer, Task
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
+from draftsmith.decode.validation import Amount
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6
 """What no forward is shorter than, and nothing as long as."""
+Size = Annotated[int, Field(ge=1, le=2**31)]
+Forward = Annotated[float, Field(ge=LEAST_SECONDS, lt=MOST_SECONDS)]
+Spent = Annotated[float, Field(ge=0, lt=MOST_SECONDS)]
+Rest = Annotated[float, Field(ge=-MOST_SECONDS, lt=MOST_SECONDS)]
+"""Seconds, of a file too: of a forward, of drafting, and beside them, which noise may leave below nothing."""
 WRITTEN = 24
 """Tokens that are written to see what the loop costs."""
 
@@ -38,13 +43,13 @@ WRITTEN = 24
 class DraftCosts:
     """What drafting costs, in seconds, for a number of rows."""
 
-    start: float
+    start: Spent
     """A draft, however long: d(γ) = start + γ · step."""
-    step: float
+    step: Spent
     """Each token of it; 0 where all are drafted at once."""
-    overhead: float
+    overhead: Rest
     """o, the rest of a round: what it takes in the loop, less d and t. Noise may leave it below zero."""
-    prefill: float
+    prefill: Spent
     """The first draft behind a prompt, beyond another."""
 
 
@@ -52,17 +57,17 @@ class DraftCosts:
 class CostTable:
     """Seconds by the number of rows, behind texts of `context` tokens under one temperature."""
 
-    context: int
+    context: Size
     """Tokens of text in the cache."""
-    temperature: float
-    target_seconds: dict[int, dict[int, float]]
+    temperature: Amount
+    target_seconds: Annotated[dict[Size, dict[Size, Forward]], Field(min_length=1)]
     """B → k → t(k)."""
-    plain_overhead_seconds: dict[int, float]
+    plain_overhead_seconds: dict[Size, Rest]
     """B → what plain decoding does for a token beside its forward."""
-    prompt: int
-    prefill_seconds: dict[int, float]
+    prompt: Size
+    prefill_seconds: dict[Size, Forward]
     """B → the target's forward over `prompt` tokens."""
-    drafters: dict[str, dict[int, DraftCosts]]
+    drafters: dict[str, dict[Size, DraftCosts]]
     """Name → B → what its drafting costs."""
 
     def at(self, name: str, rows: int) -> Costs:
@@ -108,59 +113,26 @@ class CostTable:
 
         return seconds + _drained(steps, token_seconds)
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "CostTable":
-        """Return the table that was written to JSON, where all keys are strings.
 
-        Raises:
-            InputError: something else.
-        """
+def whole(table: CostTable) -> CostTable:
+    """Return a table of which every part has the same numbers of rows, and the target's seconds for one token.
 
-        def by_number(seconds: Mapping[str, Any]) -> dict[int, float]:
-            return {int(number): float(s) for number, s in seconds.items()}
+    Raises:
+        ValueError: it is none; says why.
+    """
+    sizes = table.target_seconds.keys()
+    parts: dict[str, Mapping[int, Any]] = {**table.drafters, "plain_overhead_seconds": table.plain_overhead_seconds}
+    for name, by_rows in (parts | {"prefill_seconds": table.prefill_seconds}).items():
+        if by_rows.keys() != sizes:
+            raise ValueError(f"expected {name} of batch sizes {sorted(sizes)}, found {sorted(by_rows)}")
+    for rows, seconds in table.target_seconds.items():
+        if 1 not in seconds:
+            raise ValueError(f"expected the target's seconds for 1 token of {rows} rows, found {sorted(seconds)}")
+    return table
 
-        try:
-            table = cls(
-                context=int(values["context"]),
-                temperature=float(values["temperature"]),
-                target_seconds={int(b): by_number(seconds) for b, seconds in values["target_seconds"].items()},
-                plain_overhead_seconds=by_number(values["plain_overhead_seconds"]),
-                prompt=int(values["prompt"]),
-                prefill_seconds=by_number(values["prefill_seconds"]),
-                drafters={
-                    name: {int(b): DraftCosts(**{k: float(s) for k, s in c.items()}) for b, c in by_rows.items()}
-                    for name, by_rows in values["drafters"].items()
-                },
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"costs: expected a table of costs, found one with {error!r}") from error
-        if (fault := table._fault()) is not None:
-            raise InputError(f"costs: expected a table of costs, found one with {fault}")
-        return table
 
-    def _fault(self) -> str | None:
-        """Return the first thing in a table from elsewhere that cannot be."""
-        if self.context < 1 or self.prompt < 1 or not 0 <= self.temperature < math.inf:
-            return f"context {self.context}, prompt {self.prompt} and temperature {self.temperature}"
-        sizes = self.target_seconds.keys()
-        parts: dict[str, Mapping[int, Any]] = {**self.drafters, "plain_overhead_seconds": self.plain_overhead_seconds}
-        for name, by_rows in (parts | {"prefill_seconds": self.prefill_seconds}).items():
-            if by_rows.keys() != sizes:
-                return f"{name} of batch sizes {sorted(by_rows)} beside those of {sorted(sizes)}"
-        for rows, seconds in self.target_seconds.items():
-            if 1 not in seconds or min(rows, *seconds) < 1:
-                return f"the target's seconds for {sorted(seconds)} tokens of {rows} rows, without 1 or with fewer"
-            drafting = [by_rows[rows] for by_rows in self.drafters.values()]
-            rest = [self.plain_overhead_seconds[rows], *(costs.overhead for costs in drafting)]
-            spent = [part for costs in drafting for part in (costs.start, costs.step, costs.prefill)]
-            for value, least in (
-                *((value, -MOST_SECONDS) for value in rest),  # noise may leave it below nothing
-                *((value, 0.0) for value in spent),
-                *((value, LEAST_SECONDS) for value in (*seconds.values(), self.prefill_seconds[rows])),
-            ):
-                if not least <= value < MOST_SECONDS:
-                    return f"{value:g} seconds, expected at least {least:g} and less than {MOST_SECONDS:g}"
-        return None
+KeptTable = Annotated[CostTable, AfterValidator(whole)]
+"""A table of a file."""
 
 
 def _drained(steps: Sequence[float], seconds: Callable[[int], float]) -> float:

@@ -14,26 +14,28 @@ So a text must be known γ tokens beyond its end. At T=0, where acceptance is 0 
 the server's own; under sampling they are their expectations.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import starmap, zip_longest
+from itertools import pairwise, starmap, zip_longest
 from operator import add, sub
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import AfterValidator
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import MOST
 
 
 @dataclass(frozen=True)
 class ServerCounts:
     """What a server has counted, or is expected to; the names are vLLM's. Integers where they were counted."""
 
-    num_drafts: float = 0
+    num_drafts: int | float = 0
     """Steps of a text that verified a draft."""
-    num_draft_tokens: float = 0
-    num_accepted_tokens: float = 0
-    num_accepted_tokens_per_pos: tuple[float, ...] = ()
+    num_draft_tokens: int | float = 0
+    num_accepted_tokens: int | float = 0
+    num_accepted_tokens_per_pos: tuple[int | float, ...] = ()
     """Steps whose drafted token i was accepted, and so all before it."""
 
     @classmethod
@@ -46,11 +48,6 @@ class ServerCounts:
         """
         per_pos = [sum(steps[i:]) for i in range(1, len(steps))]
         return cls(sum(steps), num_draft_tokens, sum(per_pos), tuple(per_pos))
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "ServerCounts":
-        """Return the counts that `to_dict` wrote."""
-        return cls(**{**values, "num_accepted_tokens_per_pos": tuple(values["num_accepted_tokens_per_pos"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts as plain JSON types."""
@@ -89,6 +86,30 @@ class ServerCounts:
             operation(self.num_accepted_tokens, other.num_accepted_tokens),
             tuple(starmap(operation, per_pos)),
         )
+
+
+def possible(counts: ServerCounts) -> ServerCounts:
+    """Return what a server has counted, if it can be: whole numbers, no more accepted than drafted.
+
+    Raises:
+        ValueError: it cannot; says why.
+    """
+    per_pos = counts.num_accepted_tokens_per_pos
+    drafts, drafted, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
+    for number in (drafts, drafted, accepted, *per_pos):
+        if not 0 <= number <= MOST or number != int(number):
+            raise ValueError(f"expected whole numbers of drafts and tokens, found {number}")
+    if accepted > drafted or (per_pos and sum(per_pos) > accepted):
+        raise ValueError(
+            f"expected at most as many accepted as drafted tokens, found {max(accepted, sum(per_pos))} of {drafted}"
+        )
+    if any(after > before for before, after in pairwise((drafts, *per_pos))):
+        raise ValueError(f"expected each position accepted by no more drafts than the one before, found {per_pos}")
+    return counts
+
+
+Counted = Annotated[ServerCounts, AfterValidator(possible)]
+"""Counts of a kept file, which were a server's."""
 
 
 def vllm_counts(acceptance_TK: np.ndarray, tokens: int, draft_length: int, room: int | None = None) -> ServerCounts:

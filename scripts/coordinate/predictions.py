@@ -4,19 +4,74 @@ A round of γ drafted tokens emits τ(γ) tokens for d(γ) + t(γ + 1) + o secon
 with the rows that are decoded together. τ is replayed, and of a request's category where the report knows it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.measurement.costs import CostTable, KeptTable
+from draftsmith.decode.validation import MOST, Amount, Count, Said, read
 from draftsmith.scripts.coordinate.config import Pair
 from draftsmith.scripts.coordinate.rates import Rates
 
-SCHEMA = "draftsmith.report/1"
 MOST_ROWS = 1024
 """Requests at once that speeds are tabled for; beyond the measured batch sizes costs are a line."""
+
+
+class Estimated(Said):
+    """A figure, None where it is not known."""
+
+    value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
+
+
+Lengths = Mapping[int, Estimated]
+"""τ by γ."""
+
+
+class Figures(Said):
+    """Those of one category's prompts."""
+
+    mean_acceptance_length: Lengths
+
+
+class Drafter(Said):
+    """One of the drafters."""
+
+    name: str
+    tree_nodes: Annotated[Count, Field(ge=1)] | None
+
+
+class Curve(Figures):
+    """A drafter's τ at one temperature."""
+
+    proposer: Drafter
+    temperature: Amount
+    verifier: str
+    by_category: Mapping[str, Figures]
+
+
+class Recommended(Said):
+    """What the report recommends."""
+
+    proposer: str | None
+    draft_length: Count | None
+
+
+class Tables(Said):
+    """What rounds cost."""
+
+    tables: Annotated[Sequence[KeptTable], Field(min_length=1)]
+
+
+class Report(Said):
+    """What is read of a report."""
+
+    is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
+    costs: Tables | None
+    curves: Sequence[Curve]
+    recommendation: Recommended
 
 
 def predicted_rates(pair: Pair) -> Rates:
@@ -31,20 +86,15 @@ def predicted_rates(pair: Pair) -> Rates:
     where = f"pairs.{pair.name}.report"
     path = Path(pair.report or "")
     try:
-        report: Any = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{where}: expected a report of `draftsmith measure` at {path}, found: {error}") from error
-    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        raise InputError(f"{where}: expected schema {SCHEMA} in {path}, found another")
-    try:
-        if report["costs"] is None:
-            raise InputError(f"{where}: expected costs in {path}, found none (measure without --measure_costs false)")
-        tables = [CostTable.from_dict(table) for table in report["costs"]["tables"]]
-        if pair.draft_length == 0:
-            return Rates({table.temperature: {None: list(_plain(table))} for table in tables})
-        return _speculative(pair, report, tables, where)
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise InputError(f"{where}: expected a whole report in {path}, found one with {error!r}") from error
+        report = read(Report, path, where)
+    except FileNotFoundError as error:
+        raise InputError(f"{where}: expected a report of `draftsmith measure` at {path}, found none") from error
+    if report.costs is None:
+        raise InputError(f"{where}: expected costs in {path}, found none (measure without --measure_costs false)")
+    tables = report.costs.tables
+    if pair.draft_length == 0:
+        return Rates({table.temperature: {None: list(_plain(table))} for table in tables})
+    return _speculative(pair, report, tables, where)
 
 
 def _plain(table: CostTable) -> Iterator[float]:
@@ -55,35 +105,33 @@ def _plain(table: CostTable) -> Iterator[float]:
         yield 1.0 / (costs.verification(1) + max(costs.plain_overhead, 0.0))  # noise may leave it below zero
 
 
-def _speculative(pair: Pair, report: Mapping[str, Any], tables: list[CostTable], where: str) -> Rates:
-    recommended = report["recommendation"]
-    name = pair.drafter or recommended["proposer"]
-    length = pair.draft_length or recommended["draft_length"]
+def _speculative(pair: Pair, report: Report, tables: Sequence[CostTable], where: str) -> Rates:
+    name = pair.drafter or report.recommendation.proposer
+    length = pair.draft_length or report.recommendation.draft_length
     if name is None or length is None:
         raise InputError(f"{where}: expected drafter and draft_length beside a report that recommends none, found none")
-    curves = [curve for curve in report["curves"] if curve["proposer"]["name"] == name]
-    if not curves:
-        found = ", ".join(dict.fromkeys(curve["proposer"]["name"] for curve in report["curves"])) or "none"
+    curves = [curve for curve in report.curves if curve.proposer.name == name]
+    if not curves or any(name not in table.drafters for table in tables):
+        found = ", ".join(dict.fromkeys(curve.proposer.name for curve in report.curves)) or "none"
         raise InputError(f"pairs.{pair.name}.drafter: expected one of the report's drafters, {found}, found {name!r}")
     by_temperature = {}
-    for temperature in dict.fromkeys(curve["temperature"] for curve in curves):
+    for temperature in dict.fromkeys(curve.temperature for curve in curves):
         table = next((table for table in tables if table.temperature == temperature), tables[0])
         # At T=0 both verifiers accept the same, and the report has the probabilistic one alone.
-        of_it = {curve["verifier"]: curve for curve in curves if curve["temperature"] == temperature}
+        of_it = {curve.verifier: curve for curve in curves if curve.temperature == temperature}
         curve = of_it.get(pair.drafts, next(iter(of_it.values())))
-        if str(length) not in curve["mean_acceptance_length"]:
-            known = ", ".join(curve["mean_acceptance_length"])
+        if length not in curve.mean_acceptance_length:
+            known = ", ".join(map(str, curve.mean_acceptance_length))
             raise InputError(
                 f"pairs.{pair.name}.draft_length: expected one that the report has, {known}, found {length}"
             )
-        lengths = {None: curve["mean_acceptance_length"]} | {
-            category: figures["mean_acceptance_length"] for category, figures in curve["by_category"].items()
-        }
-        nodes = curve["proposer"]["tree_nodes"]
+        lengths: dict[str | None, Lengths] = {None: curve.mean_acceptance_length}
+        lengths |= {category: figures.mean_acceptance_length for category, figures in curve.by_category.items()}
+        nodes = curve.proposer.tree_nodes
         seconds = [table.at(name, rows).round_seconds(length, nodes) for rows in range(1, MOST_ROWS + 1)]
         by_temperature[temperature] = {
-            category: [emitted / round_seconds for round_seconds in seconds]
+            category: [estimate.value / round_seconds for round_seconds in seconds]
             for category, estimates in lengths.items()
-            if (emitted := estimates[str(length)]["value"]) is not None
+            if (estimate := estimates.get(length)) is not None and estimate.value is not None
         }
     return Rates(by_temperature)

@@ -64,9 +64,9 @@ def _tested(
 ) -> Certificate:
     """Test the distribution of a method's text, unless it was tested before."""
     key = "certificate", temperature, method.drafter, method.draft_length
-    kept = unfinished.kept(*key)
+    kept = unfinished.kept(Certificate, *key)
     if kept is not None:
-        return Certificate(**kept)
+        return kept
     certificate = certify_sampled(
         pair.target,
         pair.proposers[method.drafter],

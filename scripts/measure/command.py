@@ -13,8 +13,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import Replay
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import CostTable
+from draftsmith.decode.measurement.costs import CostTable, KeptTable
 from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.certify import certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
@@ -37,7 +38,7 @@ from draftsmith.scripts.settings import Settings, load_fastest
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.decoding import complete
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
-from draftsmith.train.data.samples import Sample, make_batches, mixed_seed
+from draftsmith.train.data.samples import Batch, Sample, make_batches, mixed_seed
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
@@ -206,16 +207,15 @@ def _costs(
     unfinished: Unfinished,
 ) -> list[CostTable]:
     """Measure costs behind the texts, unless they are measured already."""
-    kept = unfinished.kept("costs")
-    if kept is None:
+    kept = unfinished.kept(list[KeptTable], "costs")
+    if kept is None or not all(table.drafters.keys() == pair.proposers.keys() for table in kept):
         written = next(iter(texts.values()))
         prompt = max(1, round(sum(map(len, encoded)) / len(encoded)))
         mean = max(2, round(prompt + sum(map(len, written)) / len(written) / 2))
         tables = measured_costs(config, pair, _sequences(encoded, written), samplers, prompt, mean)
-        kept = [asdict(table) for table in tables]
-        unfinished.keep("costs", value=kept)
+        unfinished.keep("costs", value=[asdict(table) for table in tables])
         return tables
-    return [CostTable.from_dict(table) for table in kept]
+    return kept
 
 
 def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
@@ -261,14 +261,20 @@ def _completed(
     batches = make_batches(samples, COMPLETED_TOGETHER)
     for batch in tqdm(batches, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not batches):
         key = "completed", temperature, batch.index
-        completions = unfinished.kept(*key)
-        if completions is None:
+        completions = unfinished.kept(list[list[TokenId]], *key)
+        if completions is None or not _fit(completions, batch, target):
             seed = mixed_seed(config.seed, batch.index)
             found = complete(target, generation, [sample.ids for sample in batch.samples], seed)
             completions = [each.ids for each in found]
             unfinished.keep(*key, value=completions)
         written |= dict(zip(batch.names, completions, strict=True))
     return [written[prompt.id] for prompt in prompts]
+
+
+def _fit(completions: Sequence[Sequence[int]], batch: Batch, target: PreTrainedModel) -> bool:
+    """Say whether kept completions are as many as the batch has prompts, in tokens of the target's."""
+    most = max((max(ids, default=0) for ids in completions), default=0)
+    return len(completions) == len(batch.samples) and most < target.config.get_text_config().vocab_size
 
 
 def _sequences(prompts: Sequence[list[int]], texts: Sequence[list[int]]) -> list[Tensor]:

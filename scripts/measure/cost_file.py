@@ -1,16 +1,17 @@
 """Costs in a file: measured once on a machine, and used again there."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import BLOCKS, CostTable, measure_costs
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, KeptTable, measure_costs
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.pair import Pair
 from draftsmith.train.provenance import environment, write_json
@@ -73,6 +74,18 @@ def measured_costs(
     return tables
 
 
+@dataclass(frozen=True)
+class CostFile:
+    """What `measured_costs` wrote."""
+
+    schema: Literal["draftsmith.costs/1"]
+    environment: dict[str, Any]
+    compiled: bool
+    target: str
+    drafters: dict[str, dict[str, Any]]
+    tables: list[KeptTable]
+
+
 def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]:
     """Read costs that were measured here before.
 
@@ -81,24 +94,19 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
             or of smaller batches alone. Drafters of one size cost the same, wherever they lie.
     """
     try:
-        content: dict[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"costs: expected a file that `measure` wrote at {path}, found: {error}") from error
-    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
-        raise InputError(f"costs: expected schema {SCHEMA} in {path}, found another")
-    for name, kind in (("environment", dict), ("drafters", dict), ("tables", list)):
-        if not isinstance(content.get(name), kind):
-            raise InputError(f"costs: expected {name} in {path} as `measure` wrote it, found {content.get(name)!r:.40}")
+        content = read(CostFile, path, "costs")
+    except FileNotFoundError as error:
+        raise InputError(f"costs: expected a file that `measure` wrote at {path}, found none") from error
     here: dict[str, Any] = environment(pair.target.device, pair.dtype)
     pairs: list[tuple[str, Any, Any]] = [
-        ("target", config.target, content.get("target")),
-        ("compiled", bool(config.compiled), content.get("compiled")),
+        ("target", config.target, content.target),
+        ("compiled", bool(config.compiled), content.compiled),
     ]
-    pairs += [(name, here[name], content["environment"].get(name)) for name in SAME]
-    measured = content["drafters"]
+    pairs += [(name, here[name], content.environment.get(name)) for name in SAME]
+    measured = content.drafters
     for drafter in pair.drafters:
         of_file = measured.get(drafter.name)
-        if not isinstance(of_file, dict):
+        if of_file is None:
             others = ", ".join(measured) or "none"
             raise InputError(f"costs: expected those of {drafter.name} in {path}, found {others}: measure again")
         pairs += [
@@ -109,7 +117,7 @@ def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]
             raise InputError(
                 f"costs: expected those of {name} {wanted} in {path}, found those of {actual}: measure again"
             )
-    tables = [CostTable.from_dict(table) for table in content["tables"]]
+    tables = content.tables
     largest = max((rows for table in tables for rows in table.target_seconds), default=0)
     most = max(config.batch_size)
     if most > largest:

@@ -4,14 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median_high
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed_warm
+from draftsmith.decode.counts import possible
 from draftsmith.decode.generation import DecodeOutput
+from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import Pair, left_padded
@@ -38,10 +41,10 @@ class Method:
 class Row:
     """One prompt's completion."""
 
-    prompt: int
+    prompt: Count
     """Its place among the prompts."""
-    tokens: list[int]
-    counts: Counts
+    tokens: list[TokenId]
+    counts: Annotated[Counts, AfterValidator(possible)]
 
 
 @dataclass(frozen=True)
@@ -49,19 +52,13 @@ class Group:
     """Prompts that were decoded together."""
 
     rows: list[Row]
-    seconds: float
+    seconds: Annotated[Amount, Field(gt=0)]
     """Median over the repeats."""
 
     @property
     def tokens(self) -> int:
         """All that was written."""
         return sum(len(row.tokens) for row in self.rows)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Group":
-        """Return the group that was written to JSON."""
-        rows = [Row(row["prompt"], row["tokens"], Counts.from_dict(row["counts"])) for row in values["rows"]]
-        return cls(rows, values["seconds"])
 
 
 Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
@@ -98,6 +95,7 @@ def decode_side_by_side(
         The batches of each method; a method that failed is left out, and so are all where plain decoding did.
     """
     options, proposers = config.options(temperature), pair.proposers
+    vocab_size = pair.target.config.get_text_config().vocab_size
     groups: dict[Method, list[Group]] = {method: [] for method in methods}
 
     def decode(method: Method, first: int) -> DecodeOutput:
@@ -125,9 +123,9 @@ def decode_side_by_side(
         tqdm(firsts, desc=f"T={temperature:g}, B={batch_size}", unit="batch", disable=not progress)
     ):
         key = "decoded", temperature, batch_size, first
-        kept = unfinished.kept(*key)
-        if kept is not None:
-            decoded = {method: Group.from_dict(group) for method, group in zip(methods, kept, strict=True)}
+        kept = unfinished.kept(list[Group], *key)
+        if kept is not None and _are_of(kept, methods, range(first, first + batch_size), vocab_size):
+            decoded = dict(zip(methods, kept, strict=True))
         else:
             # The first calls allocate, which a user does not see.
             for method in () if warm else methods:
@@ -147,6 +145,16 @@ def decode_side_by_side(
         if not groups:
             break
     return groups
+
+
+def _are_of(groups: Sequence[Group], methods: Sequence[Method], prompts: Sequence[int], vocab_size: int) -> bool:
+    """Say whether kept groups are these methods' of these prompts, in tokens of the target's."""
+    return len(groups) == len(methods) and all(
+        [row.prompt for row in group.rows] == list(prompts)
+        and all(max(row.tokens, default=0) < vocab_size for row in group.rows)
+        and all(row.counts.num_emitted_tokens == len(row.tokens) for row in group.rows)
+        for group in groups
+    )
 
 
 def _group(runs: Sequence[tuple[float, DecodeOutput]], first: int, longest: int) -> Group:

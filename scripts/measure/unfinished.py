@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import quote
 
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.types import Failure
@@ -22,6 +22,7 @@ from draftsmith.train.files import remove, write_aside
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
 
+T = TypeVar("T")
 SCHEMA = "draftsmith.unfinished/1"
 DIRECTORY, SETTINGS = ".unfinished", "settings.json"
 MAY_CHANGE = ("output", "costs", "measure_costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
@@ -48,11 +49,14 @@ class Kept:
         self._directory = Path(output) / DIRECTORY
         settle_manifest(self._directory, manifest)
 
-    def kept(self, *key: object) -> Any:
-        """Return what a finished unit of work gave, in plain JSON types; None where it is not finished, or damaged."""
+    def kept(self, kind: type[T], *key: object) -> T | None:
+        """Return what a finished unit of work gave, as a class says; None where it is not finished, or damaged."""
         try:
-            return parse_json(self._path(key).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            return read(kind, self._path(key))
+        except FileNotFoundError:
+            return None
+        except InputError as error:
+            logger.warning("%s; it is done again", error)
             return None
 
     def keep(self, *key: object, value: Any) -> None:

@@ -4,23 +4,24 @@ Nothing is sent twice: a request that is tried again would be timed twice, and c
 """
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.measurement.server_counts import ServerCounts, possible
+from draftsmith.decode.validation import parsed
+from draftsmith.scripts.serving.answers import Delta, ModelList, Part
 from draftsmith.scripts.serving.counters import Metrics, read_metrics
 from draftsmith.train.endpoint.server import MOST_BYTES, api_key, http_client, server_words
 from draftsmith.train.options import checked_url
 
+T = TypeVar("T")
 REQUESTS = 1024
 """Under way at once, at most."""
 
@@ -106,13 +107,8 @@ class Client:
             InputError: it is refused (4xx).
             ServerFailure: it does not answer.
         """
-        listed = await self.get_json("/v1/models")
-        entries = listed.get("data") if isinstance(listed, dict) else None
-        return {
-            str(entry["id"]): length if isinstance(length := entry.get("max_model_len"), int) else None
-            for entry in (entries if isinstance(entries, list) else [])
-            if isinstance(entry, dict) and "id" in entry
-        }
+        listed = await self.get_json(ModelList, "/v1/models")
+        return {model.id: model.max_model_len for model in listed.data}
 
     async def counters(self) -> ServerCounts:
         """Return what the server has counted since its start.
@@ -137,13 +133,23 @@ class Client:
         async with self._request("GET", path, None) as response:
             return (await whole_body(response)).decode("utf-8", "replace")
 
-    async def get_json(self, path: str) -> Any:
-        """Return the JSON that a path answers with. Raises as `get_text`, and for broken JSON a `ServerFailure`."""
-        text = await self.get_text(path)
+    async def get_json(self, kind: type[T], path: str) -> T:
+        """Return the JSON that a path answers with.
+
+        Raises as `get_text`, and a `ServerFailure` where it is otherwise than the class `kind` says.
+        """
+        return self.said(kind, await self.get_text(path), path)
+
+    def said(self, kind: type[T], data: str, path: str) -> T:
+        """Return what a path answered, as an instance of a class.
+
+        Raises:
+            ServerFailure: it says something else.
+        """
         try:
-            return parse_json(text)
-        except ValueError as error:
-            raise ServerFailure(f"{self.name}: expected JSON from {self.url}{path}, found {error}") from error
+            return parsed(kind, data, f"{self.name}: {self.url}{path}", self.key)
+        except InputError as error:
+            raise ServerFailure(self._hidden(str(error))) from error
 
     async def complete(
         self, request: Mapping[str, Any], path: str = "/v1/completions", token_ids: bool = True
@@ -169,6 +175,8 @@ class Client:
             if size > MOST_BYTES:
                 raise _too_long(f"{self.url}{path}")
             self._add(answer, data, path)
+            written = max(len(answer.token_ids or []), answer.completion_tokens or 0)
+            self.require_room(path, written, request.get("max_tokens"))
         answer.ended = time.perf_counter()
         if answer.finish_reason is None:
             raise self.broken_off(path)
@@ -189,10 +197,18 @@ class Client:
         """Return the failure of an answer that is an error, in the server's words."""
         return ServerFailure(f"{self.name}: expected a completion from {self.url}{path}, found {self._hidden(words)}")
 
-    def broken_part(self, path: str, data: str) -> ServerFailure:
-        """Return the failure of an answer of which a part is no part of a completion."""
-        found = self._hidden(repr(data))
-        return ServerFailure(f"{self.name}: expected a part of a completion from {self.url}{path}, found {found}")
+    def impossible(self, path: str, what: str) -> ServerFailure:
+        """Return the failure of an answer that says what cannot be."""
+        return ServerFailure(f"{self.name}: {self.url}{path}: {what}")
+
+    def require_room(self, path: str, tokens: int, most: int | None) -> None:
+        """Require an answer of no more tokens than were asked for.
+
+        Raises:
+            ServerFailure: it has more.
+        """
+        if most is not None and tokens > most:
+            raise self.impossible(path, f"expected at most {most} tokens, found {tokens}")
 
     def broken_off(self, path: str) -> ServerFailure:
         """Return the failure of an answer that ended too early."""
@@ -200,31 +216,39 @@ class Client:
 
     def _add(self, answer: Answer, data: str, path: str) -> None:
         """Add one part of a stream to an answer."""
-        now = time.perf_counter()
+        now, part = time.perf_counter(), self.said(Part, data, path)
+        if part.error is not None:
+            raise self.no_completion(path, server_words(data.encode()))
+        for choice in part.choices:
+            delta, ids = choice.delta or Delta(), choice.token_ids
+            text = choice.text or delta.content or delta.reasoning_content or ""
+            answer.text += text
+            answer.prompt_ids = choice.prompt_token_ids or part.prompt_token_ids or answer.prompt_ids
+            if ids is not None:
+                answer.token_ids = [*(answer.token_ids or []), *ids]
+            if ids or text:
+                answer.arrivals.append((now, len(ids or [])))
+            answer.finish_reason = choice.finish_reason or answer.finish_reason
+        if part.usage is not None:
+            usage = part.usage
+            answer.prompt_tokens = answer.prompt_tokens if usage.prompt_tokens is None else usage.prompt_tokens
+            if usage.completion_tokens is not None:
+                answer.completion_tokens = usage.completion_tokens
+        if part.metrics is not None and part.metrics.speculative_decoding is not None:  # in the last part
+            counted = part.metrics.speculative_decoding
+            counts = ServerCounts.of_histogram(counted.acceptance_histogram, counted.num_draft_tokens)
+            answer.counts = self.counted(path, counts)
+
+    def counted(self, path: str, counts: ServerCounts) -> ServerCounts:
+        """Return counts that can be.
+
+        Raises:
+            ServerFailure: they cannot.
+        """
         try:
-            part = json.loads(data)
-            if "error" in part:
-                raise self.no_completion(path, server_words(data.encode()))
-            for choice in part["choices"]:
-                delta = choice.get("delta") or {}
-                ids = choice.get("token_ids")
-                text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
-                answer.text += text
-                answer.prompt_ids = choice.get("prompt_token_ids") or part.get("prompt_token_ids") or answer.prompt_ids
-                if ids is not None:
-                    answer.token_ids = [*(answer.token_ids or []), *map(int, ids)]
-                if ids or text:
-                    answer.arrivals.append((now, len(ids or [])))
-                answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-            usage = part.get("usage") or {}
-            answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
-            answer.completion_tokens = usage.get("completion_tokens", answer.completion_tokens)
-            counted = (part.get("metrics") or {}).get("speculative_decoding")  # in the last part
-            if counted:
-                steps = list(map(int, counted["acceptance_histogram"]))
-                answer.counts = ServerCounts.of_histogram(steps, int(counted["num_draft_tokens"]))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise self.broken_part(path, data) from error
+            return possible(counts)
+        except ValueError as error:
+            raise self.impossible(path, str(error)) from error
 
     @asynccontextmanager
     async def passed_on(self, path: str, content: bytes, connect: float = 5.0) -> AsyncIterator[httpx2.Response]:

@@ -1,11 +1,14 @@
 """What a server counts of its speculative decoding: in its `/metrics` (the Prometheus text format), or in an answer."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from prometheus_client.parser import text_string_to_metric_families
+from pydantic import Field, Strict
 
 from draftsmith.decode.errors import InputError, first_line
 from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.validation import Count, checked
 
 PREFIX = "vllm:spec_decode_num_"
 PER_POS = f"{PREFIX}accepted_tokens_per_pos_total"
@@ -18,6 +21,14 @@ UNDER_WAY = (
 )
 VERIFY_CALLS = "sglang:spec_verify_calls_total"
 MEAN_LENGTH = "sglang:spec_accept_length"
+SPECULATED = tuple(f"{PREFIX}{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens"))
+COUNTED = {*SPECULATED, *GENERATED, *UNDER_WAY, VERIFY_CALLS}
+MOST_POSITIONS = 4096
+"""Of a draft: servers draft a hundred tokens at most."""
+Whole = Annotated[Count, Strict(False)]
+"""The format has floats alone: 3.0 is whole."""
+Position = Annotated[int, Field(ge=0, lt=MOST_POSITIONS), Strict(False)]
+Length = Annotated[float, Field(ge=0, le=MOST_POSITIONS, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
@@ -47,34 +58,33 @@ def read_metrics(text: str, where: str) -> Metrics:
         where: what it is called in an error.
 
     Raises:
-        InputError: it is not in the format.
+        InputError: it is not in the format, or a count is none.
     """
-    totals: dict[str, float] = {}
-    positions: dict[int, float] = {}
+    totals: dict[str, int] = {}
+    positions: dict[int, int] = {}
     lengths: list[float] = []
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == PER_POS:  # and not …_created, a time
-                    position = int(sample.labels["position"])
-                    positions[position] = positions.get(position, 0.0) + sample.value
-                elif sample.name == MEAN_LENGTH:
-                    lengths += [sample.value] if sample.value else []
-                else:
-                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-        drafts, drafted, accepted = (
-            int(totals.get(f"{PREFIX}{name}_total", 0)) for name in ("drafts", "draft_tokens", "accepted_tokens")
-        )
-        depth = max(positions, default=-1) + 1
-        generated = [int(totals[name]) for name in GENERATED if name in totals]
-        return Metrics(
-            ServerCounts(drafts, drafted, accepted, tuple(int(positions.get(i, 0)) for i in range(depth))),
-            generated_tokens=sum(generated) if generated else None,
-            requests=int(sum(totals.get(name, 0) for name in UNDER_WAY)),
-            verify_calls=int(totals[VERIFY_CALLS]) if VERIFY_CALLS in totals else None,
-            mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
-        )
-    except (ValueError, KeyError, OverflowError) as error:  # no metrics, or counts that are no number
+        families = list(text_string_to_metric_families(text))
+    except Exception as error:  # the parser stumbles over what it does not expect
         raise InputError(
             f"{where}: expected metrics in Prometheus's text format, found: {first_line(error)}"
         ) from error
+    for sample in (sample for family in families for sample in family.samples):
+        name, value = sample.name, sample.value
+        if name == PER_POS:  # and not …_created, a time
+            position = checked(Position, sample.labels.get("position"), f"{where}: {name}: position")
+            positions[position] = positions.get(position, 0) + checked(Whole, value, f"{where}: {name}")
+        elif name == MEAN_LENGTH:
+            lengths += [checked(Length, value, f"{where}: {name}")] if value else []
+        elif name in COUNTED:
+            totals[name] = totals.get(name, 0) + checked(Whole, value, f"{where}: {name}")
+    drafts, drafted, accepted = (totals.get(name, 0) for name in SPECULATED)
+    depth = max(positions, default=-1) + 1
+    generated = [totals[name] for name in GENERATED if name in totals]
+    return Metrics(
+        ServerCounts(drafts, drafted, accepted, tuple(positions.get(i, 0) for i in range(depth))),
+        generated_tokens=sum(generated) if generated else None,
+        requests=sum(totals.get(name, 0) for name in UNDER_WAY),
+        verify_calls=totals.get(VERIFY_CALLS),
+        mean_acceptance_length=sum(lengths) / len(lengths) if lengths else None,
+    )

@@ -167,7 +167,7 @@ def test_a_broken_server_info_is_one_line(measure, monkeypatch):
     with simulated_server(kind="sglang") as server:
         code, _, _, err = measure(server.url)
     assert code == 2 and err.count("\n") == 1
-    assert f"{server.url}/server_info: expected a whole number as speculative_num_draft_tokens, found 'four'" in err
+    assert f"{server.url}/server_info: speculative_num_draft_tokens: expected a whole number, found 'four'" in err
 
 
 def test_the_rounds_are_read_as_they_were_written(report):

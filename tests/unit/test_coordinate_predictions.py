@@ -92,9 +92,13 @@ def without(path: str):
 @pytest.mark.parametrize(
     ("report", "options", "named"),
     [
-        ({"schema": "other"}, {}, "pairs.drafted.report: expected schema draftsmith.report/1"),
+        (
+            {"schema": "other"},
+            {},
+            "pairs.drafted.report: {path}: schema: expected 'draftsmith.report/1', found 'other'",
+        ),
         (without("costs"), {}, "pairs.drafted.report: expected costs in"),
-        (without("curves"), {}, "pairs.drafted.report: expected a whole report in"),
+        (without("curves"), {}, "pairs.drafted.report: {path}: curves: expected a list, found None"),
         (REPORT, {"drafter": "other"}, "pairs.drafted.drafter: expected one of the report's drafters, draft, found"),
         (REPORT, {"draft_length": 5}, "pairs.drafted.draft_length: expected one that the report has, 4, found 5"),
         (
@@ -105,6 +109,7 @@ def without(path: str):
     ],
 )
 def test_a_report_that_does_not_say_is_refused(pair, report, options, named):
+    of = pair(report, **options)
     with pytest.raises(InputError) as error:
-        predicted_rates(pair(report, **options))
-    assert str(error.value).startswith(named)
+        predicted_rates(of)
+    assert str(error.value).startswith(named.format(path=of.report))

@@ -1,10 +1,13 @@
 """What a server counts, against rounds that are walked one by one."""
 
+import json
+
 import numpy as np
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of, vllm_counts
+from draftsmith.decode.measurement.server_counts import Counted, ServerCounts, pooled, possible, steps_of, vllm_counts
+from draftsmith.decode.validation import parsed
 
 
 def by_start(agrees: list[int], draft_length: int) -> np.ndarray:
@@ -80,8 +83,30 @@ def test_a_histogram_of_steps_is_counted():
     """5 steps accepted none, 3 one, 2 both of two drafted tokens."""
     counts = ServerCounts.of_histogram([5, 3, 2], 20)
     assert counts == ServerCounts(10, 20, 7, (5, 2))
-    assert ServerCounts.from_dict(counts.to_dict()) == counts
+    assert parsed(Counted, json.dumps(counts.to_dict()), "it") == counts
     assert counts + ServerCounts.of_histogram([1], 2) == ServerCounts(11, 22, 7, (5, 2))
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        ServerCounts(10, 20, 25),
+        ServerCounts(10, 20, 7, (5, 6)),
+        ServerCounts(10, 20, 20, (15, 5)),
+        ServerCounts(10, 20, 7, (8, 2)),
+        ServerCounts(-1, 20, 7),
+        ServerCounts(10, 20.5, 7),
+        ServerCounts(10, float("nan"), 7),
+        ServerCounts(10, float("inf"), 7),
+        ServerCounts(10, 10**400, 7),
+    ],
+    ids=str,
+)
+def test_what_no_server_can_have_counted_is_refused(counts):
+    with pytest.raises(ValueError, match="expected"):
+        possible(counts)
+    with pytest.raises(InputError, match=r"^it: "):
+        parsed(Counted, json.dumps(counts.to_dict()), "it")
 
 
 def test_a_server_that_was_started_anew_with_shorter_drafts_has_counted_down():

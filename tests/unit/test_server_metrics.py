@@ -4,6 +4,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.scripts.serving.answers import Meta
 from draftsmith.scripts.serving.counters import read_metrics
 from draftsmith.scripts.serving.sglang import counted
 
@@ -72,12 +73,18 @@ def test_sglang_has_gauges_and_one_counter():
         "# TYPE vllm:spec_decode_num_drafts counter\nvllm:spec_decode_num_drafts_total +Inf\n",
         PER_POS,
         PER_POS.replace("_total", '_total{position="first"}'),
+        PER_POS.replace("_total", '_total{position="300000000"}'),
+        "vllm:num_requests_running 0.5\n",
+        "sglang:generation_tokens_total -1\n",
+        "sglang:generation_tokens_total 1e300\n",
+        "sglang:spec_accept_length NaN\n",
     ],
-    ids=["no page", "no number", "no end", "no position", "no place"],
+    ids=["no page", "nan", "no end", "no position", "no place", "far", "a part", "negative", "huge", "no length"],
 )
 def test_what_is_no_metric_is_refused(page):
-    with pytest.raises(InputError, match="here: expected metrics"):
+    with pytest.raises(InputError, match=r"here: .*expected .*, found") as error:
         read_metrics(page, "here")
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("drafted, accepted, histogram", [
@@ -85,7 +92,7 @@ def test_what_is_no_metric_is_refused(page):
     ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
 ])  # fmt: skip
 def test_an_answer_of_sglang_is_counted(drafted, accepted, histogram):
-    meta = {"spec_verify_ct": 10, drafted: 20, accepted: 7, histogram: [5, 3, 2]}
-    assert counted(meta) == ServerCounts(10, 20, 7, (5, 2))
-    assert counted(meta | {histogram: None}) == ServerCounts(10, 20, 7, ())
-    assert counted({"completion_tokens": 5}) is None
+    meta = {"completion_tokens": 5, "spec_verify_ct": 10, drafted: 20, accepted: 7, histogram: [5, 3, 2]}
+    assert counted(Meta(**meta)) == ServerCounts(10, 20, 7, (5, 2))
+    assert counted(Meta(**meta | {histogram: None})) == ServerCounts(10, 20, 7, ())
+    assert counted(Meta(completion_tokens=5)) is None

@@ -37,7 +37,7 @@ def complete(monkeypatch, body: bytes, status: str = "200 OK") -> Answer:
 
     async def ask() -> Answer:
         async with answering(body, status) as url, Client(url, key_env="KEY", timeout=10) as client:
-            return await client.complete({"model": "m", "prompt": "p"})
+            return await client.complete({"model": "m", "prompt": "p", "max_tokens": 4})
 
     return asyncio.run(ask())
 
@@ -79,6 +79,36 @@ def test_an_answer_without_end_is_given_up(body, monkeypatch):
     monkeypatch.setattr(module, "MOST_BYTES", 1000)
     with pytest.raises(ServerFailure, match="expected an answer of at most 1000 bytes, found more"):
         complete(monkeypatch, body)
+
+
+def drafted(**counts) -> bytes:
+    return event(choices=[], metrics={"speculative_decoding": counts})
+
+
+@pytest.mark.parametrize(
+    ("part", "field"),
+    [
+        (event(choices=[{"text": "a", "token_ids": [1.5]}]), r"choices\[0\].token_ids\[0\]"),
+        (event(choices=[{"text": "a", "token_ids": [True]}]), r"choices\[0\].token_ids\[0\]"),
+        (event(choices=[{"text": "a", "token_ids": ["7"]}]), r"choices\[0\].token_ids\[0\]"),
+        (event(choices=[{"text": "a", "token_ids": [-1]}]), r"choices\[0\].token_ids\[0\]"),
+        (event(choices=[{"text": "a", "token_ids": [1] * 5}]), "at most 4 tokens, found 5"),
+        (event(choices=[{"text": 7}]), r"choices\[0\].text"),
+        (event(choices=[], usage={"completion_tokens": -3}), "usage.completion_tokens"),
+        (event(choices=[], usage={"completion_tokens": 2.5}), "usage.completion_tokens"),
+        (event(choices=[], usage={"completion_tokens": float("nan")}), "usage.completion_tokens"),
+        (event(choices=[], usage={"completion_tokens": 10**400}), "usage.completion_tokens"),
+        (event(choices=[], usage={"completion_tokens": 5}), "at most 4 tokens, found 5"),
+        (drafted(acceptance_histogram=[1, 4], num_draft_tokens=3), "at most as many accepted as drafted"),
+        (drafted(acceptance_histogram=[-1, 4], num_draft_tokens=8), "acceptance_histogram"),
+        (drafted(acceptance_histogram=[], num_draft_tokens=8), "acceptance_histogram"),
+        (b'data: {"choices": ' + b"[" * 1000 + b"]" * 1000 + b"}\n\n", "expected JSON, found: recursion limit"),
+    ],
+)
+def test_what_no_completion_says_is_refused_in_one_line(part, field, monkeypatch):
+    with pytest.raises(ServerFailure, match=f"^server: http://.*/v1/completions: .*{field}") as error:
+        complete(monkeypatch, part + event(choices=[{"text": "", "finish_reason": "stop"}]) + b"data: [DONE]\n\n")
+    assert "\n" not in str(error.value)
 
 
 def test_what_a_server_says_of_the_coordinators_key_is_not_passed_on():

@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
+from draftsmith.decode.validation import Amount, Count, Finite, TokenId
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 from draftsmith.scripts.serving.counters import Metrics
@@ -30,32 +33,26 @@ class Asked:
 class Record:
     """One request, as it went. Times are seconds since it was due: sent, or with a rate, arrived."""
 
-    prompt: int
+    prompt: Count
     """The place of its prompt among those that were read."""
-    tokens: int
+    tokens: Annotated[Count, Field(ge=1)]
     """Of the completion, as the server counts them."""
-    sent: float
+    sent: Finite
     """How long it waited for one of the requests under way to end; 0 without a rate."""
-    first: float | None
+    first: Finite | None
     """When the first part came; None of an empty answer."""
-    last: float | None
-    ended: float
-    parts: list[int]
+    last: Finite | None
+    ended: Annotated[Amount, Field(gt=0)]
+    parts: list[Count]
     """Tokens of each part that came; zeros where the server gives no ids."""
     finish_reason: str | None
-    prompt_ids: list[int] | None
-    token_ids: list[int] | None
+    prompt_ids: list[TokenId] | None
+    token_ids: list[TokenId] | None
     """As the server gives them, if it does."""
     text: str | None
     """Where it gives no ids."""
-    counts: ServerCounts | None
+    counts: Counted | None
     """What the server counts of this answer, if it says."""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Record":
-        """Return the record that `to_dict` wrote."""
-        counts = values["counts"]
-        return cls(**{**values, "counts": None if counts is None else ServerCounts.from_dict(counts)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""

@@ -2,19 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 from tqdm.auto import tqdm
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
+from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import Asked, Door, Record, ask_all
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SCHEMA, Kept, identified_prompts
@@ -50,21 +52,15 @@ class Block:
     """One turn of one server: some prompts, with no other request of ours under way before and after."""
 
     records: list[Record]
-    seconds: float
-    counters: ServerCounts
+    seconds: Annotated[Amount, Field(gt=0)]
+    counters: Counted
     """What its `/metrics` counted meanwhile, for whomever."""
-    generated_tokens: int | None
-    verify_calls: int | None
-    mean_acceptance_length: float | None
+    generated_tokens: Count | None
+    verify_calls: Count | None
+    mean_acceptance_length: Amount | None
     """SGLang's, as its `/metrics` say; the last is a gauge."""
     busy: bool
     """Whether others' requests were under way when it began or ended."""
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Block":
-        """Return the block that `to_dict` wrote."""
-        records = [Record.from_dict(record) for record in values["records"]]
-        return cls(**{**values, "records": records, "counters": ServerCounts.from_dict(values["counters"])})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the block as plain JSON types."""
@@ -196,8 +192,8 @@ async def _setting(
     title = f"T={temperature:g}, {concurrency} at once"
     for repeat, i in tqdm(turns, desc=title, unit="block", disable=not progress):
         key = "server", temperature, concurrency, repeat, i
-        before = kept.kept(*key)
-        if before is None:
+        before = kept.kept(dict[Role, Block], *key)
+        if before is None or not _is_of(before, doors, places[i]):
             if not warm:
                 for door in doors.values():
                     await _warm_up(door, observed.prompts, setting)
@@ -209,11 +205,17 @@ async def _setting(
                 blocks[role] = await _block(doors[role], prompts, setting, repeat, i)
             kept.keep(*key, value={role: blocks[role].to_dict() for role in doors})
         else:
-            blocks = {role: Block.from_dict(before[role]) for role in doors}
-            observed.resumed = True
+            blocks, observed.resumed = before, True
         for role, block in blocks.items():
             done[role].append(block)
     return done
+
+
+def _is_of(blocks: Mapping[Role, Block], roles: Collection[Role], places: np.ndarray) -> bool:
+    """Say whether kept blocks are of these servers and prompts."""
+    return blocks.keys() == set(roles) and all(
+        [record.prompt for record in block.records] == places.tolist() for block in blocks.values()
+    )
 
 
 def _blocks(config: MeasureServerConfig, prompts: int, concurrency: int) -> int:
@@ -251,13 +253,13 @@ def _counted(before: Metrics, after: Metrics, door: Door) -> tuple[ServerCounts,
     counters = after.counters - before.counters
     generated = _between(before.generated_tokens, after.generated_tokens)
     calls = _between(before.verify_calls, after.verify_calls)
-    counted = counters.num_drafts, counters.num_accepted_tokens, *counters.num_accepted_tokens_per_pos
-    if min(*counted, generated or 0, calls or 0) < 0:
+    lower = counters.num_drafts, counters.num_accepted_tokens, *counters.num_accepted_tokens_per_pos
+    if min(*lower, generated or 0, calls or 0) < 0:
         raise ServerFailure(
             f"{door.client.name}: expected counters that grow at {door.client.url}/metrics, found lower ones; was it "
             "started anew?"
         )
-    return counters, generated, calls
+    return door.client.counted("/metrics", counters), generated, calls
 
 
 def _between(before: int | None, after: int | None) -> int | None:
