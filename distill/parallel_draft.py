@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache.attention import implementation_of
+from draftsmith.decode.cache.kernels import additive_mask
 from draftsmith.decode.draft_models.parallel import (
     LENGTH,
     MASK_TOKEN,
@@ -125,8 +126,7 @@ def _additive(model: PreTrainedModel, visible_BLL: Tensor) -> Tensor:
     """Return an additive mask in the dtype that attention computes in, (B, 1, L, L)."""
     device = visible_BLL.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
-    mask = torch.zeros(visible_BLL.shape, dtype=dtype, device=visible_BLL.device)
-    return mask.masked_fill_(~visible_BLL, torch.finfo(dtype).min)[:, None]
+    return additive_mask(visible_BLL[:, None], dtype, torch.finfo(dtype).min)
 
 
 def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, window: int) -> Any:

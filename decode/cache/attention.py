@@ -13,6 +13,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from draftsmith.decode.cache.kernels import flash_takes, repeated
+
 NAME = "draftsmith_grouped"
 
 
@@ -43,21 +45,41 @@ def grouped_attention(
     Returns:
         (B, K, H, D), and None in place of weights.
     """
-    rows, heads, length, width = query.shape
+    heads, length = query.shape[1:3]
     groups = heads // key.shape[1]
     # A prompt without a mask is for the library's causal kernels.
     packs = length == 1 if attention_mask is None else attention_mask.shape[1] == 1
     if groups == 1 or not packs or any(kwargs.get(name) is not None for name in ("softcap", "position_bias")):
+        if attention_mask is None and groups > 1 and not flash_takes(query):  # which alone takes groups as they are
+            key, value = repeated(key, heads), repeated(value, heads)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    seen = in_groups(query, key, value, attention_mask, dropout_p=dropout, scale=scaling)
+    return seen.transpose(1, 2).contiguous(), None
+
+
+def in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Tensor:
+    """Attend with the queries of a group behind each other, without copies of keys and values.
+
+    Args:
+        query: (B, H, K, D).
+        key: (B, H/G, S, D).
+        value: (B, H/G, S, D).
+        mask: additive, (B or 1, 1, K, S); None where each query sees all keys.
+        options: `scale`, `dropout_p`.
+
+    Returns:
+        (B, H, K, D).
+    """
+    rows, heads, length, width = query.shape
+    groups = heads // key.shape[1]
     packed = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, heads // groups, groups * length, width),
         key,
         value,
-        attn_mask=None if attention_mask is None else attention_mask.repeat(1, 1, groups, 1),
-        dropout_p=dropout,
-        scale=scaling,
+        attn_mask=None if mask is None else mask.repeat(1, 1, groups, 1),
+        **options,
     )
-    return packed.reshape(rows, heads, length, -1).transpose(1, 2).contiguous(), None
+    return packed.reshape(rows, heads, length, -1)
 
 
 AttentionInterface.register(NAME, grouped_attention)

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
+from draftsmith.decode.cache.kernels import computing_dtype, fused_attention
 from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.medusa.heads import LMHead, check_ids
 from draftsmith.train.checkpoint import check_finite, reading, require_config
@@ -87,6 +88,18 @@ class KeysValues(NamedTuple):
     values: Tensor
 
 
+class Norm(LlamaRMSNorm):
+    """Llama's norm, whose output has the dtype that what follows computes in.
+
+    Under autocast the library's has its weight's, float32, of which the backward would keep a copy beside one for each
+    map that follows.
+    """
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Return the hidden states, normed, (…, H)."""
+        return super().forward(hidden_states).to(computing_dtype(self.weight))
+
+
 class EagleAttention(nn.Module):
     """Llama's attention, whose queries, keys and values see an embedding and a state, 2H wide."""
 
@@ -120,15 +133,13 @@ def attention(before: KeysValues | None, mask: Tensor | None) -> Attend:
 
     Args:
         before: keys and values of other places, which come first.
-        mask: True where a query sees a key, (B or 1, 1, T, S); None: each place sees itself and those before.
+        mask: to add to the scores, or True where a query sees a key, (B or 1, 1, T, S); None: each place sees itself
+            and those before.
     """
 
     def attend(queries: Tensor, own: KeysValues) -> Tensor:
         seen = own if before is None else KeysValues(*(torch.cat(pair, 2) for pair in zip(before, own, strict=True)))
-        grouped = queries.shape[1] > own.keys.shape[1]
-        return nn.functional.scaled_dot_product_attention(
-            queries, seen.keys, seen.values, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-        )
+        return fused_attention(queries, *seen, mask, is_causal=mask is None)
 
     return attend
 
@@ -140,8 +151,8 @@ class EagleLayer(GradientCheckpointingLayer):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_before_residual = config.norm_before_residual
-        self.input_layernorm, self.hidden_norm = LlamaRMSNorm(size, eps), LlamaRMSNorm(size, eps)
-        self.post_attention_layernorm = LlamaRMSNorm(size, eps)
+        self.input_layernorm, self.hidden_norm = Norm(size, eps), Norm(size, eps)
+        self.post_attention_layernorm = Norm(size, eps)
         self.self_attn, self.mlp = EagleAttention(config), LlamaMLP(config)
 
     def forward(
@@ -190,12 +201,12 @@ class EagleHeads(PreTrainedModel):
         depths = len(config.eagle_aux_hidden_state_layer_ids)
         wide, eps = config.target_hidden_size * depths, config.rms_norm_eps
         if config.norm_before_fc:
-            self.input_norm = LlamaRMSNorm(wide, eps)
+            self.input_norm = Norm(wide, eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(LlamaRMSNorm(config.target_hidden_size, eps) for _ in range(depths))
+            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, eps) for _ in range(depths))
         self.fc = nn.Linear(wide, config.hidden_size, bias=False)
         self.midlayer = EagleLayer(config)
-        self.norm = LlamaRMSNorm(config.hidden_size, eps)
+        self.norm = Norm(config.hidden_size, eps)
         self.lm_head = LMHead(config.hidden_size, config.draft_vocab_size, bias=False)
         self.rotary = LlamaRotaryEmbedding(config)
         cut = config.draft_vocab_size < config.vocab_size

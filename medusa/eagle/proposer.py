@@ -18,7 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import padded
+from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
@@ -80,10 +82,9 @@ class EagleModel(PreTrainedModel):
         def attend(queries: Tensor, own: KeysValues) -> Tensor:
             seen = KeysValues(*past_key_values.update(own.keys, own.values, 0))
             causal = attention_mask is None and queries.shape[2] > 1  # one place sees all that are kept
-            grouped = queries.shape[1] > own.keys.shape[1]
-            return nn.functional.scaled_dot_product_attention(
-                queries, seen.keys, seen.values, attn_mask=attention_mask, is_causal=causal, enable_gqa=grouped
-            )
+            if causal:
+                return fused_attention(queries, *seen, is_causal=True)
+            return in_groups(queries, *seen, attention_mask)
 
         embeddings = self._embed[0](input_ids).to(states.device, states.dtype)
         step = self.heads(embeddings, states, position_ids, attend=attend)

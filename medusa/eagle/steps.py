@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collected
+from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import computing_dtype, unrolled
+from draftsmith.medusa.eagle.unrolled import unrolled
 from draftsmith.train.job.flops import Work
 
 

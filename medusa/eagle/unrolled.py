@@ -15,6 +15,7 @@ Shape suffixes: B rows, T places, S = T − k rounds of a step, F features, H hi
 import torch
 from torch import Tensor, nn
 
+from draftsmith.decode.cache.kernels import additive_mask, computing_dtype, flash_takes, fused_attention, repeated
 from draftsmith.medusa.eagle.heads import Attend, EagleHeads, KeysValues, Step, attention
 
 SPARE = 8
@@ -45,9 +46,12 @@ def unrolled(
     Returns:
         K steps, tensors of step k (B, T − k, H).
     """
-    mask = None if texts_BT is None else same_text(texts_BT)
-    steps = [heads.step(embeddings_BTH, heads.fuse(features_BTF), positions_BT, attention(None, mask))]
-    of_features = FeatureKeys(steps[0].own, mask) if num_steps > 1 else None
+    visible = None if texts_BT is None else same_text(texts_BT)
+    states_BTH = heads.fuse(features_BTF)
+    mask = None if visible is None else additive_mask(visible, computing_dtype(states_BTH))
+    steps = [heads.step(embeddings_BTH, states_BTH, positions_BT, attention(None, mask))]
+    query_heads = heads.config.num_attention_heads
+    of_features = FeatureKeys(steps[0].own, query_heads, visible) if num_steps > 1 else None
     for k in range(1, num_steps):
         assert of_features is not None
         attend = round_attention(of_features, [step.own for step in steps[1:]])
@@ -72,19 +76,23 @@ class FeatureKeys:
 
     Args:
         own: of step 0, (B, key heads, T, width).
-        mask: of `same_text`; None: causal.
+        heads: that query them.
+        visible: of `same_text`; None: causal.
     """
 
-    def __init__(self, own: KeysValues, mask: Tensor | None):
+    def __init__(self, own: KeysValues, heads: int, visible: Tensor | None):
         # The score passes through the queries' precision: what bfloat16 rounds off of it goes through another entry.
         self.keys = nn.functional.pad(own.keys, (0, SPARE, 1, 0))
         self.keys[:, :, 0, -2:] = 1.0
         self.values = nn.functional.pad(own.values, (0, SPARE, 1, 0))
         self.values[:, :, 0, -1] = 1.0
-        self.mask = mask
-        if mask is not None:  # the sink's own query sees it alone
-            self.mask = nn.functional.pad(mask, (1, 0, 1, 0))
-            self.mask[..., 0] = True
+        if not flash_takes(self.keys, visible is not None):  # once for all steps
+            self.keys, self.values = repeated(self.keys, heads), repeated(self.values, heads)
+        self.mask: Tensor | None = None
+        if visible is not None:  # the sink's own query sees it alone
+            visible = nn.functional.pad(visible, (1, 0, 1, 0))
+            visible[..., 0] = True
+            self.mask = additive_mask(visible, computing_dtype(own.keys))
 
     def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the rounds' queries attend to, times its weight, and the weight of the sink.
@@ -101,22 +109,15 @@ class FeatureKeys:
         coarse = scaled.detach().to(dtype)
         fine = (scaled - coarse).to(dtype)
         at_sink = nn.functional.pad(torch.stack([coarse, fine], dim=-1), (SPARE - 2, 0))
-        seen = nn.functional.scaled_dot_product_attention(
+        seen = fused_attention(
             nn.functional.pad(torch.cat([queries, at_sink], dim=-1), (0, 0, 1, 0)),
             self.keys[:, :, : rounds + 1],
             self.values[:, :, : rounds + 1],
-            attn_mask=None if self.mask is None else self.mask[..., : rounds + 1, : rounds + 1],
+            None if self.mask is None else self.mask[..., : rounds + 1, : rounds + 1],
             is_causal=self.mask is None,
             scale=width**-0.5,
-            enable_gqa=queries.shape[1] > self.keys.shape[1],
         )[:, :, 1:]
         return seen[..., :width], seen[..., -1:]
-
-
-def computing_dtype(tensor: Tensor) -> torch.dtype:
-    """Return the dtype that a matrix product of a tensor is computed in, under autocast or not."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Attend:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import at_most
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
@@ -147,8 +148,9 @@ class EaglePlan(HeadsPlan):
     def traced_losses(self, setting: MemorySetting, positions: int) -> tuple[float, float]:
         """Return `trace_losses` at so many positions, without the states, which are counted with the steps."""
         heads, target, steps = self.made(setting), self.target(setting.target_dtype), self.config.num_steps
-        with self.mode:  # a norm gives its weight's dtype, under autocast too
-            states = [torch.zeros(positions, heads.config.hidden_size, dtype=heads.dtype) for _ in range(steps)]
+        with self.mode, precision_of(setting.precision):
+            dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
+            states = [torch.zeros(positions, size, dtype=dtype) for _ in range(steps)]
         learned = [state.requires_grad_(True) for state in states]
         args = heads, target, self.config.objective, lambda _: learned, lambda _: heads.head, positions
         return trace_losses(self.mode, *args, setting.precision, self.sizes, learned)

@@ -1,0 +1,143 @@
+"""Which kernel PyTorch's attention chooses on CUDA, by its rules, and how never to be left with the slowest.
+
+`scaled_dot_product_attention` has two kernels there that hold no scores, and a fallback, "math", that holds all of
+them in float32: queries × keys a head, kept for the backward. It says nothing when it falls back. The rules are those
+of torch 2.13 (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`) for GPUs of compute capability 8.0 and more:
+
+| kernel    | dtypes                      | head width             | mask | groups of query heads |
+|-----------|-----------------------------|------------------------|------|-----------------------|
+| flash     | float16, bfloat16           | at most 256            | none | yes                   |
+| efficient | float16, bfloat16, float32  | any multiple of 8 or 4 | any  | no                    |
+
+cuDNN's kernel takes masks beside groups, but only newer GPUs prefer it, and only for some widths: it is not relied on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+HALF = (torch.float16, torch.bfloat16)
+WIDEST = 256
+"""The widest heads that flash takes."""
+ALIGNED = 16
+"""Entries that rows of a mask begin at a multiple of, lest the efficient kernel copy it at every call."""
+
+
+def computing_dtype(tensor: Tensor) -> torch.dtype:
+    """Return the dtype that a matrix product of a tensor is computed in, under autocast or not."""
+    device = tensor.device.type
+    known = tensor.dtype != torch.float64 and torch.amp.is_autocast_available(device)
+    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else tensor.dtype
+
+
+def flash_takes(query: Tensor, masked: bool = False) -> bool:
+    """Whether the flash kernel takes such queries, beside keys and values as wide: in groups of heads too.
+
+    Args:
+        query: (…, width).
+        masked: a mask stands beside them.
+    """
+    width, learns = query.shape[-1], query.requires_grad and torch.is_grad_enabled()
+    # Compute capabilities 8.6, 8.9 and 12 have no backward of some widths.
+    narrow = width <= WIDEST and not (learns and 192 < width <= 224)
+    return narrow and not masked and computing_dtype(query) in HALF
+
+
+def cuda_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """Return what `scaled_dot_product_attention` would run on CUDA for its arguments, wherever they lie.
+
+    Tensors without data will do.
+
+    Returns:
+        "flash", "efficient" or "math".
+    """
+    del dropout_p, scale  # both kernels take any
+    states = query, key, value
+    dtypes = {computing_dtype(state) for state in states}
+    heads = {state.shape[1] for state in states} if query.ndim == 4 else set()
+    fits = (
+        all(state.ndim == 4 and state.shape[2] > 0 and state.stride(-1) == 1 for state in states)
+        and len({len(state) for state in states}) == len(dtypes) == 1
+        and (len(heads) == 1 or (enable_gqa and key.shape[1] == value.shape[1]))
+    )
+    if not fits:
+        return "math"
+    square = query.shape[2] == key.shape[2] or not is_causal
+    if flash_takes(query, attn_mask is not None) and square and query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        return "flash"
+    (dtype,) = dtypes
+    multiple = 8 if dtype in HALF else 4
+    aligned = query.shape[-1] == key.shape[-1] and not query.shape[-1] % multiple and not value.shape[-1] % multiple
+    by_rows = attn_mask is None or attn_mask.stride(-1) == 1
+    if len(heads) == 1 and aligned and by_rows and dtype in (*HALF, torch.float32):
+        return "efficient"
+    return "math"
+
+
+class AsOnCuda(TorchFunctionMode):
+    """A context in which attention runs by the math kernel where CUDA would, on any device, with or without data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen: list[str] = []
+        """The kernel of each call, in turn."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.chosen.append(cuda_kernel(*args, **(kwargs or {})))
+        if self.chosen[-1] != "math":
+            return func(*args, **(kwargs or {}))
+        with sdpa_kernel(SDPBackend.MATH):
+            return func(*args, **(kwargs or {}))
+
+
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """Attend as `scaled_dot_product_attention` does, in groups of query heads where CUDA has a kernel for them.
+
+    Elsewhere keys and values are repeated, once a query head of their group: numbers are the same, and memory grows
+    with places in place of their square.
+
+    Args:
+        query: (B, heads, T, width).
+        key: (B, key heads, S, width).
+        value: (B, key heads, S, width).
+        mask: as `attn_mask`.
+        options: `is_causal`, `scale`, `dropout_p`.
+
+    Returns:
+        (B, heads, T, width).
+    """
+    grouped = query.shape[1] != key.shape[1]
+    if grouped and not flash_takes(query, mask is not None):
+        key, value = (repeated(each, query.shape[1]) for each in (key, value))
+        grouped = False
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped, **options)
+
+
+def repeated(states: Tensor, heads: int) -> Tensor:
+    """Return keys or values, (B, key heads, S, width), once a query head of their group, (B, heads, S, width)."""
+    return states.repeat_interleave(heads // states.shape[1], dim=1)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype, hidden: float = float("-inf")) -> Tensor:
+    """Return a mask to add to scores: 0 where an entry is visible, (…, T, S), and `hidden` elsewhere.
+
+    Kernels take no other, and make one of a mask of bools at each call, which the backward keeps. The rows lie
+    `ALIGNED`, so do those of `mask[..., :t, :s]`.
+    """
+    *shape, length = visible.shape
+    mask = torch.zeros(*shape, length + -length % ALIGNED, dtype=dtype, device=visible.device)[..., :length]
+    return mask.masked_fill_(~visible, hidden)
