@@ -67,6 +67,21 @@ def test_places_one_by_one_are_all_places_at_once(target, options):
     assert (whole.states is whole.hidden) == options.get("norm_output", False)
 
 
+def test_under_autocast_nothing_is_kept_beside_what_the_maps_compute_in(target):
+    heads = EagleHeads.of_target(target, fc_norm=True, norm_before_residual=True, norm_output=True)
+    embeddings, features = torch.randn(2, 6, 32).bfloat16(), torch.randn(2, 6, 96).bfloat16()
+    kept: list[torch.Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor
+    )
+    with torch.autocast("cpu", torch.bfloat16), hooks:
+        step = heads(embeddings, heads.fuse(features), torch.arange(6)[None])
+    assert step.states.dtype == step.hidden.dtype == torch.bfloat16
+    # Besides are what a norm keeps of its own, H wide, and weights.
+    wide = [tensor for tensor in kept if tensor.shape[:2] == (2, 6) and tensor.shape[-1] in (64, 96)]
+    assert wide and {tensor.dtype for tensor in wide} == {torch.bfloat16}
+
+
 def test_heads_are_saved_under_the_authors_names(target, tmp_path):
     heads = EagleHeads.of_target(target, token_map=torch.tensor([7, 2, 30]))
     heads.save_pretrained(tmp_path)
