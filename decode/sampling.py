@@ -46,6 +46,8 @@ CONTEXT_FREE = (
 LARGE, BLOCK, LIKELIEST = 2**14, 512, 1024
 # The library's sums of float32 probabilities were off by 3e-5 at most.
 TOP_P_ROUNDING = 1e-4
+# A sum that falls short of top-p by so many roundings has reached it.
+ROUNDINGS = 4
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Sampler:
             large = type(processor) in (TopKLogitsWarper, TopPLogitsWarper) and scores.shape[-1] > LARGE
             if large and scores.device.type == "cpu":
                 scores = _cut(processor, scores)
-            elif large and type(processor) is TopKLogitsWarper and waiting and type(waiting[0]) is TopPLogitsWarper:
+            elif large and waiting and _are_top_k_top_p(processor, waiting[0]):
                 scores = top_k_top_p(scores, processor.top_k, waiting.pop(0).top_p, processor.filter_value)
             else:
                 scores = processor(ids, scores)
@@ -139,6 +141,16 @@ class Sampler:
         if self.do_sample:
             return scores_KV.softmax(-1)
         return torch.nn.functional.one_hot(scores_KV.argmax(-1), scores_KV.shape[-1]).to(scores_KV.dtype)
+
+
+def _are_top_k_top_p(first: Any, second: Any) -> bool:
+    """Say whether `top_k_top_p` does what two processors do in turn."""
+    return (
+        type(first) is TopKLogitsWarper
+        and type(second) is TopPLogitsWarper
+        and second.min_tokens_to_keep == 1
+        and second.filter_value == first.filter_value
+    )
 
 
 def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
@@ -175,8 +187,9 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
     """Return scores with those cut away that top-k, and then top-p, leave out.
 
     Like the library's `TopKLogitsWarper` and `TopPLogitsWarper` in turn, but what is sorted are k scores in place of
-    the whole vocabulary, and nothing waits for the device. Differentiable. Scores equal to the k-th stay, as there.
-    Among equal ones at the cut of top-p, of which the library keeps any, the first that `topk` finds are kept.
+    the whole vocabulary, and nothing waits for the device. Differentiable. All scores equal to the k-th pass top-k, in
+    half precision often many, and top-p is of all that passed. Of equal ones at the cut of top-p, of which the library
+    keeps any, the first are kept.
 
     Args:
         scores_KV: finite, or −∞, (K, V).
@@ -184,15 +197,21 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
         top_p: in [0, 1].
         filter_value: in place of what is cut away.
     """
-    likeliest = scores_KV.detach().topk(min(top_k, scores_KV.shape[-1]))
-    cut_KV = scores_KV.masked_fill(scores_KV < likeliest.values[:, -1:], filter_value)
+    values_Kk = scores_KV.detach().topk(min(top_k, scores_KV.shape[-1])).values
+    least_K1 = values_Kk[:, -1:]
     if top_p >= 1:
-        return cut_KV
-    p_Kk = (likeliest.values - cut_KV.detach().logsumexp(-1, keepdim=True)).exp()
-    # Before the first lies exactly nothing, before others a share: with any top-p above 0 the first is kept.
-    kept_Kk = p_Kk.cumsum(-1) - p_Kk < max(top_p, torch.finfo(p_Kk.dtype).tiny)
-    kept_KV = torch.zeros_like(scores_KV, dtype=torch.bool).scatter_(1, likeliest.indices, kept_Kk)
-    return cut_KV.masked_fill(~kept_KV, filter_value)
+        return scores_KV.masked_fill(scores_KV < least_K1, filter_value)
+    # Of what the k most probable have together, top-p is more where there are others that equal the last of them.
+    p_Kk = values_Kk.softmax(-1)
+    least_p_K1, others_K1 = p_Kk[:, -1:], (scores_KV >= least_K1).sum(-1, keepdim=True) - p_Kk.shape[-1]
+    top_p *= 1 - ROUNDINGS * torch.finfo(p_Kk.dtype).eps
+    wanted_K1 = top_p * others_K1 * least_p_K1 + top_p
+    last_K1 = (p_Kk.cumsum(-1, dtype=torch.float64) < wanted_K1).sum(-1, keepdim=True).clamp(max=p_Kk.shape[-1] - 1)
+    kept_others_K1 = ((wanted_K1 - 1) / least_p_K1).ceil().clamp(min=0)
+    cut_K1 = values_Kk.gather(1, last_K1)
+    higher_K1, equal_KV = (values_Kk > cut_K1).sum(-1, keepdim=True), scores_KV == cut_K1
+    too_many_KV = equal_KV.cumsum(-1, dtype=torch.int32) > last_K1 + 1 + kept_others_K1 - higher_K1
+    return scores_KV.masked_fill(torch.where(equal_KV, too_many_KV, scores_KV < cut_K1), filter_value)
 
 
 def argmax(scores: Tensor) -> Tensor:

@@ -79,8 +79,42 @@ def test_top_p_among_the_k_is_what_the_library_makes_of_both(top_k, top_p):
     assert torch.equal(found, expected)
     (gradient,) = torch.autograd.grad(found.exp().sum(), scores)
     assert torch.equal(gradient > 0, expected.isfinite())
-    ties = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0]])
-    assert top_k_top_p(ties, 2, 1.0).isfinite().tolist() == [[False, True, True, True, False]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_top_p_is_of_all_that_equal_the_kth(dtype):
+    """The library's scores, row for row, with ties at the k-th, at the cut of top-p, everywhere, and tokens ruled out.
+
+    It keeps any of those that are equal at its cut.
+    """
+    generator = torch.Generator().manual_seed(0)
+    beyond = 0
+    for top_k, top_p in [(1, 0.5), (3, 0.9), (20, 0.95), (20, 0.5), (20, 1.0), (50, 0.0), (300, 0.8), (5000, 0.99)]:
+        logits = torch.randn(200, 3000, generator=generator) * torch.linspace(0.0, 4.0, 200)[:, None]
+        logits[::4] = (logits[::4] * 2).round() / 2
+        logits[1::4] = (logits[1::4] * 8).round() / 8
+        logits[::7, 40:] = -math.inf
+        scores = logits.to(dtype).float()
+        passed = TopKLogitsWarper(top_k)(None, scores)
+        expected = TopPLogitsWarper(top_p)(None, passed) if top_p < 1 else passed
+        found = top_k_top_p(scores, top_k, top_p)
+        sums = passed.sort().values.double().softmax(-1).cumsum(-1)
+        # Elsewhere the library's rounding decides.
+        sure = ~((sums - (1 - top_p)).abs() < 1e-5).any(-1) | bool(top_p in (0.0, 1.0))
+        assert sure.sum() > 100
+        assert torch.equal(found[sure].sort().values, expected[sure].sort().values)
+        assert torch.equal(found[found.isfinite()], scores[found.isfinite()])
+        beyond += int((expected.isfinite().sum(-1) > top_k).sum())
+    assert beyond > 100
+
+
+def test_of_equal_scores_top_p_keeps_the_first():
+    """Of six equal ones top-k = 2 keeps all, and top-p 0.5 three."""
+    ties = torch.tensor([[1.0, 3.0, 2.0, 2.0, 0.0], [2.0, 2.0, 2.0, 2.0, 2.0]])
+    assert top_k_top_p(ties, 2, 1.0).isfinite().tolist() == [[False, True, True, True, False], [True] * 5]
+    equal = torch.zeros(1, 6)
+    assert top_k_top_p(equal, 2, 0.5).isfinite().tolist() == [[True, True, True, False, False, False]]
+    assert top_k_top_p(equal, 2, 0.0).isfinite().tolist() == [[True, False, False, False, False, False]]
 
 
 def test_on_other_devices_both_are_cut_at_once():
