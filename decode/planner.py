@@ -173,10 +173,16 @@ class Plan:
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
-        """Let the proposer draft for rows that have room for so many drafted tokens, and note how long it took."""
+        """Let the proposer draft for rows that have room for so many drafted tokens.
+
+        Where no costs are given it notes how long that took, for which it waits for the device.
+        """
         gamma = self.draft_length()
+        lengths = [min(gamma, left) for left in room]
+        if self.costs is not None:
+            return proposer.propose(contexts, lengths)
         begin = now(target.device)
-        drafts = proposer.propose(contexts, [min(gamma, left) for left in room])
+        drafts = proposer.propose(contexts, lengths)
         seconds, depth = now(target.device) - begin, max(draft.tree.depth for draft in drafts)
         if depth:
             self._drafting.append(seconds if proposer.at_once else seconds / depth)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
@@ -61,11 +62,21 @@ class Row:
     rounds: list[Counts] = field(default_factory=list)
     departure: Departure = field(default_factory=Departure)
     done: bool = False
+    _known: np.ndarray | None = field(default=None, init=False)
+    """The same room as `text` on the host, once somebody has asked for the tokens."""
 
     @property
     def context(self) -> Tensor:
         """What was written so far, (length,)."""
         return self.text[: self.length]
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """What was written so far, on the host, (length,): read once, and told of what is written from then on."""
+        if self._known is None:
+            self._known = np.empty(len(self.text), dtype=np.int64)
+            self._known[: self.length] = self.context.tolist()
+        return self._known[: self.length]
 
     @property
     def room(self) -> int:
@@ -84,6 +95,8 @@ class Row:
         The text ends with the first new token that meets any criterion.
         """
         start = self.length
+        if self._known is not None:
+            self._known[start : start + len(tokens)] = tokens
         for i, token in enumerate(tokens, start=1):
             self.length = start + i
             self.done = self.room == 0 or token in self.eos
@@ -92,6 +105,28 @@ class Row:
             if self.done:
                 return list(tokens[:i])
         return list(tokens)
+
+
+class Texts(list[Tensor]):
+    """What was written of some rows, B of (T_b,), and the same tokens as the host knows them.
+
+    Args:
+        rows: the rows.
+    """
+
+    def __init__(self, rows: Sequence[Row]):
+        super().__init__(row.context for row in rows)
+        self._rows = rows
+
+    @property
+    def tokens(self) -> list[np.ndarray]:
+        """The tokens on the host, B of (T_b,) int64."""
+        return [row.tokens for row in self._rows]
+
+
+def host_tokens(texts: Sequence[Tensor]) -> list[np.ndarray]:
+    """Return the tokens of texts on the host, B of (T_b,) int64: of `Texts` without a look at the device."""
+    return texts.tokens if isinstance(texts, Texts) else [text.cpu().numpy() for text in texts]
 
 
 class TextBatch:

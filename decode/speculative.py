@@ -25,7 +25,7 @@ from draftsmith.decode.generation import (
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, tokens_of
-from draftsmith.decode.rows import Departure, Row, TextBatch
+from draftsmith.decode.rows import Departure, Row, TextBatch, Texts
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.verification import NO_TOKEN, Verdict
 
@@ -173,7 +173,7 @@ def _write(
     while True:
         rows = texts.rows
         # Draft γ tokens from q, but leave room for the target's own.
-        drafts = plan.propose(model, proposer, [row.context for row in rows], [row.room - 1 for row in rows])
+        drafts = plan.propose(model, proposer, Texts(rows), [row.room - 1 for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
         logits = _verify(target, texts, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts))
         # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.

@@ -213,7 +213,7 @@ class Proposer(ABC):
         """Draft what may follow each row's text.
 
         Args:
-            contexts: the texts, B of (T_b,) int64.
+            contexts: the texts, B of (T_b,) int64; `decode.rows.host_tokens` gives their tokens on the host.
             draft_lengths: how deep each row's draft may be, possibly 0.
         """
 

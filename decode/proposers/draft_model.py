@@ -10,7 +10,7 @@ from draftsmith.decode.cache import CachedModel, Places, check_model, padded
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Proposer, Task
-from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree
+from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree, grow_trees
 from draftsmith.decode.replay.ranks import ranks_of
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
@@ -282,8 +282,7 @@ class DraftModelProposer(Proposer):
         trees = [GrowingTree(context, shape) for context in contexts]
         logits_BFV, last = logits[:, None], max(draft_lengths)
         for depth in range(1, last + 1):
-            for tree, sampler, logits_FV in zip(trees, self._samplers, logits_BFV, strict=True):
-                tree.grow(sampler, logits_FV)
+            grow_trees(trees, self._samplers, logits_BFV)
             if depth < last:
                 tokens = torch.tensor([tree.choose_frontier() for tree in trees], device=logits.device)
                 visible = torch.stack([tree.visible() for tree in trees])

@@ -131,6 +131,17 @@ def _scores(
     return torch.stack(scores, 1)
 
 
+def grow_trees(trees: Sequence["GrowingTree"], samplers: Sequence[Sampler], logits_BFV: Tensor) -> None:
+    """Give each node of all rows' frontiers its most likely children, from the logits after it: in one transfer."""
+    scores_BFV = torch.stack([tree.scores(*args) for tree, *args in zip(trees, samplers, logits_BFV, strict=True)])
+    width = trees[0].shape.width
+    best = scores_BFV.log_softmax(-1).topk(width)
+    # In double precision, which token ids are exact in.
+    read_BFK = torch.cat([best.values.double(), best.indices.double()], -1).tolist()
+    for tree, read_FK in zip(trees, read_BFK, strict=True):
+        tree.grow([values[:width] for values in read_FK], [list(map(int, values[width:])) for values in read_FK])
+
+
 class GrowingTree:
     """One row's tree as it grows: its nodes in the order in which they were found.
 
@@ -149,15 +160,18 @@ class GrowingTree:
         self.slots: dict[int, int] = {}  # where the nodes that were fed lie behind the text
         self._newest = 0
 
-    def grow(self, sampler: Sampler, logits_FV: Tensor) -> None:
-        """Give each node of the frontier its most likely children, from the logits after it."""
+    def scores(self, sampler: Sampler, logits_FV: Tensor) -> Tensor:
+        """Return the processed logits after each node of the frontier, (F, V)."""
         texts = [self.context] * len(logits_FV)
         if not sampler.context_free:
             paths = ([self.tokens[node] for node in self._path(node)] for node in self.frontier)
             texts = [torch.cat([self.context, self.context.new_tensor(path)]) for path in paths]
-        best = sampler.scores(logits_FV, texts).log_softmax(-1).topk(self.shape.width)
+        return sampler.scores(logits_FV, texts)
+
+    def grow(self, log_q_FW: Sequence[Sequence[float]], tokens_FW: Sequence[Sequence[int]]) -> None:
+        """Give each node of the frontier its most likely children."""
         self._newest = len(self.parents)
-        for node, values, indices in zip(self.frontier, best.values.tolist(), best.indices.tolist(), strict=True):
+        for node, values, indices in zip(self.frontier, log_q_FW, tokens_FW, strict=True):
             before = 0.0 if node == ROOT else self.weights[node]
             self.parents += [node] * self.shape.width
             self.tokens += indices

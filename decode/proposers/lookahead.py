@@ -9,10 +9,13 @@ drafts are one token tree, verified in one forward as any other tree is, so that
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
 
 
@@ -88,15 +91,20 @@ class LookaheadProposer(Proposer):
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a tree for each row: first the guesses, then the window."""
-        return [self._tree(*args) for args in zip(self._rows, contexts, draft_lengths, strict=True)]
+        texts = zip(self._rows, host_tokens(contexts), draft_lengths, strict=True)
+        drafts = [self._tree(*args) for args in texts]
+        return [Proposal(contexts[0].new_tensor(tokens), None, tree) for tokens, tree in drafts]
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
         """Extend each column by the target's token after it, pool its N-gram, and drop its oldest token."""
-        for row, outcome in zip(self._rows, outcomes, strict=True):
-            columns = [(j, end) for j, end in enumerate(row.ends) if end is not None]
-            if not columns:
-                continue
-            new = outcome.logits[[end + 1 for _, end in columns]].argmax(-1).tolist()
+        columns_of = [[(j, end) for j, end in enumerate(row.ends) if end is not None] for row in self._rows]
+        chosen = [
+            outcome.logits[[end + 1 for _, end in columns]].argmax(-1)
+            for outcome, columns in zip(outcomes, columns_of, strict=True)
+        ]
+        after = torch.cat(chosen).tolist()  # in one transfer
+        for row, columns in zip(self._rows, columns_of, strict=True):
+            new, after = after[: len(columns)], after[len(columns) :]
             # Backwards: columns near the text are conditioned on fewer guesses, and the latest N-gram is tried first.
             for (j, _), token in reversed(list(zip(columns, new, strict=True))):
                 ngram = [*(level[j] for level in row.levels), token]
@@ -108,17 +116,18 @@ class LookaheadProposer(Proposer):
         """Keep the windows and pools of the rows that are left."""
         self._rows = [self._rows[row] for row in rows]
 
-    def _tree(self, row: _Row, context: Tensor, draft_length: int) -> Proposal:
+    def _tree(self, row: _Row, text: np.ndarray, draft_length: int) -> tuple[list[int], Tree]:
+        """Return what is drafted behind a text (T,): the nodes' tokens, and their shape."""
         n, window = self._n, self._window
         if not row.levels:
             # The paper begins with random tokens; the end of the prompt is as good and needs no randomness.
-            recent = context[-window * (n - 1) :].tolist()
+            recent = text[-window * (n - 1) :].tolist()
             cycled = [recent[i % len(recent)] for i in range(window * (n - 1))]
             row.levels = [cycled[i : i + window] for i in range(0, len(cycled), window)]
-        unseen = context[max(0, row.seen - n + 1) :].tolist()
+        unseen = text[max(0, row.seen - n + 1) :].tolist()
         for i in range(len(unseen) - n + 1):
             row.pool.add(unseen[i : i + n])
-        row.seen = len(context)
+        row.seen = len(text)
 
         # A trie: a token is drafted once after each prefix, for one-hot drafts are lossless only if siblings differ.
         nodes: dict[tuple[int, int], int] = {}
@@ -129,9 +138,8 @@ class LookaheadProposer(Proposer):
                 node = nodes.setdefault((node, token), len(nodes))
             return node if len(branch) <= draft_length else None
 
-        for guess in row.pool.after(int(context[-1])):
+        for guess in row.pool.after(int(text[-1])):
             insert(guess)
         first, *others = row.levels
         row.ends = [insert([*first[: j + 1], *(level[j] for level in others)]) for j in range(window)]
-        tokens = context.new_tensor([token for _, token in nodes])
-        return Proposal(tokens, None, Tree(tuple(parent for parent, _ in nodes)))
+        return [token for _, token in nodes], Tree(tuple(parent for parent, _ in nodes))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.replay.texts import Distributions
+from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 
@@ -35,7 +37,8 @@ class PromptLookupProposer(StatelessProposer):
 
     def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
         """Draft a chain for each row, possibly an empty one."""
-        drafted = [self._continuation(context, k) for context, k in zip(contexts, draft_lengths, strict=True)]
+        places = map(self._continuation, host_tokens(contexts), draft_lengths)
+        drafted = [context[place] for context, place in zip(contexts, places, strict=True)]
         return [Proposal(tokens, None, Tree.chain(len(tokens))) for tokens in drafted]
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
@@ -43,19 +46,20 @@ class PromptLookupProposer(StatelessProposer):
         vocab_size = target.config.get_text_config().vocab_size
 
         def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+            texts = ids_BT.cpu().numpy()
             for start in range(1, ids_BT.shape[1], columns):
                 places = wanted_BT[:, start : start + columns].T.nonzero().tolist()
                 q = torch.zeros(len(places), vocab_size, device=ids_BT.device)
                 for i, (column, row) in enumerate(places):
-                    q[i, self._continuation(ids_BT[row, : start + column], 1)] = 1.0
+                    q[i, texts[row, self._continuation(texts[row, : start + column], 1)]] = 1.0
                 yield q
 
         return distributions
 
-    def _continuation(self, text: Tensor, draft_length: int) -> Tensor:
-        """Return what followed, (≤ draft_length,)."""
+    def _continuation(self, text: np.ndarray, draft_length: int) -> slice:
+        """Return where in the text (T,) that stands which followed, at most `draft_length` tokens."""
         length, matched = len(text), 0
-        ends = torch.arange(1, length, device=text.device)  # where earlier occurrences end, in ascending order
+        ends = np.arange(1, length)  # where earlier occurrences end, in ascending order
         while matched < self.max_ngram:
             ends_further = ends[ends > matched]
             # An occurrence of the last n + 1 tokens is one of the last n with the right token before it.
@@ -64,7 +68,7 @@ class PromptLookupProposer(StatelessProposer):
                 break
             ends, matched = ends_further, matched + 1
         if matched < self.min_ngram:
-            return text[:0]
+            return slice(0, 0)
         whole = ends[ends + draft_length <= length]
         end = int(whole[-1] if len(whole) else ends[0])
-        return text[end : end + draft_length]
+        return slice(end, min(end + draft_length, length))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +18,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal, Proposer, Task
 from draftsmith.decode.proposers.draft_model import Stop
 from draftsmith.decode.proposers.renumbered import same_specials, special_tokens, stand_in
+from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import Tree
 
 # What bytes that are no UTF-8, such as the first ones of a character, decode to.
@@ -100,7 +102,8 @@ class ReencodingProposer(Proposer):
         what follows them.
         """
         rows = self._rows
-        limits = [k * self._reads(row, context) for row, context, k in zip(rows, contexts, draft_lengths, strict=True)]
+        texts = zip(rows, host_tokens(contexts), draft_lengths, strict=True)
+        limits = [k * self._reads(row, tokens) for row, tokens, k in texts]
         drafted: list[list[int]] = [[] for _ in rows]
         proposed: list[list[int]] = [[] for _ in rows]
         going = [i for i, k in enumerate(limits) if k > 0]
@@ -138,13 +141,13 @@ class ReencodingProposer(Proposer):
     def _has_position(self, position: int) -> bool:
         return self._positions is None or position < self._positions
 
-    def _reads(self, row: _Row, context: Tensor) -> bool:
+    def _reads(self, row: _Row, text: np.ndarray) -> bool:
         """Encode a row's text, and say whether the draft has positions for it.
 
         What comes before `anchor` is settled. The anchor moves where cutting the text makes no difference to its ids,
         and stays where it always does.
         """
-        tokens = context[row.anchor :].tolist()
+        tokens = text[row.anchor :].tolist()
         ids = self._encoded(tokens)
         row.ids = row.settled + ids
         if len(tokens) >= 2 * row.window:
@@ -160,7 +163,7 @@ class ReencodingProposer(Proposer):
             row.ids = self._prefix + row.ids
         if not row.ids:
             row.ids = [stand_in(self._draft)]
-        row.tail = _behind(context[-WINDOW:].tolist(), self._target_specials)
+        row.tail = _behind(text[-WINDOW:].tolist(), self._target_specials)
         row.text = _whole(self._target, row.tail)
         row.before = _behind(row.ids[-WINDOW:], self._draft_specials)
         if self._has_position(len(row.ids) - 1):

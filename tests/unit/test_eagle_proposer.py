@@ -8,7 +8,7 @@ from trained_eagle import logits_after, train_eagle
 from draftsmith.decode import DynamicTree, Tree, autoregressive_generate, speculative_generate
 from draftsmith.decode.cache import model as cached_model
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.draft_tree import GrowingTree
+from draftsmith.decode.proposers.draft_tree import GrowingTree, grow_trees
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 
@@ -68,7 +68,8 @@ class Checked(EagleProposer):
             grown = GrowingTree(context, self.tree)
             for _ in range(k):
                 paths = [[grown.tokens[node] for node in grown._path(node)] for node in grown.frontier]
-                grown.grow(sampler, torch.stack([logits_after(self._of.target, self.heads, context, p) for p in paths]))
+                logits = torch.stack([logits_after(self._of.target, self.heads, context, p) for p in paths])
+                grow_trees([grown], [sampler], logits[None])
                 grown.choose_frontier()
             expected, _ = grown.draft(k)
             assert (expected.tokens.tolist(), expected.tree) == (tokens, draft.tree)
