@@ -37,6 +37,8 @@ class ParallelTrainer(DistillTrainer):
     weights as a plain draft, whose τ is `plain_mean_acceptance_length`.
     """
 
+    lays_out = True
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         config = self.config
@@ -68,21 +70,23 @@ class ParallelTrainer(DistillTrainer):
             return [{**batch, "chains": self._drawn(batch)} for batch in batches], tokens
 
     def _drawn(self, batch: dict[str, Any]) -> Chains:
-        """Lay out the masks of a batch; the first of a step waits for the device, which has just ended a step."""
-        flat_N, shape = batch["positions"][0].cpu(), batch["labels"].shape
-        counts = torch.bincount(flat_N // shape[1], minlength=shape[0]).tolist()
+        """Lay out the masks of a batch, on the host."""
+        on_host, (rows, width) = batch["host"], batch["labels"].shape
+        counts = np.bincount(on_host["positions"] // width, minlength=rows)
         seeds = int(self.args.seed), self.state.global_step, "masks"
         lengths = [
-            drawn_lengths(count, self.shares, *seeds, index)
-            for count, index in zip(counts, batch["index"].tolist(), strict=True)
+            drawn_lengths(int(count), self.shares, *seeds, int(index))
+            for count, index in zip(counts, on_host["index"], strict=True)
         ]
-        chains = self._chained(flat_N, batch, torch.from_numpy(np.concatenate(lengths)))
+        chains = self._chained(batch, torch.from_numpy(np.concatenate(lengths)))
         self._beside += chains.work
         return chains.to(self.args.device)
 
-    def _chained(self, flat_N: Tensor, batch: dict[str, Any], lengths_N: Tensor) -> Chains:
-        positions = batch.get("position_ids")
-        return chained(flat_N, batch["labels"].shape, lengths_N, None if positions is None else positions.cpu())
+    def _chained(self, batch: dict[str, Any], lengths_N: Tensor) -> Chains:
+        on_host, shape = batch["host"], batch["labels"].shape
+        positions = on_host.get("position_ids")
+        flat_N = torch.from_numpy(on_host["positions"])
+        return chained(flat_N, shape, lengths_N, None if positions is None else torch.from_numpy(positions))
 
     def _with_masks(self, inputs: dict[str, Any], chains: Chains) -> dict[str, Tensor]:
         """Return what `parallel_hidden` reads: the texts of a batch, with masks behind them in each row."""
@@ -130,7 +134,7 @@ class ParallelTrainer(DistillTrainer):
         """
         positions = LossPositions(inputs["positions"][0])
         labels_N, p_N = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
-        flat_N, (rows, width) = positions.flat_N.cpu(), inputs["labels"].shape
+        flat_N, (rows, width) = torch.from_numpy(inputs["host"]["positions"]), inputs["labels"].shape
         row_N = flat_N // width
         counts_B = torch.bincount(row_N, minlength=rows)
         number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a place in its row
@@ -140,7 +144,7 @@ class ParallelTrainer(DistillTrainer):
         further = self.length - 1
         for part in range(further):
             lengths_N = torch.where(number_N % further == part, further, -1)
-            on_host = self._chained(flat_N, inputs, lengths_N)
+            on_host = self._chained(inputs, lengths_N)
             chains = on_host.to(self.args.device)
             p_E, labels_E = chains.gathered(p_N), labels_N[chains.places_E]
 

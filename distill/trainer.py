@@ -109,7 +109,10 @@ class DistillTrainer(RecipeTrainer):
                 mixed_seed(*seeds, self.accelerator.process_index),
                 synced=self.is_fsdp_enabled or self.is_deepspeed_enabled,
             )
-        return {**self._prepare_inputs(self.data_collator(samples)), "index": batch["index"]}
+        written = {**self._prepare_inputs(self.data_collator(samples)), "index": batch["index"]}
+        if "host" in batch:
+            written["host"]["index"] = batch["host"]["index"]
+        return written
 
     @property
     def unwritten(self) -> list[int]:

@@ -56,6 +56,8 @@ class RecipeTrainer(Trainer, ABC):
 
     ahead = 0
     """How many tokens behind the next one are learned from a position."""
+    lays_out = False
+    """Whether something is laid out on the host by what batches hold: they have it there, too."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class RecipeTrainer(Trainer, ABC):
                 args=config.training,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                data_collator=CompletionCollator(tokenizer, self.ahead, config.prompt_loss, bounds),
+                data_collator=CompletionCollator(tokenizer, self.ahead, config.prompt_loss, bounds, self.lays_out),
                 processing_class=tokenizer,
                 **kwargs,
             )
@@ -355,4 +357,7 @@ def _with_all_labels(batch: dict[str, Any]) -> dict[str, Any]:
     ids_BT, positions = batch["input_ids"], batch["text_positions"]
     labels_BT, labelled_N = torch.full_like(ids_BT, IGNORED), positions[0] + 1
     labels_BT.view(-1)[labelled_N] = ids_BT.flatten()[labelled_N]
-    return {**batch, "labels": labels_BT, "positions": positions}
+    changed = {**batch, "labels": labels_BT, "positions": positions}
+    if "host" in batch:
+        changed["host"] = batch["host"] | {"positions": batch["host"]["text_positions"]}
+    return changed

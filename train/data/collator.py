@@ -29,10 +29,19 @@ class CompletionCollator:
         bounds: tell texts apart for attention kernels that take no mask (flash attention), which else look for packed
             ones in every layer: adds `cu_seq_lens_q` and `cu_seq_lens_k`, where texts begin and end in the flattened
             batch, int32, and `max_length_q` and `max_length_k`, the tokens of the longest.
+        host: add `host`, arrays that stay on the host where a batch goes to a device: the first of `positions` and of
+            `text_positions`, `position_ids` and `index`, by name.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ahead: int = 0, prompts: bool = False, bounds: bool = False):
-        self.tokenizer, self.ahead, self.prompts, self.bounds = tokenizer, ahead, prompts, bounds
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        ahead: int = 0,
+        prompts: bool = False,
+        bounds: bool = False,
+        host: bool = False,
+    ):
+        self.tokenizer, self.ahead, self.prompts, self.bounds, self.host = tokenizer, ahead, prompts, bounds, host
 
     def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Collate samples of `input_ids` and `labels`, and of `position_ids` if they are packed."""
@@ -60,6 +69,9 @@ class CompletionCollator:
         out["positions"] = ahead_positions(out["labels"] != IGNORED, self.ahead)
         if self.prompts:
             out["text_positions"] = ahead_positions(inside_BT, self.ahead)
+        if self.host:
+            out["host"] = {name: out[name].numpy() for name in ("position_ids", "index") if name in out}
+            out["host"] |= {name: out[name][0].numpy() for name in ("positions", "text_positions") if name in out}
         return out
 
 

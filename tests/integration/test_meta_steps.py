@@ -1,0 +1,113 @@
+"""Training steps on tensors without data: a value that is looked at, for which a GPU would make the host wait, raises.
+
+A step is what the trainer itself does with a batch that is on the device: the models' forwards, the loss, the backward.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pipelines import configured, eagle_configured, heads_configured
+from torch import Tensor, nn
+from transformers import TrainingArguments
+
+from draftsmith.distill import __main__ as distilling
+from draftsmith.distill.config import DraftInit
+from draftsmith.medusa import __main__ as heads
+from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
+from draftsmith.train.trainer import RecipeTrainer
+
+PACKED = {"packing": True, "max_length": 64}
+QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+CUT = {"init": DraftInit(draft_vocabulary=50)}
+RECIPES: dict[str, tuple[Callable, Callable, Any]] = {
+    "distil": (configured, distilling, distilling.distill),
+    "medusa": (heads_configured, heads, heads.train_heads),
+    "eagle": (eagle_configured, eagle, eagle.train_heads),
+}
+STEPS = {
+    "draft": ("distil", {"divergence": "expected_length"} | QWEN),
+    "draft, packed": ("distil", PACKED),
+    "draft, cached": ("distil", {"cache": True}),
+    "draft, packed and cached": ("distil", {"cache": True} | PACKED),
+    "draft, cut vocabulary": ("distil", {"divergence": "lk_hybrid"} | CUT),
+    "draft, prompts too": ("distil", {"prompt_loss": True}),
+    "parallel": ("distil", {"parallel": 3}),
+    "parallel, packed": ("distil", {"parallel": 3} | PACKED),
+    "parallel, cached": ("distil", {"parallel": 3, "cache": True}),
+    "Medusa": ("medusa", {}),
+    "Medusa, packed": ("medusa", PACKED),
+    "Medusa, cut vocabulary": ("medusa", {"draft_vocabulary": 50}),
+    "Hydra": ("medusa", {"hydra": True}),
+    "Hydra, packed": ("medusa", {"hydra": True} | PACKED),
+    "EAGLE-3": ("eagle", {}),
+    "EAGLE-3, packed": ("eagle", PACKED),
+}
+
+
+def without_data(value: Any, seen: set[int] | None = None) -> Any:
+    """Return what holds tensors with tensors that have no data; arrays, and what belongs on the host, stay."""
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    if isinstance(value, nn.Module):
+        return value.to("meta")
+    if isinstance(value, dict):
+        return {key: without_data(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(without_data, value))
+    if isinstance(value, CutVocabulary):
+        vars(value).update({name: without_data(each) for name, each in vars(value).items()})
+    elif is_dataclass(value) and not isinstance(value, type | TrainingArguments):
+        tensors = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "spans_E"}
+        return replace(value, **{name: without_data(t) for name, t in tensors.items() if isinstance(t, Tensor)})
+    return value
+
+
+@pytest.fixture(scope="module")
+def cache(pipeline, tmp_path_factory) -> str:
+    output = str(tmp_path_factory.mktemp("cache"))
+    data = [str(pipeline / name) for name in ("short", "long", "heldout")]
+    make_cache(CacheConfig(str(pipeline / "target"), data, output, k=8))
+    return output
+
+
+@pytest.fixture
+def on_meta(pipeline: Path, tmp_path: Path, cache: str, monkeypatch) -> Callable[[str], tuple[RecipeTrainer, dict]]:
+    """Builds a trainer and its first batch by the command, and takes their data away."""
+
+    def build(name: str) -> tuple[RecipeTrainer, dict]:
+        recipe, options = STEPS[name]
+        configure, module, train = RECIPES[recipe]
+        options = dict(options)
+        if options.pop("cache", False):
+            options |= {"teacher_cache": [cache]}
+        monkeypatch.setattr(module, "run_training", lambda *_: None)
+        trainer = train(configure(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], **options))
+        loader = iter(trainer.get_train_dataloader())
+        monkeypatch.setattr(TrainingArguments, "device", torch.device("meta"))
+        for attribute, value in vars(trainer).items():
+            if isinstance(value, Tensor | nn.Module | CutVocabulary):
+                setattr(trainer, attribute, without_data(value))
+        # Autocast knows no such device.
+        autocast, is_enabled = torch.autocast, torch.is_autocast_enabled
+        monkeypatch.setattr(torch, "autocast", lambda device, **options: autocast("cpu", **options))
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: is_enabled("cpu"))
+        return trainer, loader
+
+    return build
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_looks_at_no_value(on_meta, name):
+    trainer, loader = on_meta(name)
+    batch = without_data(next(loader))
+    (batch,), tokens = trainer.get_batch_samples(iter([batch]), 1, torch.device("meta"))
+    loss = trainer.training_step(trainer.model, batch, tokens)
+    assert loss.device.type == "meta" and loss.shape == ()
+    trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert trained and all(p.grad is not None for p in trained)
