@@ -87,7 +87,7 @@ class DistillTrainer(RecipeTrainer):
         """Return the draft's weights with adapters merged."""
         return merged_state(self.model, state_dict)  # type: ignore[arg-type]
 
-    def _on_policy(self, batch: dict[str, Tensor], seeds: tuple[int, ...]) -> dict[str, Tensor]:
+    def _on_policy(self, batch: dict[str, Any], seeds: tuple[int, ...]) -> dict[str, Any]:
         draft = self.accelerator.unwrap_model(self.model)
         config = self.config
         generation = GenerationConfig(
