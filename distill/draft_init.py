@@ -90,7 +90,7 @@ def make_draft(
         if init.share == "embeddings":
             _share_embeddings(model, target)
         fit_vocabulary(model, token_count(tokenizer, target.config), size if init.pad_vocabulary else None)
-        check_head(model, tokenizer, "draft", target)
+        check_head(model.config, tokenizer, "draft", target.config)
         if init.lora is not None:
             add_lora(model, init.lora)
     return model, draft_tokenizer

@@ -220,7 +220,7 @@ def load_pair(
             check_same_tokenizer(tokenizer, tokenizers[draft], path, draft, vocab_size=size)
     dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=dtype, trust_remote_code=trust_remote_code)
-    check_head(target, tokenizer, "target")
+    check_head(target.config, tokenizer, "target")
     ends = target.generation_config.eos_token_id  # type: ignore[union-attr]
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     models = {}
@@ -228,7 +228,7 @@ def load_pair(
         own = spec.dtype or dtype
         models[draft] = load_draft(draft, field=spec.kind, dtype=own, trust_remote_code=trust_remote_code)
         own_tokens = spec.retokenize and tokenizers[draft].get_vocab() != tokenizer.get_vocab()
-        check_head(models[draft], tokenizers[draft], spec.kind, None if own_tokens else target)
+        check_head(models[draft].config, tokenizers[draft], spec.kind, None if own_tokens else target.config)
     pair = Pair(target, tokenizer, dtype, [])
     pair.drafters.extend(_drafter(spec, pair, models, tokenizers) for spec in drafters)
     return pair

@@ -93,7 +93,7 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
             device=config.target_device or (device if stays else "cpu"),
             quantization=config.target_quantization,
         )
-    check_head(target, tokenizer, "target")
+    check_head(target.config, tokenizer, "target")
     set_attention(target, config.attn_implementation)
     return target
 

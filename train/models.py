@@ -356,10 +356,10 @@ def takes_bounds(model: PreTrainedModel) -> bool:
 
 
 def check_head(
-    model: PreTrainedModel,
+    config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     field: str,
-    target: PreTrainedModel | None = None,
+    target: PretrainedConfig | None = None,
 ) -> None:
     """Require a logit for every token that texts can have; more of them are padding and do no harm.
 
@@ -367,17 +367,17 @@ def check_head(
     Others may lie behind the logits: `require_logits` refuses the texts that hold them.
 
     Args:
-        model: the target, or its draft.
+        config: the target's, or its draft's.
         tokenizer: the model's.
         field: the config field or flag that named the model, for the error message.
-        target: of a draft with the target's tokenizer.
+        target: the target's config, of a draft that has its tokenizer.
 
     Raises:
         InputError: the head is narrower.
     """
-    rows: int = model.config.get_text_config().vocab_size
+    rows: int = config.get_text_config().vocab_size
     if target is not None:
-        expected = token_count(tokenizer, target.config)
+        expected = token_count(tokenizer, target)
     else:
         expected = max(set(tokenizer.get_vocab().values()) - tokenizer.added_tokens_decoder.keys(), default=-1) + 1
     if rows < expected:

@@ -32,7 +32,7 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
             kept = None if count is None else frequent_tokens(train, count, token_count(tokenizer, target.config))
             heads = new_heads(config, target, kept)
     if features is not None:
-        check_head(target, tokenizer, "target")
+        check_head(target.config, tokenizer, "target")
         features.require_layers(heads.layer_ids)
     if config.packing:
         if features is None:

@@ -59,13 +59,10 @@ def bench(config: BenchPrepareConfig) -> dict[str, Any]:
     """Time both in turns; return tokens per second of each, and their ratio with its interval over rounds."""
     tokenizer = load_tokenizer(config.target, field="target")
     model = load_model(config.target, field="target", dtype=config.dtype)
-    generation = set_generation_config(config, config.max_new_tokens, model, tokenizer)
+    known = token_count(tokenizer, model.config)
+    generation = set_generation_config(config, config.max_new_tokens, model, tokenizer, known)
     if config.end is not None:
-        ending = [
-            token
-            for token in range(token_count(tokenizer, model.config))
-            if config.end in str(tokenizer.decode([token]))
-        ]
+        ending = [token for token in range(known) if config.end in str(tokenizer.decode([token]))]
         generation.eos_token_id = [*(generation.eos_token_id or []), *ending]  # type: ignore[assignment]
     prompts = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
     prompts.sort(key=len, reverse=True)

@@ -148,7 +148,7 @@ def _vocabulary(sides: list[Side]) -> Finding:
     text = ", ".join(f"{side.role} {side.head} logits" for side in sides)
     for side in sides:
         try:
-            check_head(side.model, side.tokenizer, side.role, sides[0].model if side.role == "draft" else None)
+            check_head(side.config, side.tokenizer, side.role, sides[0].config if side.role == "draft" else None)
         except InputError as error:
             return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
     tokens = token_count(tokenizer, sides[0].config)

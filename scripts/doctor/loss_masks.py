@@ -15,7 +15,7 @@ from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
-from draftsmith.train.data.chat_masks import mask_conversation
+from draftsmith.train.data.chat_masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 
@@ -53,7 +53,7 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
     Raises:
         InputError: a source that cannot be read.
     """
-    samples = Samples()
+    samples, closing = Samples(), ClosingTokens.of(tokenizer)
     if config.completions is not None:
         rows = load_completions(config.completions, vocab_size)
         for row in rows.select(range(min(len(rows), config.limit or len(rows)))):
@@ -63,8 +63,13 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
                     masked = mask_conversation(
-                        prompt.messages, tokenizer, prompt.id, vocab_size=vocab_size, **config.template
+                        prompt.messages,
+                        tokenizer,
+                        prompt.id,
+                        closing=closing,
+                        **config.template,
                     )
+                    prompt.require_logits(masked.ids, tokenizer, vocab_size)
                     samples.all.append(
                         Sample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
                     )

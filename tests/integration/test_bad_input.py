@@ -7,30 +7,26 @@ import shutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import perturbed, tiny_llama
+from gemma import IMAGE, gemma_tokenizer, save_gemma, tiny_gemma
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.data.shards import COLUMNS
-from draftsmith.train.runs import save_model
 
 COUNT = 6
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tokenizer):
-    """A pair, heads, prompts, and what the target completed at T=0."""
+def made(tmp_path_factory):
+    """A pair, heads, prompts, and what the target completed at T=0.
+
+    Of a tiny Gemma 3 and its tokenizer, one of whose tokens has no logit: nothing minds it until a text has it.
+    """
     root = tmp_path_factory.mktemp("made")
-    target = tiny_llama(0, len(tokenizer))
-    for name, model in {
-        "target": target,
-        "draft": perturbed(target, 0.05),
-        "other": tiny_llama(3, len(tokenizer)),
-    }.items():
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
-        save_model(model, tokenizer, root / name)
-    MedusaHeads.of_target(target, 2).save_pretrained(root / "heads")
+    for name, shape in {"target": {}, "draft": {"layers": 1}, "other": {"seed": 3}}.items():
+        save_gemma(root / name, **shape)
+    MedusaHeads.of_target(tiny_gemma(), 2).save_pretrained(root / "heads")
     (root / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def f{i}(x):"}) + "\n" for i in range(COUNT)))
     paths = (str(root / name) for name in ("target", "prompts.jsonl", "completions"))
     prepare(PrepareConfig(*paths, max_new_tokens=8, temperature=0.0, dtype="float32", batch_size=2, shard_size=2))
@@ -52,6 +48,8 @@ def command(made, tmp_path, capfd):
             "tune": drafts | decodes | {"threshold_levels": 0.1, "typical_levels": "[]", "cascade_levels": "[]"},
             "profile": drafts | decodes,
             "doctor": drafts,
+            "prepare": {"prompts": made / "prompts.jsonl", "output": output, "endpoint": "http://127.0.0.1:9/v1"},
+            "certify": {"server": "http://127.0.0.1:9", "output": output / "certificate.json"},
             "medusa-tree": {
                 "heads": made / "heads",
                 "completions": f"[{made / 'completions'}]",
@@ -115,6 +113,31 @@ def test_prompts_that_cannot_be_are_refused(command, tmp_path, name):
         assert code == 2 and err.count("error: ") == 1 and f"error: {prompts}:1: " in err and found in err, err
 
 
+NO_LOGIT = len(gemma_tokenizer(image=False))
+BEYOND = f"expected tokens below the model's vocabulary of {NO_LOGIT}, found '{IMAGE}', which its tokenizer numbers "
+
+
+@pytest.mark.parametrize("name", ["prepare", "generate", "measure", "tune", "profile", "doctor", "certify"])
+def test_a_prompt_with_a_token_that_has_no_logit_is_refused_before_the_weights_are_read(
+    command, made, tmp_path, monkeypatch, name
+):
+    """Such a token cannot be written, so that nothing else minds it. `prepare` looks before a server is asked."""
+    target = shutil.copytree(made / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def f(x):"}\n' * 2 + f'{{"id": "picture", "prompt": "{IMAGE}?"}}\n')
+    given, named = (
+        {"target": target, "prompts": prompts, "limit": 3},
+        f"{prompts}:3: prompt 'picture': {BEYOND}{NO_LOGIT}",
+    )
+    if name == "generate":
+        given, named = {"target": target, "prompt": IMAGE}, f"prompt 'prompt': {BEYOND}{NO_LOGIT}"
+    elif name == "doctor":
+        given, named = {"prompts": prompts}, f"samples: 1 cannot be used; {named}"
+    elif name == "tune":  # which reads the pair first
+        given["target"] = made / "target"
+    refused(command, name, named, **given)
+
+
 @pytest.mark.parametrize(
     ("template", "found"),
     [
@@ -152,9 +175,9 @@ def test_costs_that_are_none_are_refused(command, made, tmp_path):
     file = tmp_path / "costs.json"
     for content in damaged:
         file.write_text(json.dumps(content))
-        refused(command, "measure", "costs: expected ", costs=file)
+        refused(command, "measure", "costs: ", costs=file)
     file.write_text("[" * 100_000)
-    refused(command, "measure", "costs: expected ", costs=file)
+    refused(command, "measure", "costs: ", costs=file)
 
 
 def manifest(**fields: object):

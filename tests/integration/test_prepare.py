@@ -17,6 +17,7 @@ from prepare_inputs import save_target, write_prompts
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train import files
@@ -129,7 +130,7 @@ def test_greedy_is_the_argmax_and_sampling_inherits_nothing(config):
         start = row["prompt_length"]
         assert logits[start - 1 : -1].argmax(-1).tolist() == row["input_ids"][start:]
 
-    generation = completions.set_generation_config(config("sampled"), 12, model, tokenizer)
+    generation = completions.set_generation_config(config("sampled"), 12, model, tokenizer, len(tokenizer))
     processors = model._get_logits_processor(model._prepare_generation_config(generation)[0], 1)
     assert [type(p).__name__ for p in processors] == ["SuppressTokensLogitsProcessor"]
     assert generation.eos_token_id == [tokenizer.eos_token_id, OTHER_END]
@@ -152,7 +153,8 @@ def test_a_token_behind_a_gap_in_the_ids_is_not_barred(config):
         tokenizer_object=Tokenizer.from_str(json.dumps(backend)), pad_token=tokenizer.pad_token
     )
     assert len(gapped) == len(tokenizer) < 300
-    assert completions.set_generation_config(cfg, 12, model, gapped).suppress_tokens == list(range(301, 320))
+    generation = completions.set_generation_config(cfg, 12, model, gapped, token_count(gapped, model.config))
+    assert generation.suppress_tokens == list(range(301, 320))
 
 
 def test_completions_do_not_depend_on_what_was_sampled_before(config, whole):

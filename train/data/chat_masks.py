@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading
 from draftsmith.train.data.templates import for_template, require_no_template
@@ -60,12 +59,33 @@ class MaskedConversation:
     """The assistant's messages that are not learned from, by their index, and why."""
 
 
+@dataclass(frozen=True)
+class ClosingTokens:
+    """The tokens of a tokenizer that may end a turn.
+
+    To be made once for many conversations: a tokenizer makes its thousands of added tokens anew each time that it is
+    asked for them.
+    """
+
+    special: frozenset[int]
+    """The likelier ones."""
+    added: frozenset[int]
+    """All that were added to the tokenizer but those of whitespace."""
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "ClosingTokens":
+        """Return those of a tokenizer."""
+        added = {token: entry for token, entry in tokenizer.added_tokens_decoder.items() if entry.content.strip()}
+        special = {token for token, entry in added.items() if entry.special}
+        return cls(frozenset(special.union(tokenizer.all_special_ids)), frozenset(added))
+
+
 def mask_conversation(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
     name: str,
     *,
-    vocab_size: int | None = None,
+    closing: ClosingTokens | None = None,
     system_prompt: str | None = None,
     variables: Mapping[str, Any] | None = None,
 ) -> MaskedConversation:
@@ -78,7 +98,7 @@ def mask_conversation(
         messages: the conversation, `{"role": …, "content": …}` each, the last of them the assistant's.
         tokenizer: the target's tokenizer.
         name: the sample's name in error messages.
-        vocab_size: how many logits the target has, which the tokens must be among; not looked at if None.
+        closing: the tokenizer's; looked up if None.
         system_prompt: begins a conversation without a system turn.
         variables: of the chat template.
 
@@ -87,26 +107,14 @@ def mask_conversation(
         token.
 
     Raises:
-        InputError: names the sample whose last message is not the assistant's, that the chat template refuses, with a
-            token that the target cannot read, or whose last turn the template rewrites, and where the ids depart.
+        InputError: names the sample whose last message is not the assistant's, that the chat template refuses, or
+            whose last turn the template rewrites, and where the ids depart.
     """
-    masked = _masked(messages, tokenizer, name, system_prompt, variables or {})
-    if vocab_size is not None:
-        require_logits(masked.ids, tokenizer, vocab_size, f"sample {name!r}")
-    return masked
-
-
-def _masked(
-    messages: Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    system_prompt: str | None,
-    variables: Mapping[str, Any],
-) -> MaskedConversation:
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns or turns[-1] != len(messages) - 1:
         found = f"a {messages[-1]['role']} turn" if messages else "no messages"
         raise InputError(f"sample {name!r}: expected an assistant turn at the end, found {found}")
+    variables = variables or {}
     if tokenizer.chat_template is None:
         require_no_template("none in the target's tokenizer", system_prompt, variables)
         return _plain(messages, turns, tokenizer)
@@ -115,20 +123,18 @@ def _masked(
     turns = [turn + added_turns for turn in turns]
     text, located, left_out = _locate(messages, turns, tokenizer, partial(_render, tokenizer, name, variables), name)
     encoded = _Encoded(text, lambda part: _encode(tokenizer, part))
-    entries = tokenizer.added_tokens_decoder  # made anew each time that it is asked for
-    added = {token for token, entry in entries.items() if entry.content.strip()}
-    special = {token for token in added if entries[token].special}.union(tokenizer.all_special_ids)
+    closing = ClosingTokens.of(tokenizer) if closing is None else closing
     mask, ends = [0] * len(encoded.ids), {tokenizer.eos_token_id}
     for i in sorted(located, reverse=True):  # the last first: what ends it may stand behind the others' markers too
         begin, end, behind = located[i]
         first, stop = encoded.first_from(begin), encoded.count_until(end)
         tail = range(encoded.count_until(behind), len(mask) if i == turns[-1] else stop)
-        closing = next((k for among in (special, added) for k in tail if encoded.ids[k] in among), None)
-        if closing is None and stop < len(mask) and encoded.ids[stop] in ends:
-            closing = stop
-        if closing is not None:
-            ends.add(encoded.ids[closing])
-            stop = closing + 1
+        last = next((k for among in (closing.special, closing.added) for k in tail if encoded.ids[k] in among), None)
+        if last is None and stop < len(mask) and encoded.ids[stop] in ends:
+            last = stop
+        if last is not None:
+            ends.add(encoded.ids[last])
+            stop = last + 1
         else:
             stop = encoded.count_until(max(behind, begin + len(text[begin:end].rstrip())))
         mask[first:stop] = [1] * max(stop - first, 0)

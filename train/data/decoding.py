@@ -8,7 +8,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.cache import check_model, rotary_limit
-from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.options import Sampling
 from draftsmith.train.checkpoint import end_ids
@@ -112,17 +111,24 @@ def _left_padded(
 
 
 def set_generation_config(
-    settings: Sampling, max_new_tokens: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+    settings: Sampling, max_new_tokens: int, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int
 ) -> GenerationConfig:
     """Replace a model's generation config by one that samples as the settings say, and return it.
 
     `generate` fills whatever a config leaves open from the model's generation_config (a temperature, a repetition
     penalty, …) and then from the library's defaults (top_k=50). So the model's is replaced, its end-of-sequence ids
     kept, and every setting that we have is written out.
+
+    Args:
+        settings: how to sample.
+        max_new_tokens: of a completion.
+        model: the target.
+        tokenizer: the target's.
+        tokens: how many of its logits are tokens (`token_count`).
     """
     ends = end_of_sequence_ids(model.generation_config, tokenizer)
     # Rows that pad the vocabulary to a round number are no tokens, but an untruncated distribution reaches them.
-    no_tokens = list(range(token_count(tokenizer, model.config), model.config.get_text_config().vocab_size))
+    no_tokens = list(range(tokens, model.config.get_text_config().vocab_size))
     model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         eos_token_id=ends or None,

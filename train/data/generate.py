@@ -25,7 +25,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import load_generation_config
-from draftsmith.train.data.chat_masks import mask_conversation
+from draftsmith.train.data.chat_masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
@@ -45,7 +45,15 @@ from draftsmith.train.data.shards import (
 )
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
 from draftsmith.train.job.processes import Processes, launched
-from draftsmith.train.models import identity, load_config, load_model, load_tokenizer, named_device, resolve_dtype
+from draftsmith.train.models import (
+    check_head,
+    identity,
+    load_config,
+    load_model,
+    load_tokenizer,
+    named_device,
+    resolve_dtype,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +97,7 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
         config = replace(config, dtype=dtype)
     output = Path(config.output)
     model_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+    check_head(model_config, tokenizer, "target")
     # Not every architecture has such a limit; past it, a target that has one writes noise or fails.
     text_config = model_config.get_text_config()
     limit, size = getattr(text_config, "max_position_embeddings", None), text_config.vocab_size
@@ -186,14 +195,19 @@ def _given(
     config: PrepareConfig, tokenizer: PreTrainedTokenizerBase, size: int, limit: int | None, summary: CompletionsSummary
 ) -> list[Sample]:
     """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
-    samples, reasons = list[Sample](), set[str]()
+    samples, reasons, closing = list[Sample](), set[str](), ClosingTokens.of(tokenizer)
     for conversation in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required"):
         if conversation.cut:
             summary.unfinished.append(conversation.id)
             continue
         masked = mask_conversation(
-            conversation.messages or [], tokenizer, conversation.id, vocab_size=size, **config.template
+            conversation.messages or [],
+            tokenizer,
+            conversation.id,
+            closing=closing,
+            **config.template,
         )
+        conversation.require_logits(masked.ids, tokenizer, size)
         reasons.update(masked.left_out.values())
         if limit is not None and len(masked.ids) > limit:  # cut, it would teach an answer that ends in the middle
             summary.left_out.append(conversation.id)
@@ -251,13 +265,13 @@ def _complete(
         summary.padded += sum(completion.padded for completion in completions)
         write(batch, batch.completed(completions))
 
+    tokens, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     with bar:
         if config.answers == "given":
             for batch in missing:
                 write(batch, batch.given())
                 bar.update(len(batch.samples))
         elif served is not None:
-            tokens, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
             stored = load_generation_config(config.target, model_config, field="target")
             ends = end_of_sequence_ids(stored, tokenizer)
             vocabulary = Vocabulary(tokenizer, tokens, size, ends)
@@ -274,7 +288,7 @@ def _complete(
             for batch in missing:
                 temperature = batch.samples[0].temperature
                 sampling = config if temperature is None else config.at(temperature)
-                generation = set_generation_config(sampling, config.new_tokens(), model, tokenizer)
+                generation = set_generation_config(sampling, config.new_tokens(), model, tokenizer, tokens)
                 prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
                 rows = config.batch_size
                 finished(batch, complete(model, generation, prompts, seed, rows=rows, finished=ended))

@@ -16,7 +16,7 @@ its answers are to be learned from. `id` (or `question_id`) and `category` are o
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
@@ -53,6 +53,13 @@ class Prompt:
     category: str | None
     cut: bool = False
     """Its answer was cut at a length, so that it ends in the middle."""
+    where: str | None = field(default=None, compare=False)
+    """Where it stands, as `prompts.jsonl:7`; None where it was not read."""
+
+    def require_logits(self, ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+        """Raise an InputError that says where it stands if one of its tokens lies behind all of a model's logits."""
+        place = "" if self.where is None else f"{self.where}: "
+        require_logits(ids, tokenizer, vocab_size, f"{place}prompt {self.id!r}")
 
 
 def read_prompts(
@@ -96,7 +103,7 @@ def read_prompts(
                 name += "_"
             taken[name] = where
         prompt = _parse(record, where, name, answers)
-        prompts.append(replace(prompt, cut=record.get("finish_reason") == CUT))
+        prompts.append(replace(prompt, cut=record.get("finish_reason") == CUT, where=where))
     return prompts
 
 
@@ -154,7 +161,7 @@ def encode_prompt(
     if not ids:
         raise InputError(f"{name}: expected at least one token, found none")
     if vocab_size is not None:
-        require_logits(ids, tokenizer, vocab_size, name)
+        prompt.require_logits(ids, tokenizer, vocab_size)
     return ids
 
 
@@ -256,12 +263,12 @@ def _unlogged(record: Any, where: str, answers: AnswersMode) -> Any:
 def _given_id(record: Any, where: str) -> str | None:
     if not isinstance(record, dict):
         raise InputError(f"{where}: expected an object, found {_kind(record)}")
-    for field in ("id", "question_id"):
-        value = record.get(field)
+    for key in ("id", "question_id"):
+        value = record.get(key)
         if value is not None:
             if isinstance(value, bool) or not isinstance(value, str | int):
-                raise InputError(f"{where}: {field}: expected a string or a whole number, found {_kind(value)}")
-            return _text(str(value), where, field)
+                raise InputError(f"{where}: {key}: expected a string or a whole number, found {_kind(value)}")
+            return _text(str(value), where, key)
     return None
 
 

@@ -108,6 +108,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     dtype = resolve_dtype(config.dtype, config.target, device=device, trust_remote_code=code)
     config = replace(config, dtype=dtype)
     model_config = load_config(config.target, field="target", trust_remote_code=code)
+    check_head(model_config, tokenizer, "target")
     vocab_size, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
     shards: Shards = FeatureShards.of(config) if config.features else DistributionShards(config, vocab_size)
     output = Path(config.output)
@@ -138,7 +139,6 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
                 device=config.target_device,
                 quantization=config.target_quantization,
             )
-            check_head(model, tokenizer, "target")
             require_split(model, "target")
             if processes.first and missing:
                 tqdm.write(f"{shards.title}: {needed}; about {_duration(config, shards, model, missing)}")
