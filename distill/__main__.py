@@ -17,7 +17,6 @@ from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
-from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 
 
@@ -60,9 +59,8 @@ def distill(config: DistillConfig) -> DistillTrainer:
         if target is not None:
             require_packing(target, "target", args.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
-    muon = MuonAdamW(draft, args.learning_rate, args.weight_decay) if config.optimizer == "muon" else None
     kind = ParallelTrainer if config.parallel else DistillTrainer
-    trainer = kind(draft, target, draft_tokenizer, config, train, heldout, optimizers=(muon, None))
+    trainer = kind(draft, target, draft_tokenizer, config, train, heldout)
     if distributions is not None:
         trainer.data_collator = CachedCollator(trainer.data_collator, distributions)
 

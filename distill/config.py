@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
+from draftsmith.train.defaults import Defaults
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache
@@ -156,6 +157,13 @@ class DistillConfig(RecipeConfig):
         require(self, more_than(0) & at_most(1), "parallel_retention")
         require(self, SHARE, "parallel_minimum")
         require(self, finite(more_than(0)), "parallel_decay")
+
+    @property
+    def defaults(self) -> Defaults:
+        """A draft that was trained before is changed a little; one carved or random must learn fast."""
+        if self.init.lora is not None:
+            return Defaults(rate=2e-3)
+        return Defaults(rate=5e-4) if self.draft is not None else Defaults(rate=5e-3, muon=True)
 
     @property
     def stored_as(self) -> str:

@@ -5,7 +5,7 @@ text. Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N 
 these places and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.distill.parallel_chains import Chains, chained, drawn_lengths
 from draftsmith.distill.parallel_draft import loss_vocabulary, parallel_hidden
 from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.job.first_loss import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.inside_forward import inside_model
 from draftsmith.train.losses.output_head import OutputHead
@@ -109,19 +110,23 @@ class ParallelTrainer(DistillTrainer):
         labels_E = self.learned(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
         p_E = chains.gathered(self.taught(self._teacher_of(inputs, positions))) if objective.needs_target else None
 
+        def objective_of(learners: Sequence[Learner]) -> Tensor:
+            ((hidden_EH, head),) = learners
+            return chunked_objective(
+                objective,
+                hidden_EH,
+                head,
+                p_E,
+                labels_E,
+                chains.offsets_E > 0,
+                sizes=self.sizes,
+                weights_N=self._weights_K[chains.offsets_E],
+                starts_N=chains.offsets_E == 0,
+            )
+
         def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                return chunked_objective(
-                    objective,
-                    chains.take(hidden_BLH),
-                    self.trained(head),
-                    p_E,
-                    labels_E,
-                    chains.offsets_E > 0,
-                    sizes=self.sizes,
-                    weights_N=self._weights_K[chains.offsets_E],
-                    starts_N=chains.offsets_E == 0,
-                )
+                return self.looked_at(objective_of, (chains.take(hidden_BLH), self.trained(head)))
 
         beside = self._with_masks(inputs, chains)
         return model(**beside, inside=inside_model(self.draft, loss_of, parallel_hidden))

@@ -5,6 +5,7 @@ token before the one to predict, so that rows have T − 1 of them.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -20,6 +21,7 @@ from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.job.first_loss import Learner
 from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
@@ -136,12 +138,24 @@ class DistillTrainer(RecipeTrainer):
         objective = self.current_objective() if model.training else self.objective
         teacher = self.taught(self._teacher_of(inputs, positions)) if objective.needs_target else None
 
+        def objective_of(learners: Sequence[Learner]) -> Tensor:
+            ((hidden_NH, head),) = learners
+            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.sizes)
+
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                hidden_NH, head = positions.take(hidden_BTH), self.trained(head)
-                return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.sizes)
+                return self.looked_at(objective_of, (positions.take(hidden_BTH), self.trained(head)))
 
         return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
+
+    @property
+    def bad_beginning(self) -> str:
+        """What a draft may have lost before it came here."""
+        if self.config.draft is not None:
+            return f"look whether {self.config.draft} was made for text like this, and loads whole (draftsmith doctor)"
+        if self.config.init.config is not None:
+            return "random weights are too large for this shape; look at initializer_range in init.config"
+        return "the layers that are left do not follow each other; try other init.layers, or more of them"
 
     def current_objective(self) -> Objective:
         """Return what this step minimises: the curriculum begins with the forward KL and ends with the objective."""

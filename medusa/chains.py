@@ -17,6 +17,7 @@ from transformers import EvalPrediction, PreTrainedModel, PreTrainedTokenizerBas
 
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.job.first_loss import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.objective import Objective
@@ -90,9 +91,13 @@ class ChainTrainer(RecipeTrainer, ABC):
         p = None
         if self.objective.needs_target and teacher is not None:
             p = LiveDistributions(at.teacher(teacher[0]), teacher[1])
-        learners = [(seen, head_of(i), at.learned[i], self.config.decay**i) for i, seen in enumerate(states)]
+
+        def losses(learners: Sequence[Learner]) -> Tensor:
+            weighed = [(*each, at.learned[i], self.config.decay**i) for i, each in enumerate(learners)]
+            return chunked_objectives(self.objective, labels, weighed, p, self.sizes)
+
         with self.clock.phase("loss"):
-            return chunked_objectives(self.objective, labels, learners, p, self.sizes)
+            return self.looked_at(losses, *((seen, head_of(i)) for i, seen in enumerate(states)))
 
     def chain_sums(
         self,

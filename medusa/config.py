@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from draftsmith.decode.errors import SHARE, InputError, at_least, more_than, one_of, require
+from draftsmith.train.defaults import Defaults
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 
@@ -99,6 +100,13 @@ class MedusaTrainingConfig(RecipeConfig):
             raise InputError(
                 "training.activation_checkpointing: expected false for a frozen backbone, which holds none, found true"
             )
+
+    @property
+    def defaults(self) -> Defaults:
+        """Heads that go on from others are changed less; in joint training the rate is the backbone's."""
+        if self.joint:
+            return Defaults(rate=1e-3 if self.backbone == "lora" else 3e-4)
+        return Defaults(rate=1e-2 if self.heads is None else 2e-3)
 
     @property
     def joint(self) -> bool:

@@ -18,7 +18,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.medusa.backbone import Joint
 from draftsmith.medusa.chains import Chains, ChainTrainer, FeaturesOf
 from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.medusa.heads import LMHead, MedusaHeads
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_objective
@@ -26,7 +26,6 @@ from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import declare_dtype, in_dtype, save_model
 from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.trainer import texts
@@ -181,13 +180,21 @@ class MedusaTrainer(ChainTrainer):
         backbone = Work.of(self.target)
         return None if backbone is None else replace(backbone, head=backbone.head + of_heads.head)
 
+    @property
+    def ends(self) -> list[LMHead]:
+        """The heads' language-model heads."""
+        return self.heads.all_lm_heads
+
+    @property
+    def bad_beginning(self) -> str:
+        """Whose heads they are."""
+        if self.config.heads is not None:
+            return f"look whether {self.config.heads} were trained for this target"
+        return "they begin with the target's head, which is made for the next token alone"
+
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make Muon where it is asked for; give heads in joint training another learning rate than the backbone."""
+        """Give heads in joint training another learning rate than the backbone."""
         made = self.optimizer is None
-        if made and self.config.optimizer == "muon":
-            heads: Any = self.model
-            rate, decay = self.args.learning_rate, self.args.weight_decay
-            self.optimizer = MuonAdamW(heads, rate, decay, ends=heads.all_lm_heads)
         optimizer = super().create_optimizer(model)
         if self.config.joint and made:
             of_heads = {id(p) for p in self.accelerator.unwrap_model(self.model).heads.parameters()}

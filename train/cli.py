@@ -72,16 +72,19 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
-    trains = "training" in {field.name for field in fields}
+    trained_by = next((field for field in fields if field.name == "training"), None)
+    trains = trained_by is not None
     parser.add_class_arguments(cls, skip={"training"} if trains else None)
     if trains and helps and "training" not in arguments:
         parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
     elif trains and not whole:
         parser.add_argument("--training", type=dict[str, Any])
-    elif trains:
+    elif trained_by is not None:
         from transformers import TrainingArguments
 
         parser.add_class_arguments(TrainingArguments, "training")
+        own = trained_by.metadata.get("defaults", {})
+        parser.set_defaults({f"training.{name}": value for name, value in own.items()})
     for key, following in zip(arguments, [*arguments[1:], ""], strict=False):
         flag, _, file = key.partition("=")
         if flag == "--config":

@@ -16,10 +16,12 @@ from draftsmith.decode.errors import (
     require,
     require_some,
 )
+from draftsmith.train.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions
 
 DUPLICATES = ("texts", "prompts")
 """What may be left out where it repeats; each leaves out what those before it do."""
+OPTIMIZERS = ("auto", "trainer", "muon")
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -30,7 +32,7 @@ else:  # `parse_config` adds them by themselves, where they are needed
 def _training_arguments() -> TrainingArguments:
     import transformers
 
-    return transformers.TrainingArguments()
+    return transformers.TrainingArguments(**TRAINING)
 
 
 @dataclass
@@ -59,8 +61,10 @@ class RecipeConfig(TargetOptions):
     """Learn from completions that another target wrote, too."""
     unfinished: bool = False
     """Learn from completions of which shards are missing, too."""
-    training: TrainingArguments = field(default_factory=_training_arguments)
-    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained."""
+    training: TrainingArguments = field(default_factory=_training_arguments, metadata={"defaults": TRAINING})
+    """The Trainer's arguments. `output_dir` receives checkpoints and, at its top, what was trained. If not given,
+    `learning_rate` is what suits the kind of drafter and its width (in Python: None), the schedule is a cosine with a
+    warm-up of 0.05 of the steps, and every tenth step is logged."""
     temperature: float = 1.0
     """Divides both models' logits in the loss and in replay: the temperature that the pair is deployed at."""
     top_k: int = 0
@@ -92,9 +96,9 @@ class RecipeConfig(TargetOptions):
     save_dtype: str = "auto"
     """The dtype of the weights that are left in `output_dir`: float32, bfloat16 or float16; auto: that which the model
     to start from is stored in, or the target, of heads and of a draft made from it. Checkpoints hold float32."""
-    optimizer: str = "trainer"
+    optimizer: str = "auto"
     """"trainer": what `training.optim` says; "muon": Muon on the matrices and AdamW on the rest, which learns faster in
-    short runs, for unsharded training (one process or DDP, no FSDP or ZeRO)."""
+    short runs, for unsharded training (one process or DDP, no FSDP or ZeRO); "auto": what suits the kind of drafter."""
     resume: bool = True
     """Go on from the last checkpoint in `output_dir` if there is one."""
     trust_remote_code: bool = False
@@ -103,7 +107,7 @@ class RecipeConfig(TargetOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_some(self, "completions", "directory")
-        require(self, one_of(("trainer", "muon")), "optimizer")
+        require(self, one_of(OPTIMIZERS), "optimizer")
         require(self, one_of(SAVE_DTYPES), "save_dtype")
         require(self, at_least(2), "max_length")
         require(self, at_least(1), "loss_chunk")
@@ -133,6 +137,18 @@ class RecipeConfig(TargetOptions):
                 f"heldout: expected completion directories for training.eval_strategy={self.training.eval_strategy}, "
                 "or a share of completions, found none"
             )
+
+    @property
+    def defaults(self) -> Defaults:
+        """How this kind of drafter is trained where the user does not say; a recipe overrides this."""
+        return Defaults(rate=1e-3)
+
+    def uses_muon(self, sharded: bool) -> bool:
+        """Say whether Muon trains the matrices, of a drafter that FSDP or DeepSpeed shards or not."""
+        if self.optimizer != "auto":
+            return self.optimizer == "muon"
+        optim = type(self.training).__dataclass_fields__["optim"].default
+        return self.defaults.muon and not sharded and self.training.optim == optim
 
     @property
     def trains_target(self) -> bool:

@@ -8,8 +8,9 @@ bounds the library's version from above.
 Shape suffixes: B rows, T positions, H hidden.
 """
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.files import files_written_aside, remove, replace
 from draftsmith.train.job.finite import require_finite
+from draftsmith.train.job.first_loss import FirstLoss, Learner
 from draftsmith.train.job.flops import Work
 from draftsmith.train.job.resume import Job
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
@@ -39,6 +41,7 @@ from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds
+from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import arguments_told, declare_dtype, full_disk_reported, in_dtype
 from draftsmith.train.sharding import check_sharding
@@ -72,6 +75,10 @@ class RecipeTrainer(Trainer, ABC):
         if target is not None:
             require_split(target, "target")
         self.recipe, self.data = config, train_dataset
+        told = config.training.learning_rate is not None
+        if not told:
+            width = model.config.get_text_config().hidden_size
+            config.training.learning_rate = config.defaults.learning_rate(width)
         bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in (model, target))
         with arguments_told():
             super().__init__(
@@ -109,8 +116,15 @@ class RecipeTrainer(Trainer, ABC):
         self._step_samples: list[Tensor] = []
         """Rows of the data set that the current step has seen, a tensor a part: to read them is to wait for them."""
         self._step_loss = torch.zeros(())
+        self._step_tokens: Tensor | int | None = None
+        self._first_loss: FirstLoss | None = FirstLoss()
+        """Until the first step has ended."""
         self._checkpoints: Path | None = None
         """Where a checkpoint is being written."""
+
+        if not told and self.is_world_process_zero():
+            rate = f"{self.args.learning_rate:g}"
+            print(f"optimizer: {'Muon' if self.muon else self.args.optim}, learning rate {rate}", file=sys.stderr)
 
     @property
     def job(self) -> Job:
@@ -123,6 +137,23 @@ class RecipeTrainer(Trainer, ABC):
         if self.args.fp16 and self.args.device.type == "cpu":  # the library would leave it out without a word
             raise InputError("training.fp16: expected a GPU for it, found a CPU; training.bf16 runs on both")
         check_sharding(self.accelerator, self.recipe.optimizer)
+
+    @property
+    def muon(self) -> bool:
+        """Whether Muon trains the matrices."""
+        return self.recipe.uses_muon(sharded=self.is_fsdp_enabled or self.is_deepspeed_enabled)
+
+    @property
+    def ends(self) -> Sequence[nn.Module] | None:
+        """The modules whose matrices Muon leaves alone; None for embeddings and head of a language model."""
+        return None
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Make Muon where the recipe says so, or what `training.optim` says."""
+        if self.optimizer is None and self.muon:
+            trained: Any = self.model
+            self.optimizer = MuonAdamW(trained, self.args.learning_rate, self.args.weight_decay, self.ends)
+        return super().create_optimizer(model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Read the rows in an order that the seed and the epoch alone decide."""
@@ -165,14 +196,28 @@ class RecipeTrainer(Trainer, ABC):
         self._step_samples.append(inputs["index"])
         with self.clock.phase("draft"):
             loss = super().training_step(model, inputs, num_items_in_batch)
-        self._step_loss = loss + self._step_loss
+        self._step_loss, self._step_tokens = loss + self._step_loss, num_items_in_batch
         return loss
+
+    def looked_at(self, loss_of: Callable[[Sequence[Learner]], Tensor], *learners: Learner) -> Tensor:
+        """Return `loss_of(learners)`, a sum over positions; in the first step it is compared with the uniform loss."""
+        if self._first_loss is None or self.state.global_step:
+            return loss_of(learners)
+        return self._first_loss.beside_uniform(loss_of, learners)
+
+    @property
+    @abstractmethod
+    def bad_beginning(self) -> str:
+        """Why a loss may begin above the uniform one, and what to do."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         grad_norm = super()._get_grad_norm(model, grad_norm)
         # float16 scales its loss, and skips the steps where the scaled gradients overflow.
         norm = grad_norm if self.accelerator.scaler is None else None
         require_finite(self.accelerator, self._step_loss, norm, self._samples_of_step, self.state.global_step + 1)
+        if self._first_loss is not None:
+            self._first_loss.tell(self.accelerator, self._step_tokens, self.bad_beginning)
+            self._first_loss = None
         self._step_samples, self._step_loss = [], torch.zeros(())
         return grad_norm
 

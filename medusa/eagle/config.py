@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
 from draftsmith.decode.errors import InputError, at_least, more_than, one_of, require
+from draftsmith.train.defaults import Defaults
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache
 
@@ -70,6 +71,11 @@ class EagleTrainingConfig(RecipeConfig):
             given = [name for name in ("layer_ids", "draft_vocabulary", *SHAPE) if getattr(self, name)]
             if given:
                 raise InputError(f"{given[0]}: expected none beside heads, which have theirs, found one")
+
+    @property
+    def defaults(self) -> Defaults:
+        """Heads that go on from others are changed less."""
+        return Defaults(rate=1e-2 if self.heads is None else 2e-3)
 
     @cached_property
     def objective(self) -> "Objective":

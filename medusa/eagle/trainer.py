@@ -20,7 +20,6 @@ from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.teacher.feature_reader import cached_states
 
@@ -115,9 +114,14 @@ class EagleTrainer(ChainTrainer):
         """Return the arithmetic of the K steps."""
         return work_of_steps(self.heads, self.count)
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """Make Muon where it is asked for."""
-        if self.optimizer is None and self.config.optimizer == "muon":
-            rate, decay = self.args.learning_rate, self.args.weight_decay
-            self.optimizer = MuonAdamW(self.heads, rate, decay, ends=[self.heads.lm_head])
-        return super().create_optimizer(model)
+    @property
+    def ends(self) -> list[nn.Module]:
+        """The one language-model head."""
+        return [self.heads.lm_head]
+
+    @property
+    def bad_beginning(self) -> str:
+        """Whose heads they are."""
+        if self.config.heads is not None:
+            return f"look whether {self.config.heads} were trained for this target"
+        return f"the layer does not follow these features; try another init than {self.config.init}"

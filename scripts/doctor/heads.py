@@ -214,7 +214,8 @@ def check_run(target: Side, file: str) -> Iterator[Finding]:
         yield Finding("ok", name, text)
     else:
         yield Finding("warning", name, f"{text}; its target is {config.target}", "give the one that the heads are for")
-    yield learning_rate(config.training.learning_rate, heads.config.hidden_size)
+    if config.training.learning_rate is not None:
+        yield learning_rate(config.training.learning_rate, heads.config.hidden_size)
 
 
 def learning_rate(rate: float, width: int) -> Finding:

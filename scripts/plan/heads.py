@@ -140,7 +140,7 @@ class HeadsPlan(ABC):
         """Return the bytes that a GPU holds at all times, by what they are for."""
         heads, trained, training = self.made(setting), self._trained(setting), self.config.training
         optim = str(getattr(training.optim, "value", training.optim))
-        name = "muon" if self.config.optimizer == "muon" else optim
+        name = "muon" if self.config.uses_muon(sharded=setting.strategy != "ddp") else optim
         states = sum(optimizer_bytes(module, name, self.lm_heads(heads)) for module in trained)
         count, weights = self._count(setting), self.weights(heads)
         weights = replace(weights, all=count if self.joint else weights.all, trained=count)

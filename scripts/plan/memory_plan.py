@@ -148,7 +148,7 @@ class MemoryPlan:
         draft = self.draft(precision == "half")
         weights = Weights.of(draft)
         optim = str(getattr(config.training.optim, "value", config.training.optim))
-        name = "muon" if config.optimizer == "muon" else optim
+        name = "muon" if config.uses_muon(sharded=setting.strategy != "ddp") else optim
         held = held_bytes(weights, optimizer_bytes(draft, name), setting.strategy, gpus, precision)
         target = None if setting.target is None else self.target(setting.target_dtype)
         if target is not None and setting.target is not None:

@@ -40,7 +40,7 @@ def config(training: dict | None = None, **options) -> MedusaTrainingConfig:
         ({"warmup_heads": 1.5}, "warmup_heads: expected a share between 0 and 1, found 1.5"),
         ({"heads": "h", "draft_vocabulary": 9}, "draft_vocabulary: expected none beside heads"),
         ({"packing": True}, "max_length: expected the tokens of a packed row, found none"),
-        ({"optimizer": "sgd"}, "optimizer: expected one of trainer, muon, found 'sgd'"),
+        ({"optimizer": "sgd"}, "optimizer: expected one of auto, trainer, muon, found 'sgd'"),
         ({"backbone": "lora", "optimizer": "muon"}, "optimizer: expected trainer where the backbone is trained too"),
         ({"backbone": "full", "target_dtype": "bfloat16"}, "target_dtype: expected float32 where all of the"),
         ({"backbone": "full", "target_sharded": True}, "backbone: expected frozen for a target that is sharded or"),

@@ -1,0 +1,67 @@
+"""How a kind is trained where the user does not say."""
+
+import pytest
+from transformers import TrainingArguments
+
+from draftsmith.distill.config import DistillConfig, DraftInit
+from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.train.cli import parse_config
+from draftsmith.train.defaults import Defaults
+from draftsmith.train.options import LoraOptions
+
+RUN = ["--target", "t", "--completions", "[c]", "--training.output_dir", "out", "--training.use_cpu", "true"]
+CARVED = [*RUN, "--init.layers", "4"]
+
+
+def test_wider_drafters_learn_at_a_smaller_rate():
+    assert [Defaults(1e-2).learning_rate(width) for width in (128, 256, 576, 4064)] == [2e-2, 1e-2, 4.4e-3, 6.3e-4]
+
+
+def test_what_nobody_gave_is_the_recipes_own():
+    training = parse_config(DistillConfig, CARVED).training
+    assert training.learning_rate is None  # until the width is known
+    assert (training.lr_scheduler_type, training.warmup_steps, training.logging_steps) == ("cosine", 0.05, 10)
+    assert DistillConfig("t", ["c"], draft="d").training.learning_rate is None
+
+
+def test_what_is_given_wins_in_a_file_and_as_a_flag(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("training: {learning_rate: 5e-5, lr_scheduler_type: linear}\noptimizer: trainer\n")
+    config = parse_config(DistillConfig, [*CARVED, "--config", str(file), "--training.warmup_steps", "0"])
+    training = config.training
+    assert (training.learning_rate, training.lr_scheduler_type, training.warmup_steps) == (5e-5, "linear", 0)
+    assert not config.uses_muon(sharded=False)
+
+
+def of(kind, **options):
+    training = TrainingArguments("out", use_cpu=True, **options.pop("training", {}))
+    return kind("t", ["c"], training=training, **options)
+
+
+@pytest.mark.parametrize(
+    ("config", "muon", "sharded"),
+    [
+        (of(DistillConfig, init=DraftInit(4)), True, False),
+        (of(DistillConfig, init=DraftInit(config={})), True, False),
+        (of(DistillConfig, init=DraftInit(4), training={"optim": "adafactor"}), False, False),
+        (of(DistillConfig, init=DraftInit(4), optimizer="trainer"), False, False),
+        (of(DistillConfig, init=DraftInit(4, lora=LoraOptions())), False, False),
+        (of(DistillConfig, draft="d"), False, False),
+        (of(DistillConfig, draft="d", optimizer="muon"), True, True),  # and is refused where it is sharded
+        (of(MedusaTrainingConfig), False, False),
+        (of(EagleTrainingConfig), False, False),
+    ],
+)
+def test_muon_is_chosen_for_new_drafts_that_are_not_sharded(config, muon, sharded):
+    assert (config.uses_muon(sharded=False), config.uses_muon(sharded=True)) == (muon, sharded)
+
+
+def test_what_was_trained_before_is_changed_less():
+    for new, trained in (
+        (of(DistillConfig, init=DraftInit(4)), of(DistillConfig, draft="d")),
+        (of(MedusaTrainingConfig), of(MedusaTrainingConfig, heads="h")),
+        (of(MedusaTrainingConfig), of(MedusaTrainingConfig, backbone="full")),
+        (of(EagleTrainingConfig), of(EagleTrainingConfig, heads="h")),
+    ):
+        assert trained.defaults.rate <= new.defaults.rate / 3
