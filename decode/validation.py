@@ -35,6 +35,7 @@ EXPECTED = {
     "string_type": "a text",
     "list_type": "a list",
     "tuple_type": "a list",
+    "too_short": "at least {min_length} of it",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
@@ -152,7 +153,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
     """Return one of pydantic's errors in one line."""
     if error["type"] == "json_invalid":
-        return f"{where}: expected JSON, found: {error['ctx']['error']}"
+        found = str(error["ctx"]["error"]).replace("recursion limit exceeded", "nested too deeply")
+        return ": ".join(filter(None, [where, f"expected JSON, found: {found}"]))
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).removeprefix(".")
     context: Mapping[str, Any] = error.get("ctx", {})
     if error["type"] == "value_error":  # of a check of ours, which says all of it

@@ -13,7 +13,7 @@ from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
-from draftsmith.train.models import check_head, load_tokenizer, whole_weights
+from draftsmith.train.models import check_head, load_config, load_tokenizer, whole_weights
 from draftsmith.train.teacher.feature_reader import FeatureCollator, find_features
 
 
@@ -21,7 +21,10 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
     """Train as the config says; the heads are in `config.training.output_dir` when this returns."""
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     heads: EagleHeads | None = None
-    features = find_features(config.teacher_cache, config) if config.teacher_cache else None
+    features = None
+    if config.teacher_cache:
+        target_config = load_config(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        features = find_features(config.teacher_cache, config, token_count(tokenizer, target_config))
     with whole_weights():
         if config.heads is not None:  # at once: completions and the target take longer to read
             heads = EagleHeads.from_pretrained(config.heads).float()

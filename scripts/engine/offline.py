@@ -13,8 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.measurement.server_counts import ServerCounts, possible
+from draftsmith.decode.validation import Count, Said, TokenId, parsed
 from draftsmith.scripts.engine import driver
 
 VARIABLE = "DRAFTSMITH_ENGINE"
@@ -74,6 +77,25 @@ class Run:
     """One a job: what was decoded, or what failed."""
 
 
+class Result(Said):
+    """What the engine's process says of one job."""
+
+    error: str | None = None
+    token_ids: list[list[TokenId]] = Field(default_factory=list)
+    num_drafts: list[Count] = Field(default_factory=list)
+    num_draft_tokens: list[Count] = Field(default_factory=list)
+    num_accepted_tokens: list[Count] = Field(default_factory=list)
+    num_accepted_tokens_per_pos: list[Count] = Field(default_factory=list)
+
+
+class Told(Said):
+    """What the engine's process says."""
+
+    vllm: str
+    device: str
+    results: list[Result]
+
+
 def engine_python(given: str | None = None) -> Path:
     """Return the absolute path of a Python that has vllm: the one given, `DRAFTSMITH_ENGINE`'s, ours beside, or this.
 
@@ -124,12 +146,30 @@ def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> Run:
         asked, answered, log = (Path(scratch) / name for name in ("jobs.json", "answers.json", "log"))
         asked.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
         ended = _run([str(python), "-P", str(Path(driver.__file__).resolve()), str(asked), str(answered)], log, timeout)
-        content = json.loads(answered.read_text(encoding="utf-8")) if answered.exists() else {"results": []}
-        if not content["results"]:
+        if not answered.exists():
             raise EngineFailure(f"engine: expected answers from {python}, found {ended}")
-    answers = [_answer(result) for result in content["results"]]
-    lost = [EngineFailure(ended)] * (len(jobs) - len(answers))
-    return Run(content["vllm"], content["device"], [*answers, *lost])
+        return run_of(answered.read_bytes(), jobs, ended)
+
+
+def run_of(said: bytes, jobs: Sequence[Job], ended: str) -> Run:
+    """Return what became of jobs, as the engine's process says.
+
+    Args:
+        said: its answers, JSON.
+        jobs: what it was to decode.
+        ended: how it ended, of the jobs that it did not come to.
+
+    Raises:
+        EngineFailure: it says nothing that can be an answer.
+    """
+    try:
+        told = parsed(Told, said, "engine")
+    except InputError as error:
+        raise EngineFailure(str(error)) from error
+    if not told.results or len(told.results) > len(jobs):
+        raise EngineFailure(f"engine: expected answers to {len(jobs)} jobs, found {len(told.results)}: {ended}")
+    answers = [_answer(result, job) for result, job in zip(told.results, jobs, strict=False)]
+    return Run(told.vllm, told.device, [*answers, *[EngineFailure(ended)] * (len(jobs) - len(answers))])
 
 
 def _run(command: list[str], log: Path, timeout: float) -> str:
@@ -148,11 +188,22 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
     return f"{ended}: {' '.join(lines[-1].split())[:300]}" if lines else ended
 
 
-def _answer(result: dict[str, Any]) -> Answer | EngineFailure:
-    if "error" in result:
-        return EngineFailure(str(result["error"]))
-    drafts, drafted, accepted = (
-        sum(result.get(f"num_{name}", [])) for name in ("drafts", "draft_tokens", "accepted_tokens")
-    )
-    per_pos = tuple(result.get("num_accepted_tokens_per_pos", []))
-    return Answer(result["token_ids"], ServerCounts(drafts, drafted, accepted, per_pos))
+def _answer(result: Result, job: Job) -> Answer | EngineFailure:
+    if result.error is not None:
+        return EngineFailure(result.error)
+    texts = result.token_ids
+    if len(texts) != len(job.prompts) or any(len(text) > job.max_tokens for text in texts):
+        return EngineFailure(
+            f"engine: token_ids: expected {len(job.prompts)} texts of at most {job.max_tokens} tokens, found "
+            f"{[len(text) for text in texts][:8]}"
+        )
+    try:
+        counts = ServerCounts(
+            sum(result.num_drafts),
+            sum(result.num_draft_tokens),
+            sum(result.num_accepted_tokens),
+            tuple(result.num_accepted_tokens_per_pos),
+        )
+        return Answer(texts, possible(counts))
+    except ValueError as error:
+        return EngineFailure(f"engine: {error}")

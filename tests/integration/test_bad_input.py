@@ -175,9 +175,9 @@ def test_costs_that_are_none_are_refused(command, made, tmp_path):
     file = tmp_path / "costs.json"
     for content in damaged:
         file.write_text(json.dumps(content))
-        refused(command, "measure", "costs: ", costs=file)
+        refused(command, "measure", f"costs: {file}: ", costs=file)
     file.write_text("[" * 100_000)
-    refused(command, "measure", "costs: ", costs=file)
+    refused(command, "measure", f"costs: {file}: expected JSON, found: nested too deeply", costs=file)
 
 
 def manifest(**fields: object):
@@ -219,11 +219,11 @@ def as_directory(directory) -> None:
 
 FAULT = r"expected samples as draftsmith prepare writes them, found "
 COMPLETIONS = {
-    "no shards": (manifest(shards=None), "expected shards as draftsmith writes it, found None"),
-    "shards in words": (manifest(shards="3"), "expected shards as draftsmith writes it, found '3'"),
-    "no settings": (manifest(settings=None), "expected settings as"),
-    "a target in words": (manifest(target="x"), "expected target as"),
-    "a list": (lambda directory: (directory / "manifest.json").write_text("[]"), "expected schema"),
+    "no shards": (manifest(shards=None), "shards: expected a value, found none"),
+    "shards in words": (manifest(shards="3"), "shards: expected a whole number, found '3'"),
+    "no settings": (manifest(settings=None), "settings: expected a value, found none"),
+    "a target in words": (manifest(target="x"), "target: expected an object, found"),
+    "a list": (lambda directory: (directory / "manifest.json").write_text("[]"), "expected an object, found []"),
     "a deep nest": (lambda directory: (directory / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
     "a directory": (as_directory, "Is a directory"),
     "no samples": (emptied, "found shards without samples"),

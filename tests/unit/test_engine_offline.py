@@ -9,7 +9,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.engine import offline
-from draftsmith.scripts.engine.offline import VARIABLE, Answer, EngineFailure, Job, engine_python, run_jobs
+from draftsmith.scripts.engine.offline import VARIABLE, Answer, EngineFailure, Job, engine_python, run_jobs, run_of
 
 JOBS = [Job("target", [[1, 2]]), Job("target", [[3]], {"method": "medusa"}, max_tokens=2)]
 ANSWERED = {
@@ -91,6 +91,24 @@ def test_the_death_of_an_engine_keeps_the_answers_before_it(tmp_path):
     assert str(second) == "exit code 9: memory"
     with pytest.raises(EngineFailure, match=r"^engine: expected answers from .*, found exit code 3$"):
         run_jobs(engine(tmp_path / "mute", [], "sys.exit(3)"), JOBS)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"token_ids": [[7, 8.5]]}, r"^engine: results\[0\]\.token_ids\[0\]\[1\]: expected a whole number, found 8\.5"),
+        ({"token_ids": [[-7]]}, r"^engine: results\[0\]\.token_ids\[0\]\[0\]: expected at least 0, found -7"),
+        ({"token_ids": [[7], [8]]}, "^engine: token_ids: expected 1 texts of at most 64 tokens, found"),
+        ({"token_ids": [[7] * 65]}, "^engine: token_ids: expected 1 texts of at most 64 tokens, found"),
+        ({"num_drafts": 2}, r"^engine: results\[0\]\.num_drafts: expected a list, found 2"),
+        ({"num_accepted_tokens": [7]}, "^engine: expected at most as many accepted as drafted tokens, found 7 of 6"),
+    ],
+    ids=str,
+)
+def test_an_answer_that_cannot_be_is_one_line(wrong, named):
+    said = json.dumps({"vllm": "1.2", "device": "cpu", "results": [ANSWERED | wrong]}).encode()
+    with pytest.raises(EngineFailure, match=named):
+        raise run_of(said, JOBS, "exit code 0").answers[0]
 
 
 def test_an_engine_that_hangs_is_ended_in_time(tmp_path):

@@ -34,10 +34,10 @@ def configured(pipeline: Path, output: Path, **options) -> CacheConfig:
     return CacheConfig(str(pipeline / "target"), output=str(output), **options)
 
 
-def found_in(pipeline: Path, *caches: Path, **options):
+def found_in(pipeline: Path, *caches: Path, vocab_size: int = 300, **options):
     options = {"completions": [str(pipeline / name) for name in PATHS]} | options
     config = RecipeConfig(**{"target": str(pipeline / "target")} | options)
-    return find_features([str(cache) for cache in caches], config)
+    return find_features([str(cache) for cache in caches], config, vocab_size)
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +278,7 @@ def test_the_ends_of_a_target_are_its_own(tmp_path, tokenizer, kind):
     assert (head_of(found).weight is found.get_input_embeddings().weight) == (kind == "gemma")
 
 
-@pytest.mark.parametrize("fault", ["missing", "cut", "another"])
+@pytest.mark.parametrize("fault", ["missing", "cut", "another", "flipped"])
 def test_ends_that_are_none_are_one_line(tmp_path, tokenizer, fault):
     save_model(tiny_llama(0, 300), tokenizer, tmp_path / "target")
     save_ends(tiny_llama(0, 300, hidden=16 if fault == "another" else 32), tmp_path / ENDS)
@@ -286,6 +286,10 @@ def test_ends_that_are_none_are_one_line(tmp_path, tokenizer, fault):
         (tmp_path / ENDS).unlink()
     elif fault == "cut":
         (tmp_path / ENDS).write_bytes((tmp_path / ENDS).read_bytes()[:-100])
+    elif fault == "flipped":
+        content = bytearray((tmp_path / ENDS).read_bytes())
+        content[-101] ^= 1
+        (tmp_path / ENDS).write_bytes(content)
     with pytest.raises(InputError, match=r"^teacher_cache: expected what draftsmith cache --features keeps") as error:
         load_ends(tmp_path / ENDS, str(tmp_path / "target"))
     assert "\n" not in str(error.value)

@@ -8,7 +8,8 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, read_rounds
 
-SETTINGS = Settings(SCHEMA, "target", "float32", 3, 2, {"draft": {"kind": "draft", "path": "d"}}, {"top_k": 0})
+DRAFTERS = {name: {"kind": name, "path": "d"} for name in ("draft", "heads")}
+SETTINGS = Settings(SCHEMA, "target", "float32", 3, 2, DRAFTERS, {"top_k": 0})
 KNOWN = {"draft": {"probabilistic": [1, 0, 1, 1, 0]}, "heads": {"probabilistic": [[1, 0], [0, 0], [1, 1], [0, 1]]}}
 TEXT = ExpectedText("p0", 0.0, [1, 2], [3, 4, 5, 6, 7], 3, [0.1, 0.2, 0.3], KNOWN)
 
@@ -33,13 +34,12 @@ def test_what_is_whole_is_read(tmp_path):
         {"max_new_tokens": None},
         {"filters": {"top_x": 1}},
         {"filters": None},
-        {"more": 1},
     ],
     ids=str,
 )
 def test_broken_settings_are_named(tmp_path, wrong):
     written(tmp_path / "rounds.jsonl", asdict(SETTINGS) | wrong, asdict(TEXT))
-    with pytest.raises(InputError, match=r"^expect: expected the rounds of a report in .*, found .* in its line 1$"):
+    with pytest.raises(InputError, match=r"^expect: .*rounds\.jsonl:1: .*expected .*, found"):
         read_rounds(str(tmp_path))
 
 
@@ -62,11 +62,10 @@ def test_broken_settings_are_named(tmp_path, wrong):
         {"accepted": {"draft": {"probabilistic": [[1], [0, 1], [1], [1], [1]]}}},
         {"accepted": {"draft": {"probabilistic": ["yes"] * 5}}},
         {"accepted": {"draft": {"probabilistic": 1}}},
-        {"more": 1},
     ],
     ids=str,
 )
 def test_a_broken_text_is_named(tmp_path, wrong):
     written(tmp_path / "rounds.jsonl", asdict(SETTINGS), asdict(TEXT) | wrong)
-    with pytest.raises(InputError, match=r"^expect: expected the rounds of a report in .*, found .* in its line 3$"):
+    with pytest.raises(InputError, match=r"^expect: .*rounds\.jsonl:3: .*expected .*, found"):
         read_rounds(str(tmp_path))

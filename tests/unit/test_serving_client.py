@@ -102,7 +102,7 @@ def drafted(**counts) -> bytes:
         (drafted(acceptance_histogram=[1, 4], num_draft_tokens=3), "at most as many accepted as drafted"),
         (drafted(acceptance_histogram=[-1, 4], num_draft_tokens=8), "acceptance_histogram"),
         (drafted(acceptance_histogram=[], num_draft_tokens=8), "acceptance_histogram"),
-        (b'data: {"choices": ' + b"[" * 1000 + b"]" * 1000 + b"}\n\n", "expected JSON, found: recursion limit"),
+        (b'data: {"choices": ' + b"[" * 1000 + b"]" * 1000 + b"}\n\n", "expected JSON, found: nested too deeply"),
     ],
 )
 def test_what_no_completion_says_is_refused_in_one_line(part, field, monkeypatch):

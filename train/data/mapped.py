@@ -204,7 +204,9 @@ class Texts:
                 try:
                     reader = pa.ipc.open_file(pa.memory_map(str(file)))
                     batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
-                except (OSError, pa.ArrowInvalid) as error:
+                    for batch in batches[before:]:
+                        batch.validate(full=True)  # where each sample begins: a wrong place would be read blindly
+                except (OSError, pa.ArrowException) as error:
                     raise InputError(f"{file}: expected mapped samples, found no whole file; remove it") from error
             counts.append(sum(len(batch) for batch in batches[before:]))
         self.table = pa.Table.from_batches(batches, SAMPLES)
@@ -217,6 +219,7 @@ class Texts:
             )
             for batch in batches
         ]
+        self._texts = [batch["text"].to_numpy() for batch in batches]
         self.lengths: np.ndarray = np.concatenate([np.diff(view[0]) for view in self._views] or [np.empty(0, np.int32)])
 
     def __len__(self) -> int:
@@ -250,13 +253,22 @@ class Texts:
         return np.concatenate(counts)
 
     def read(self, sample: int, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return a sample's first tokens and their labels, −100 where there is nothing to learn; both (T,) int32."""
+        """Return a sample's first tokens and their labels, −100 where there is nothing to learn; both (T,) int32.
+
+        Raises:
+            InputError: it is not what was written, by its hash.
+        """
         at = int(np.searchsorted(self._batch_starts, sample, side="right")) - 1
         offsets, tokens, borders, spans = self._views[at]
         row = sample - self._batch_starts[at]
-        ids = tokens[offsets[row] : offsets[row + 1]][:max_length]
+        own, edges = tokens[offsets[row] : offsets[row + 1]], spans[borders[row] : borders[row + 1]]
+        if _hash(own, edges) != self._texts[at][row]:
+            name = next(file for files in self.files.values() for file in files)
+            raise InputError(
+                f"{name.parent}: expected mapped samples as they were written, found a damaged file; remove {DIRECTORY}"
+            )
+        ids = own[:max_length]
         labels = np.full_like(ids, IGNORED)
-        edges = spans[borders[row] : borders[row + 1]]
         for start, end in zip(edges[::2], edges[1::2], strict=True):
             labels[start:end] = ids[start:end]
         return ids, labels

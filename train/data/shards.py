@@ -6,14 +6,16 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import Amount, Count, Share, read
 from draftsmith.train.files import remove, write_aside
 from draftsmith.train.job.lock import locked
 
@@ -34,8 +36,6 @@ COLUMNS = pa.schema(
 MIXED = COLUMNS.append(pa.field("temperature", pa.float32()))
 """Of completions at several temperatures, which say at which each was written."""
 
-FIELDS = {"settings": dict, "target": dict, "versions": dict}
-"""What every manifest has; that of completions has its number of `shards` too."""
 MOST_IDS = 2**31
 UNNAMED: dict[str, Any] = {
     "min_p": 0.0,
@@ -51,6 +51,54 @@ SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
 """What says where completions come from, and the flags that set it."""
 
 logger = logging.getLogger(__name__)
+
+
+class Part(TypedDict):
+    """Completions that a cache is of."""
+
+    path: str
+    sha256: str
+    """Of their manifest."""
+
+
+@with_config(ConfigDict(extra="allow"))
+class LawSettings(TypedDict, total=False):
+    """The law that texts were sampled by, among other settings."""
+
+    temperature: Amount
+    top_k: Count
+    top_p: Share
+
+
+class Named(TypedDict):
+    """What says of which kind a manifest is."""
+
+    schema: str
+
+
+class BaseManifest(Named):
+    """What every manifest has; what has a `path` is compared by what else is said of it."""
+
+    target: dict[str, Any]
+    versions: dict[str, Any]
+    source: NotRequired[dict[str, Any]]
+    prompts: NotRequired[dict[str, Any]]
+
+
+@with_config(ConfigDict(extra="allow"))
+class Manifest(BaseManifest):
+    """One whose settings are compared, and not read."""
+
+    settings: dict[str, Any]
+    completions: NotRequired[list[Part]]
+
+
+@with_config(ConfigDict(extra="allow"))
+class CompletionsManifest(BaseManifest):
+    """That of completions."""
+
+    settings: LawSettings
+    shards: Count
 
 
 @contextmanager
@@ -189,25 +237,27 @@ def _fault(shard: pa.Table, vocab_size: int | None) -> str | None:
     return None
 
 
-def read_manifest(directory: Path, expected: str = SCHEMA) -> dict[str, Any] | None:
+def read_manifest(directory: Path, expected: str = SCHEMA, kind: Any = None) -> dict[str, Any] | None:
     """Read the manifest of a directory of completions, or of another schema; None where there is none.
+
+    Args:
+        directory: where it lies.
+        expected: its schema.
+        kind: what else it says, a kind of `BaseManifest`.
 
     Raises:
         InputError: it is no JSON, of another schema, or without a field.
     """
     path = directory / MANIFEST
     try:
-        manifest = parse_json(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        found = read(Named, path)["schema"]
+    except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: expected JSON, found: {error}") from error
-    schema = manifest.get("schema") if isinstance(manifest, dict) else None
-    if schema != expected:
-        raise InputError(f"{path}: expected schema {expected!r}, found {schema!r}")
-    for name, kind in (FIELDS | ({"shards": int} if expected == SCHEMA else {})).items():
-        if not isinstance(manifest.get(name), kind):
-            raise InputError(f"{path}: expected {name} as draftsmith writes it, found {manifest.get(name)!r:.40}")
+    if found != expected:
+        raise InputError(f"{path}: expected schema {expected!r}, found {found!r}")
+    if kind is None:
+        kind = CompletionsManifest if expected == SCHEMA else Manifest
+    manifest: dict[str, Any] = read(kind, path)
     return manifest
 
 
@@ -239,11 +289,12 @@ def settle_manifest(directory: Path, manifest: dict[str, Any]) -> None:
         if then != now:
             raise InputError(f"{name}: expected {then!r}, found {now!r}{way_out}")
     for name in sorted(name for name, value in manifest.items() if isinstance(value, dict) and "path" in value):
-        for part in sorted((manifest[name].keys() | before[name].keys()) - {"path"}):
-            then, now = before[name].get(part), manifest[name].get(part)
+        was = before[name] if isinstance(before.get(name), dict) else {}
+        for part in sorted((manifest[name].keys() | was.keys()) - {"path"}):
+            then, now = was.get(part), manifest[name].get(part)
             if then != now:
                 raise InputError(
-                    f"{name}: expected {before[name]['path']} as it was ({part}: {then}), "
+                    f"{name}: expected {was.get('path')} as it was ({part}: {then}), "
                     f"found {manifest[name]['path']} ({part}: {now}){way_out}"
                 )
     parts = [each.get("completions", []) for each in (before, manifest)]

@@ -16,11 +16,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import Count, Said, TokenId
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.data.samples import Batch, Completion, Sample
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
@@ -39,6 +41,64 @@ class Answer:
     token_ids: list[int] | None
     prompt_ids: list[int] | None
     count: int | None
+
+
+class Choice(Said):
+    """A completion of `/v1/completions`; what ended it is vLLM's `stop_reason` and SGLang's `matched_stop`."""
+
+    text: str
+    finish_reason: str | None
+    stop_reason: Any = None
+    matched_stop: Any = None
+    token_ids: list[TokenId] | None = None
+    prompt_token_ids: list[TokenId] | None = None
+
+
+class Usage(Said):
+    """Tokens, as a server counts them."""
+
+    completion_tokens: Count | None = None
+
+
+class Completed(Said):
+    """An answer of `/v1/completions`."""
+
+    choices: Annotated[list[Choice], Field(min_length=1)]
+    usage: Usage | None = None
+
+
+class Finished(Said):
+    """How a text of SGLang's `/generate` ended."""
+
+    type: str
+    matched: Any = None
+
+
+class Meta(Said):
+    """What SGLang says of a text."""
+
+    finish_reason: Finished
+    completion_tokens: Count | None = None
+
+
+class Generated(Said):
+    """An answer of SGLang's `/generate`."""
+
+    text: str
+    meta_info: Meta
+    output_ids: list[TokenId] | None = None
+
+
+class Model(Said):
+    """One of the models that a server lists."""
+
+    id: str
+
+
+class Models(Said):
+    """What `/v1/models` answers."""
+
+    data: list[Model]
 
 
 @dataclass(frozen=True)
@@ -64,15 +124,12 @@ def served_model(config: PrepareConfig) -> str:
     if config.endpoint_model is not None:
         return config.endpoint_model
 
-    async def ask() -> Any:
+    async def ask() -> Models:
         server = Server(config)
         async with server.client:
-            return await server.call("/models", "a list of models")
+            return await server.call(Models, "/models", "a list of models")
 
-    listed = asyncio.run(ask())
-    entries = listed.get("data") if isinstance(listed, dict) else None
-    named = [entry.get("id") for entry in (entries if isinstance(entries, list) else []) if isinstance(entry, dict)]
-    names = [name for name in named if isinstance(name, str) and _is_unicode(name)]
+    names = [model.id for model in asyncio.run(ask()).data]
     if len(names) != 1:
         raise InputError(
             f"endpoint_model: expected one model at {config.endpoint}, found {', '.join(names) or 'none'}; "
@@ -145,10 +202,13 @@ class Source:
     async def complete(self, sample: Sample) -> Completion:
         """Complete one prompt."""
         name, url = f"prompt {sample.prompt.id!r}", self.server.url
-        body = await self.server.call("/completions", f"a completion of {name}", self.request(sample))
-        answer = read_native(body) if self.server.native else read_openai(body)
-        if answer is None or answer.finish_reason not in {"stop", "length"}:
-            found = "an answer of another shape" if answer is None else f"finish_reason {answer.finish_reason!r}"
+        what, request = f"a completion of {name}", self.request(sample)
+        if self.server.native:
+            answer = native_answer(await self.server.call(Generated, "/completions", what, request))
+        else:
+            answer = openai_answer(await self.server.call(Completed, "/completions", what, request))
+        if answer.finish_reason not in {"stop", "length"}:
+            found = f"finish_reason {answer.finish_reason!r}"
             raise InputError(f"endpoint: expected a completion of {name} from {url}, found {found}")
         if answer.prompt_ids is not None and answer.prompt_ids != sample.ids:
             raise InputError(
@@ -183,36 +243,19 @@ class Source:
         return asked | sampling | seed | {"return_token_ids": True}
 
 
-def read_openai(body: Any) -> Answer | None:
-    """Read an answer of `/v1/completions`; None where it has another shape."""
-    try:
-        choice = body["choices"][0]
-        return Answer(
-            text=_text(choice["text"]),
-            finish_reason=choice["finish_reason"],
-            stop_id=_id(choice.get("stop_reason", choice.get("matched_stop"))),  # vLLM's word, and SGLang's
-            token_ids=_ids(choice.get("token_ids")),
-            prompt_ids=choice.get("prompt_token_ids"),
-            count=(body.get("usage") or {}).get("completion_tokens"),
-        )
-    except (KeyError, IndexError, TypeError, AttributeError, ValueError):
-        return None
+def openai_answer(body: Completed) -> Answer:
+    """Return what `/v1/completions` answers."""
+    choice = body.choices[0]
+    stopped_by = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
+    count = None if body.usage is None else body.usage.completion_tokens
+    return Answer(choice.text, choice.finish_reason, _id(stopped_by), choice.token_ids, choice.prompt_token_ids, count)
 
 
-def read_native(body: Any) -> Answer | None:
-    """Read an answer of SGLang's `/generate`; None where it has another shape."""
-    try:
-        about = body["meta_info"]
-        return Answer(
-            text=_text(body["text"]),
-            finish_reason=about["finish_reason"]["type"],
-            stop_id=_id(about["finish_reason"].get("matched")),
-            token_ids=_ids(body.get("output_ids")),
-            prompt_ids=None,
-            count=about.get("completion_tokens"),
-        )
-    except (KeyError, TypeError, AttributeError, ValueError):
-        return None
+def native_answer(body: Generated) -> Answer:
+    """Return what SGLang's `/generate` answers."""
+    about = body.meta_info
+    ended = about.finish_reason
+    return Answer(body.text, ended.type, _id(ended.matched), body.output_ids, None, about.completion_tokens)
 
 
 def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
@@ -251,23 +294,6 @@ def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: 
     return Completion(ids, reason, uncertain)
 
 
-def _text(value: Any) -> str:
-    """Return a text, without which an answer has another shape; half a surrogate pair is none."""
-    if not isinstance(value, str) or not _is_unicode(value):
-        raise ValueError("no text")
-    return value
-
-
-def _is_unicode(value: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in value)
-
-
-def _ids(value: Any) -> list[int] | None:
-    """Return ids as they are, None where there are none; a number that is no whole one is no id."""
-    if value is not None and not (isinstance(value, list) and all(type(token) is int for token in value)):
-        raise ValueError("no ids")
-    return value
-
-
 def _id(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+    """Return a token's id; None of a text that ended the completion."""
+    return value if type(value) is int else None

@@ -5,14 +5,15 @@ import logging
 import os
 import random
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import parse_json, parsed
 from draftsmith.train.data.prepare_config import PrepareConfig
 
+T = TypeVar("T")
 FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
 FIRST_REQUESTS, MOST_REQUESTS = 64, 1024
 BUSY = (429, 503)
@@ -40,8 +41,14 @@ class Server:
         self.native = self.url.endswith("/generate")
         self.base = self.url.removesuffix("/generate") + "/v1" if self.native else self.url.removesuffix("/completions")
 
-    async def call(self, path: str, what: str, body: dict[str, Any] | None = None) -> Any:
-        """Return the JSON that a path answers with: to a POST of `body`, or to a GET where there is none.
+    async def call(self, kind: type[T], path: str, what: str, body: dict[str, Any] | None = None) -> T:
+        """Return what a path answers with: to a POST of `body`, or to a GET where there is none.
+
+        Args:
+            kind: what is expected; broken JSON is asked for again, an answer that says something else is an error.
+            path: of the server's API.
+            what: is asked for, for messages.
+            body: of the request.
 
         Raises:
             InputError: it was refused, every try failed, or the deadline has passed; says for `what`, where, and in the
@@ -64,11 +71,12 @@ class Server:
                 status = response.status_code
                 if status == 200:
                     try:
-                        answer = parse_json(content.decode("utf-8"))
-                        self.window.grow()
-                        return answer
+                        parse_json(content.decode("utf-8"))
                     except ValueError as error:
                         found = f"broken JSON ({error})"
+                    else:
+                        self.window.grow()
+                        return parsed(kind, content, f"endpoint: {what} from {url}", self.key)
                 else:
                     found = f"{status} {server_words(content) or response.reason_phrase}"
                     if status != 429 and status < 500:

@@ -5,22 +5,34 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import torch
+from pydantic import Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import Amount, Count, Share
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.data.shards import read_manifest, read_shard
+from draftsmith.train.data.shards import BaseManifest, Part, read_manifest, read_shard
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_writer import digest, identity
 from draftsmith.train.teacher.distribution_shards import COLUMNS, NUMBERS, ROW_GROUP, SAMPLER, SCHEMA
 from draftsmith.train.teacher.distributions import CachedDistributions
+
+Size = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class CacheManifest(BaseManifest):
+    """What a cache says of itself."""
+
+    vocab_size: Size
+    completions: list[Part]
 
 
 @dataclass(frozen=True)
@@ -44,6 +56,22 @@ class DistributionIndex(SampleIndex):
     """Where the distributions of samples are."""
 
     k: int
+    vocab_size: int
+
+
+class DistributionSettings(TypedDict):
+    """What determines the numbers of a cache of distributions."""
+
+    k: Size
+    temperature: Amount
+    top_k: Count
+    top_p: Share
+
+
+class DistributionManifest(CacheManifest):
+    """What a cache of distributions says of itself."""
+
+    settings: DistributionSettings
 
 
 def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> DistributionIndex:
@@ -58,7 +86,7 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
         InputError: a cache is missing, malformed or damaged, or of another sampling, target or k than the rest; or
             completions or samples are in none: names them.
     """
-    manifests = read_manifests(caches, config, SCHEMA)
+    manifests = read_manifests(caches, config, SCHEMA, DistributionManifest, vocab_size)
     widths = {path: manifest["settings"]["k"] for path, manifest in manifests.items()}
     for path, manifest in manifests.items():
         for name in SAMPLER:
@@ -68,40 +96,44 @@ def find_distributions(caches: Sequence[str], config: RecipeConfig, vocab_size: 
                     f"{name}: expected {written}, which {path} was written at, found {value}; train with that, or run "
                     f"draftsmith cache with --{name} {value}"
                 )
-        if manifest["vocab_size"] != vocab_size:
-            raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
         if widths[path] != widths[caches[0]]:
             raise InputError(
                 f"teacher_cache: expected caches of one k, found {widths[caches[0]]} in {caches[0]} and {widths[path]} "
                 f"in {path}"
             )
-    return DistributionIndex(*locate(manifests, config, COLUMNS), k=widths[caches[0]])
+    return DistributionIndex(*locate(manifests, config, COLUMNS), k=widths[caches[0]], vocab_size=vocab_size)
 
 
-def read_manifests(caches: Sequence[str], config: RecipeConfig, schema: str) -> dict[str, dict[str, Any]]:
+def read_manifests(
+    caches: Sequence[str], config: RecipeConfig, schema: str, kind: Any, vocab_size: int
+) -> dict[str, dict[str, Any]]:
     """Read what caches of a training run's target are.
 
     Args:
         caches: directories that `make_cache` wrote.
         config: says which target; its weights need not be there.
         schema: of the caches.
+        kind: what their manifests say.
+        vocab_size: the target's tokens.
 
     Returns:
         Their manifests, by their paths.
 
     Raises:
-        InputError: a cache is missing, malformed, or of another target or schema.
+        InputError: a cache is missing, malformed, or of another target, vocabulary or schema.
     """
     known, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
     for path in caches:
-        manifest = read_manifest(Path(path), schema)
+        manifest = read_manifest(Path(path), schema, kind)
         if manifest is None:
             raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
+        if manifest["vocab_size"] != vocab_size:
+            raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
         for name in known.keys() & manifest["target"].keys():
             if known[name] != manifest["target"][name]:
                 raise InputError(
                     f"teacher_cache: expected a cache of {config.target}, found in {path} one of "
-                    f"{manifest['target']['path']}, whose {name} is another"
+                    f"{manifest['target'].get('path')}, whose {name} is another"
                 )
         manifests[path] = manifest
     return manifests
@@ -184,10 +216,18 @@ def read_cached(
     """
     shard = read_shard(file, columns, row_group=row_group, columns=names)
     if shard is None:
-        raise InputError(
-            f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again"
-        )
+        raise damaged(file)
     return shard
+
+
+def damaged(file: Path) -> InputError:
+    """Return what is said of a shard that is not what was written."""
+    return InputError(f"{file}: expected a shard of a teacher cache, found a damaged file; run draftsmith cache again")
+
+
+SINGLE = {"log_p_of_text": 1}
+MOST_LOG_P = 1e-3
+"""Rounding may leave a probability a little above 1; no comparison holds of a NaN."""
 
 
 @lru_cache(maxsize=32)
@@ -226,8 +266,16 @@ class CachedCollator:
         file, row = self.distributions.find(text)
         table = _read_group(file, row // ROW_GROUP)
         values = {column: table[column][row % ROW_GROUP].values.to_numpy() for column in NUMBERS}
+        k, positions = self.distributions.k, len(values["log_tail"])
+        if any(len(values[name]) != positions * width for name, width in {**SINGLE, "ids": k, "log_p": k}.items()):
+            raise damaged(file)
         for column in ("ids", "log_p"):
-            values[column] = values[column].reshape(-1, self.distributions.k)
+            values[column] = values[column].reshape(-1, k)
+        ids = values["ids"]
+        if positions < count or (ids < 0).any() or (ids >= self.distributions.vocab_size).any():
+            raise damaged(file)
+        if any(not (values[column] <= MOST_LOG_P).all() for column in NUMBERS if column != "ids"):
+            raise damaged(file)
         return {column: value[:count] for column, value in values.items()}
 
 

@@ -6,21 +6,36 @@ Shape suffixes: B rows, T tokens of a row.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import Count
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.teacher.cache_reader import SampleIndex, locate, read_cached, read_manifests, texts_of_row
+from draftsmith.train.teacher.cache_reader import (
+    CacheManifest,
+    SampleIndex,
+    Size,
+    damaged,
+    locate,
+    read_cached,
+    read_manifests,
+    texts_of_row,
+)
 from draftsmith.train.teacher.feature_shards import SCHEMA, STATES, Layout
 from draftsmith.train.teacher.target_ends import ENDS, load_ends
 
 BITS: dict[torch.dtype, np.dtype[Any]] = {torch.bfloat16: np.dtype(np.int16), torch.float32: np.dtype(np.int32)}
 """Integers of a dtype's size: under DeepSpeed a Trainer rounds the floats of a batch to the dtype that it trains in."""
+
+EXPONENTS = {torch.bfloat16: 0x7F80, torch.float32: 0x7F800000}
+"""The bits that are all set in NaN and infinity."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +62,33 @@ class FeatureIndex(SampleIndex):
             )
 
 
-def find_features(caches: Sequence[str], config: RecipeConfig) -> FeatureIndex:
+class FeatureSettings(TypedDict):
+    """What determines the numbers of a cache of features."""
+
+    layer_ids: Annotated[list[Count], Field(min_length=1)]
+    hidden_size: Size
+    feature_dtype: Literal["bfloat16", "float32"]
+
+
+class FeatureManifest(CacheManifest):
+    """What a cache of features says of itself."""
+
+    settings: FeatureSettings
+
+
+def find_features(caches: Sequence[str], config: RecipeConfig, vocab_size: int) -> FeatureIndex:
     """Find the features of every sample that a training run learns from, or is measured on.
 
     Args:
         caches: directories that `make_cache` wrote; together they have the features of all completions.
         config: says which completions, target and length; the target's weights need not be there.
+        vocab_size: the target's tokens.
 
     Raises:
         InputError: a cache is missing, malformed or damaged, or of another target, or of other depths or another dtype
             than the rest; or completions or samples are in none: names them.
     """
-    manifests = read_manifests(caches, config, SCHEMA)
+    manifests = read_manifests(caches, config, SCHEMA, FeatureManifest, vocab_size)
     layouts = {}
     for path, manifest in manifests.items():
         settings = manifest["settings"]
@@ -107,6 +137,8 @@ class FeatureCollator:
             places = table[name][0].values
             bits = np.frombuffer(places.buffers()[1] or b"", BITS[layout.dtype]).reshape(-1, width)
             found[name] = bits[places.offset : places.offset + len(places)]
+            if (found[name] & EXPONENTS[layout.dtype] == EXPONENTS[layout.dtype]).any():
+                raise damaged(file)  # not finite
         return found
 
 

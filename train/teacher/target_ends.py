@@ -5,10 +5,13 @@ norm are what the heads may begin as. They are written where the features are, s
 weights need be there; of Qwen3-8B in bfloat16 they are 2.9 GB of 16.
 """
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -20,6 +23,8 @@ from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.models import DTYPES, empty_model
 
 ENDS = "target.safetensors"
+SHA256 = "sha256"
+"""In the file's metadata, of all tensors: safetensors has no checksums of its own."""
 
 
 def save_ends(target: PreTrainedModel, path: Path) -> None:
@@ -30,7 +35,7 @@ def save_ends(target: PreTrainedModel, path: Path) -> None:
     """
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _ends(target, not is_quantized(target))}
     with written_aside(path) as aside:
-        save_file(tensors, aside)
+        save_file(tensors, aside, {SHA256: _digest(tensors)})
 
 
 def ends_bytes(path: str, dtype: str, trust_remote_code: bool = False) -> int:
@@ -56,6 +61,10 @@ def load_ends(path: Path, target: str, *, trust_remote_code: bool = False) -> Pr
     """
     with reading("teacher_cache", f"what draftsmith cache --features keeps of a target in {path}"):
         tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            written = (file.metadata() or {}).get(SHA256)
+        if written != _digest(tensors):
+            raise ValueError("another checksum: remove the file and run draftsmith cache again")
         model = empty_model(target, field="target", trust_remote_code=trust_remote_code)
         for name, tensor in tensors.items():
             _put(model, name, tensor)
@@ -81,6 +90,15 @@ def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tens
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield f"{prefix}.{name}", tensor.detach()
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return what tells tensors from others, in the order of their names."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _put(model: nn.Module, name: str, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from draftsmith.decode.options import Filters
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Named, Settings
 from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.pair import DRAFTS, Pair
 from draftsmith.scripts.report.types import Verifier
@@ -31,8 +31,8 @@ def deepest(config: MeasureConfig, pair: Pair) -> int:
 
 def rounds_settings(config: MeasureConfig, pair: Pair) -> Settings:
     """Return the first line of a measurement's file."""
-    drafters = {drafter.name: {"kind": drafter.kind, "path": drafter.path} for drafter in pair.drafters}
-    filters = {name: getattr(config, name) for name in Filters.__annotations__}
+    drafters: dict[str, Named] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
+    filters: Any = {name: getattr(config, name) for name in Filters.__annotations__}
     return Settings(SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters, filters)
 
 

@@ -8,34 +8,56 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.options import Filters
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import Amount, Count, Finite, Share, TokenId, file_bytes, parsed
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.files import write_aside
 
-SCHEMA = "draftsmith.rounds/1"
+SCHEMA: Literal["draftsmith.rounds/1"] = "draftsmith.rounds/1"
 ROUNDS = "rounds.jsonl"
+
+
+Length = Annotated[int, Field(ge=1, le=2**31)]
+
+
+class Named(TypedDict):
+    """What is said of a drafter."""
+
+    kind: str
+    path: str | None
+
+
+@with_config(ConfigDict(extra="forbid"))
+class FilterSettings(TypedDict, total=False):
+    """What was left of the target's distribution: the fields of `Filters`."""
+
+    top_k: Count
+    top_p: Share
+    min_p: Share
+    repetition_penalty: Amount
+    no_repeat_ngram_size: Count
 
 
 @dataclass(frozen=True)
 class Settings:
     """The first line: what holds for all texts."""
 
-    schema: str
+    schema: Literal["draftsmith.rounds/1"]
     target: str
     dtype: str
     """Of the target."""
-    max_new_tokens: int
-    draft_length: int
+    max_new_tokens: Length
+    draft_length: Length
     """γ up to which acceptance is known."""
-    drafters: Mapping[str, Mapping[str, Any]]
+    drafters: Mapping[str, Named]
     """By name, their kind and path."""
-    filters: Mapping[str, Any]
+    filters: FilterSettings
     """What was left of the target's distribution: top_k and its like."""
 
 
@@ -45,15 +67,15 @@ class ExpectedText:
 
     prompt: str
     """The prompt's id."""
-    temperature: float
-    prompt_ids: Sequence[int]
-    tokens: Sequence[int]
+    temperature: Amount
+    prompt_ids: Sequence[TokenId]
+    tokens: Sequence[TokenId]
     """The text, and so many tokens behind its end as a round may draft there."""
-    length: int
+    length: Count
     """Tokens of the text."""
-    margins: Sequence[float] | None
+    margins: Sequence[Finite] | None
     """At T=0, by how much of the largest logit each token of the text is ahead of the second; null under sampling."""
-    accepted: Mapping[str, Mapping[Verifier, Sequence[Any]]]
+    accepted: Mapping[str, Mapping[Verifier, list[Share] | list[list[Share]]]]
     """By drafter and verifier: of each token the probability that a round accepts it, where that depends on the text
     alone; else, as for heads, a row for each token a round may start at, of its γ drafts."""
 
@@ -84,55 +106,40 @@ def read_rounds(report: str) -> tuple[Settings, list[ExpectedText]]:
     Raises:
         InputError: there is none, or it is no such file; names the line.
     """
-    given, number = Path(report), 1
+    given = Path(report)
     path = given / ROUNDS if given.is_dir() else given.with_name(ROUNDS)
     try:
-        head, *lines = path.read_text(encoding="utf-8").splitlines()
-        settings, texts = Settings(**parse_json(head)), list[ExpectedText]()
-        if settings.schema != SCHEMA:
-            raise InputError(f"expect: expected schema {SCHEMA} in {path}, found {settings.schema!r}")
-        _check_settings(settings)
-        for line in lines:
-            number += 1
-            texts.append(ExpectedText(**parse_json(line)))
-            _check_text(texts[-1], settings.draft_length)
-        return settings, texts
-    except OSError as error:
+        head, *lines = file_bytes(path).split(b"\n")
+    except FileNotFoundError as error:
         raise InputError(
             f"expect: expected a report with rounds.jsonl beside it, found none at {path}; measure again to write it"
         ) from error
-    except (ValueError, TypeError, AttributeError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"expect: expected the rounds of a report in {path}, found another content in its line {number}"
-        ) from error
+    settings, texts = parsed(Settings, head, f"expect: {path}:1"), list[ExpectedText]()
+    for number, line in enumerate(lines, 2):
+        if line.strip():
+            where = f"expect: {path}:{number}"
+            texts.append(parsed(ExpectedText, line, where))
+            _check(texts[-1], settings, where)
+    return settings, texts
 
 
-def _check_settings(settings: Settings) -> None:
-    """Require a first line that can be worked with, by a `ValueError` or another that a wrong type raises."""
-    lengths = settings.max_new_tokens, settings.draft_length
-    drafters = settings.drafters.values()
-    if (
-        not all(type(length) is int and length > 0 for length in lengths)
-        or not all(isinstance(about, dict) and "path" in about for about in drafters)
-        or not settings.filters.keys() <= Filters.__annotations__.keys()
-    ):
-        raise ValueError("other settings")
+def _check(text: ExpectedText, settings: Settings, where: str) -> None:
+    """Require a text whose acceptance by known drafters is known up to the draft length behind its end.
 
-
-def _check_text(text: ExpectedText, draft_length: int) -> None:
-    """Require a text whose acceptance is known up to the draft length behind its end; raises as `_check_settings`."""
-    ids, margins = (text.prompt_ids, text.tokens), text.margins or []
-    if (
-        not isinstance(text.prompt, str)
-        or not all(isinstance(of, list) and all(type(token) is int for token in of) for of in ids)
-        or not 0 <= text.length <= len(text.tokens)
-        or not all(isinstance(number, int | float) for number in (text.temperature, *margins))
-    ):
-        raise ValueError("another text")
-    for values in (of for by_verifier in text.accepted.values() for of in by_verifier.values()):
-        accepted = np.asarray(values, dtype=np.float64)
-        starts = text.length + draft_length - 1
-        if accepted.ndim not in (1, 2) or len(accepted) < starts or not ((accepted >= 0) & (accepted <= 1)).all():
-            raise ValueError("no probabilities")
+    Raises:
+        InputError: names the field.
+    """
+    starts = text.length + settings.draft_length - 1
+    if not text.length <= min(len(text.tokens), settings.max_new_tokens):
+        raise InputError(f"{where}: length: expected at most {len(text.tokens)} tokens, found {text.length}")
+    if text.margins is not None and len(text.margins) < text.length:
+        raise InputError(f"{where}: margins: expected {text.length}, found {len(text.margins)}")
+    for drafter, by_verifier in text.accepted.items():
+        if drafter not in settings.drafters:
+            raise InputError(f"{where}: accepted: expected drafters of the first line, found {drafter!r}")
+        for values in by_verifier.values():
+            widths = {len(row) for row in values if isinstance(row, list)}
+            if len(values) < starts or len(widths) > 1 or 0 in widths:
+                raise InputError(
+                    f"{where}: accepted.{drafter}: expected {starts} probabilities or rows of them, found {len(values)}"
+                )
