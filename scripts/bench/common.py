@@ -96,7 +96,9 @@ def run_benchmark(
         shown: returns what is printed of them; environment and config are left out before.
         argv: the command line; the process's own if None.
     """
-    config = parse_config(config_class, argv, prog=f"python -m draftsmith.scripts.bench.{Path(sys.argv[0]).stem}")
+    called = Path(sys.argv[0])
+    name = called.parent.name if called.stem == "__main__" else called.stem
+    config = parse_config(config_class, argv, prog=f"python -m draftsmith.scripts.bench.{name}")
     if config.threads:
         torch.set_num_threads(config.threads)
     figures = bench(config)

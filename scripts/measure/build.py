@@ -8,7 +8,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DraftModelProposer, Replay
 from draftsmith.decode.cache import cached_numbers
-from draftsmith.decode.measurement.intervals import Estimate, Interval, difference_interval, ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import (
+    Estimate,
+    Interval,
+    confidence_of_each,
+    difference_interval,
+    ratio,
+    ratio_difference,
+)
 from draftsmith.decode.measurement.repetition import repeated_ngram_share
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
@@ -16,7 +23,7 @@ from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of
 from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
-from draftsmith.scripts.measure.verdict import comparisons, judge
+from draftsmith.scripts.measure.verdict import candidates, comparisons, judge
 from draftsmith.scripts.pair import STOCK, Pair
 from draftsmith.scripts.report.types import (
     SCHEMA,
@@ -37,10 +44,14 @@ from draftsmith.scripts.report.types import (
 from draftsmith.train.provenance import environment
 
 
-def build_report(measured: Measured) -> Report:
+def build_report(measured: Measured, require_law: bool = True) -> Report:
     """Return the report of one run of `measure`; what is not measured is None.
 
     Intervals are bootstrapped over prompts; comparisons are paired over prompts.
+
+    Args:
+        measured: what was seen.
+        require_law: recommend nothing whose text was sampled, and its law not tested.
     """
     config, pair, settings = measured.config, measured.pair, measured.chosen
     plain = {(t, b): groups for (t, b, method), groups in measured.observations.items() if method == Method()}
@@ -48,8 +59,9 @@ def build_report(measured: Measured) -> Report:
     lengths = sorted({run.draft_length for run in runs})
     curves = [curve_of(measured, *key, replay) for key, replay in measured.replays.items()]
     gains = {}
+    level = confidence_of_each(config.confidence, len(candidates(runs, config.min_gain)))
     for run in runs:
-        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), config.confidence)
+        gain = _gain(measured, run.temperature, Method(run.proposer.name, run.draft_length), level)
         if gain is not None:
             gains[run.temperature, run.proposer.name, run.draft_length] = gain
     gate, recommendation = judge(
@@ -60,6 +72,7 @@ def build_report(measured: Measured) -> Report:
         config.min_gain,
         config.confidence,
         advice(curves, runs),
+        require_law,
     )
     if measured.failures:
         first, many = measured.failures[0], len(measured.failures)

@@ -1,24 +1,31 @@
 """The losslessness certificates of all runs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from torch import Tensor
 
+from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
+from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.side_by_side import Method, Observations
+from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import Pair
 
 FAILED = unchecked("the check failed")
+NOT_ASKED = unchecked("lossless_tokens is 0")
+UNTESTED = unchecked("without lossless_tokens, the setting that would be recommended is tested alone")
 
 
 def certify_runs(
     config: MeasureConfig, pair: Pair, observations: Observations, prompts: Sequence[Tensor], unfinished: Unfinished
 ) -> dict[tuple[float, int, Method], Certificate]:
-    """Return the certificate of every run: texts at T=0 against plain decoding's, sampled ones by a test if asked for.
+    """Return the certificate of every run: texts at T=0 against plain decoding's, sampled ones by a test.
+
+    Where nothing says how many tokens to test, sampled ones wait for `certify_recommended`.
 
     Args:
         config: says how texts were decoded, and how many tokens to test the distribution on.
@@ -44,7 +51,7 @@ def certify_runs(
                     pair.target, plain, other, prompts[: len(plain)], config.at(0).sampler()
                 )
         elif not config.lossless_tokens:
-            certificates[key] = unchecked("lossless_tokens says how many tokens to test the distribution on")
+            certificates[key] = UNTESTED if config.lossless_tokens is None else NOT_ASKED
         else:
             if (temperature, method) not in tested:
                 tested[temperature, method] = FAILED
@@ -52,6 +59,29 @@ def certify_runs(
                     tested[temperature, method] = _tested(config, pair, temperature, method, prompts, unfinished)
             certificates[key] = tested[temperature, method]
     return certificates
+
+
+def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished) -> Measured:
+    """Test the law of what would be recommended, and of the next best where it fails; return what is known then.
+
+    Args:
+        measured: what was seen; its sampled texts may wait for a test.
+        prompts: of the decoded texts, (T,) each.
+        unfinished: what an earlier run has tested is there, and this one's tests go there.
+    """
+    while any(certificate == UNTESTED for certificate in measured.lossless.values()):
+        best = build_report(measured, require_law=False).recommendation
+        method = Method(best.proposer or "", best.draft_length or 0)
+        waiting = [key for key, of in measured.lossless.items() if of == UNTESTED and key[2] == method]
+        if not best.go or not waiting:
+            break
+        for temperature in dict.fromkeys(temperature for temperature, _, _ in waiting):
+            certificate = FAILED
+            with unfinished.attempt(f"the certificate of {method.at(temperature)}"):
+                certificate = _tested(measured.config, measured.pair, temperature, method, prompts, unfinished)
+            found = {key: certificate for key in waiting if key[0] == temperature}
+            measured = replace(measured, lossless={**measured.lossless, **found}, failures=unfinished.failures)
+    return measured
 
 
 def _tested(
@@ -71,7 +101,7 @@ def _tested(
         pair.target,
         pair.proposers[method.drafter],
         prompts,
-        config.lossless_tokens,
+        config.lossless_tokens or LEAST_TOKENS,
         config.at(temperature),
         draft_length=method.draft_length,
         max_new_tokens=config.max_new_tokens,

@@ -17,7 +17,7 @@ from draftsmith.decode.measurement.costs import CostTable, KeptTable
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.build import build_report
-from draftsmith.scripts.measure.certify import certify_runs
+from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
 from draftsmith.scripts.measure.cost_file import load_costs, measured_costs
 from draftsmith.scripts.measure.estimates import rows_of
@@ -180,7 +180,7 @@ def _measure(
             pictures = tree_pictures(pair, _sequences(encoded, texts[0.0]), prompt_lengths)
     ids = [torch.tensor(prompt, device=default_device()) for prompt in decoded]
     certificates = certify_runs(config, pair, observations, ids, unfinished)
-    return Measured(
+    measured = Measured(
         config=config,
         pair=pair,
         chosen=settings,
@@ -196,6 +196,7 @@ def _measure(
         rounds=rounds,
         failures=unfinished.failures,
     )
+    return certify_recommended(measured, ids, unfinished)
 
 
 def _costs(

@@ -74,8 +74,9 @@ class MeasureConfig(Filters, PromptOptions):
     on a GPU not."""
     threads: int | None = field(default=None, kw_only=True)
     """CPU threads; null: as many as a short timing finds fastest."""
-    lossless_tokens: int = 0
-    """Sample so many tokens for a test of each drafter's distribution under sampling, 2000 at least; 0 for no test."""
+    lossless_tokens: int | None = None
+    """Under sampling, tokens that the law of each setting's text is tested on, 2000 at least. Null: 2000, of what would
+    be recommended alone. 0: none, and so no GO above T=0, for what was not tested is not deployed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

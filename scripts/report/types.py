@@ -348,6 +348,14 @@ class TreePicture(Entry):
 
 
 @dataclass(frozen=True)
+class GatePart(Entry):
+    """One of the things that a gate asks for."""
+
+    what: Annotated[str, Says(minLength=1)]
+    passed: bool
+
+
+@dataclass(frozen=True)
 class Gate(Entry):
     """What was asked for, and whether it was reached."""
 
@@ -357,6 +365,8 @@ class Gate(Entry):
     passed: bool
     failures: Sequence[str]
     min_alpha: float | None = None
+    parts: Sequence[GatePart] = ()
+    """Each thing that was asked for, of the setting that is recommended or would be; all must pass."""
 
 
 @dataclass(frozen=True)
@@ -371,6 +381,9 @@ class Recommendation(Entry):
     temperature: Temperature | None = None
     predicted_speedup: Estimate | None = None
     measured_speedup: Estimate | None = None
+    """Of the best of several settings that of prompts which did not choose it; the interval holds for all at once."""
+    judged: str | None = None
+    """How it was judged, in a sentence; null of a server and where nothing was."""
 
     @property
     def setting(self) -> tuple[str | None, int | None, int | None, float | None]:

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.intervals import confidence_of_each
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.pair import DrafterSpec, Pair, left_padded, load_pair
@@ -91,7 +92,8 @@ def _report(task: Task, progress: bool) -> dict[str, Any]:
     config, pair, asked = task.config, task.pair, task.settings
     seen = _decode_all(task, [PLAIN, EXACT, *asked], progress)
     plain, exact, greedy = seen[PLAIN], seen[EXACT], config.temperature == 0
-    levels = [figures(setting, seen[setting], plain, exact, greedy) for setting in asked]
+    confidence = confidence_of_each(0.95, len({setting.rule for setting in asked}))
+    levels = [figures(setting, seen[setting], plain, exact, greedy, confidence) for setting in asked]
     for _ in range(config.refine if config.most is not None else 0):
         between = {
             rule: level_between([row for row in levels if row["rule"] == rule], config.most or 0.0) for rule in RULES
@@ -100,7 +102,7 @@ def _report(task: Task, progress: bool) -> dict[str, Any]:
         if not wanted:
             break
         seen = _decode_all(task, [PLAIN, *wanted], progress)
-        levels += [figures(setting, seen[setting], seen[PLAIN], exact, greedy) for setting in wanted]
+        levels += [figures(setting, seen[setting], seen[PLAIN], exact, greedy, confidence) for setting in wanted]
     levels.sort(key=lambda row: (RULES.index(row["rule"]), row["level"]))
     chosen, reason = choose(levels, config.most)
     return {

@@ -10,7 +10,14 @@ from rich.console import Console
 from scipy import stats
 
 from draftsmith.decode import Counts
-from draftsmith.decode.measurement.intervals import Estimate, format_estimate, rate_ratio, ratio, ratio_difference
+from draftsmith.decode.measurement.intervals import (
+    Estimate,
+    format_estimate,
+    rate_ratio,
+    ratio,
+    ratio_difference,
+    ratio_interval,
+)
 from draftsmith.decode.rules import Cascade, Rule, Threshold, Typical, as_rule
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.files import written_aside
@@ -73,7 +80,12 @@ class Departure(Estimate):
 
 
 def figures(
-    setting: Setting, batches: Sequence[Batch], plain: Sequence[Batch], exact: Sequence[Batch], greedy: bool
+    setting: Setting,
+    batches: Sequence[Batch],
+    plain: Sequence[Batch],
+    exact: Sequence[Batch],
+    greedy: bool,
+    confidence: float = 0.95,
 ) -> dict[str, Any]:
     """Return one setting's entry of tune.json: counts, and estimates with intervals over prompts, speeds' over batches.
 
@@ -83,6 +95,7 @@ def figures(
         plain: the same prompts, plainly decoded in the same turn: what the speed-up is over.
         exact: the same prompts by the exact rule: what the gain in τ is over.
         greedy: whether they were decoded at T=0.
+        confidence: level of the departure's bound.
     """
     lossy, seen = setting.level is not None, rows_of(batches)
     tokens, rounds = _tokens_and_rounds(seen)
@@ -97,7 +110,7 @@ def figures(
         "gain_over_exact": ratio_difference(tokens, rounds, *_tokens_and_rounds(rows_of(exact))) if lossy else None,
         "speedup": rate_ratio(*times, *_tokens_and_seconds(plain)),
         "tokens_per_second": ratio(*times),
-        "departure": departure_estimate([s.departure for s in seen], tokens, greedy) if lossy else None,
+        "departure": departure_estimate([s.departure for s in seen], tokens, greedy, confidence) if lossy else None,
         "repeated_ngram_share": sum(s.repeated_ngrams for s in seen) / ngrams if ngrams else None,
     }
 
@@ -115,22 +128,26 @@ def _tokens_and_seconds(batches: Sequence[Batch]) -> tuple[list[int], list[float
     return [sum(_tokens_and_rounds(batch.rows)[0]) for batch in batches], [batch.seconds for batch in batches]
 
 
-def departure_estimate(departures: Sequence[float], tokens: Sequence[int], greedy: bool) -> Departure:
-    """Return the departure a token, its interval over prompts, and an upper bound of the same level.
+def departure_estimate(
+    departures: Sequence[float], tokens: Sequence[int], greedy: bool, confidence: float = 0.95
+) -> Departure:
+    """Return the departure a token, its interval over prompts, and an upper bound.
 
-    The bound is never below what as many independent tokens would give (Clopper and Pearson 1934), at T=0 for as many
-    disagreements, and under sampling, where a departure is no event but a distance, for none: a bootstrap of prompts
-    that show no departure finds none, however few they are.
+    The bound is the upper end of Student's interval, and never below what as many independent tokens would give
+    (Clopper and Pearson 1934), at T=0 for as many disagreements, and under sampling, where a departure is no event but
+    a distance, for none: prompts that show no departure say of none how seldom it is, however few they are.
 
     Args:
         departures: each prompt's sum over its tokens, of values between 0 and 1.
         tokens: each prompt's tokens.
         greedy: whether departures are of T=0, and so count tokens.
+        confidence: level of the interval whose upper end is the bound.
     """
     estimate = ratio(departures, tokens)
     events, count = sum(departures) if greedy else 0, sum(tokens)
-    floor = float(stats.beta.ppf(0.975, events + 1, count - events)) if events < count else 1.0
-    bound = 1.0 if estimate.ci95 is None else max(floor, estimate.ci95[1])  # of too few prompts nothing is known
+    floor = float(stats.beta.ppf((1 + confidence) / 2, events + 1, count - events)) if events < count else 1.0
+    interval = ratio_interval(departures, tokens, confidence)
+    bound = 1.0 if interval is None else min(max(floor, interval[1]), 1.0)  # of too few prompts nothing is known
     return Departure(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
 
 
@@ -154,7 +171,8 @@ def admitted(levels: Sequence[dict[str, Any]], most: float) -> list[dict[str, An
     """Return one rule's levels, from the strictest down to the first whose departure's bound is not below `most`.
 
     Levels that are tested in a fixed order, each only if those before it held, need no correction for their number
-    (fixed sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2).
+    (fixed sequence testing: Angelopoulos et al. 2021, "Learn then Test", section 2). Several rules are as many
+    sequences, which share the error.
     """
     return list(takewhile(lambda row: row["departure"].upper_bound < most, _strictest_first(levels)))
 

@@ -184,6 +184,7 @@ def test_the_schema_is_strict(brief):
 
 NOTHING = {"value": None, "ci95": None, "n": 0}
 GATE = {"min_speedup": 1.0, "min_gain": None, "min_alpha": None, "confidence": 0.9, "passed": True, "failures": []}
+GATE |= {"parts": [{"what": "speed-up above 1", "passed": True}]}
 UNCHECKED = dict.fromkeys(field.name for field in fields(Certificate)) | {"checked": False, "reason": "no T=0"}
 FAILED = UNCHECKED | {"checked": True, "passed": False, "p_value": 1e-9, "tokens": 100}
 NOBODY = dict.fromkeys(field.name for field in fields(Recommendation)) | {"go": False, "reason": "nothing pays"}
@@ -380,7 +381,7 @@ def test_rounds_that_cannot_be_read_are_named(tmp_path, content, found):
 def test_sampled_runs_claim_no_identity(measured):
     report, _ = measured
     for run in runs_of(report, temperature=1.0):
-        assert run["lossless"]["checked"] is False and "lossless_tokens" in run["lossless"]["reason"]
+        assert run["lossless"]["checked"] is False and "would be recommended" in run["lossless"]["reason"]
         if run["proposer"]["name"] == "medusa":  # siblings that are drawn are not replayed; the first head's α is known
             assert run["replay"] is None and 0 < run["alpha"]["value"] < 1
             assert run["gain_over_baseline_draft"]["mean_acceptance_length"] == {"value": None, "ci95": None, "n": 0}
@@ -749,7 +750,8 @@ def test_a_draft_that_gains_passes_the_gate(root, tmp_path, capsys, monkeypatch)
     assert [run["proposer"]["name"] for run in report["runs"]] == ["bad", "target", "stock"]
     gate, chosen = report["gate"], report["recommendation"]
     asked = {"min_speedup": 0.001, "min_gain": 0.1, "min_alpha": None, "confidence": 0.95}
-    assert gate == asked | {"passed": True, "failures": []}
+    parts = ["speed-up above 0.001", "gain of τ over the stock draft above 0.1", "lossless text"]
+    assert gate == asked | {"passed": True, "failures": [], "parts": [{"what": p, "passed": True} for p in parts]}
     assert chosen["go"] is True and (chosen["proposer"], chosen["draft_length"]) == ("target", 2)
     signs = {(c["proposer"], c["other"]): c["mean_acceptance_length"]["value"] for c in report["comparisons"]}
     assert signs.keys() == {("bad", "target"), ("bad", "stock"), ("target", "stock")}

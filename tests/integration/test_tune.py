@@ -7,7 +7,7 @@ import pytest
 from conftest import perturbed, tiny_llama
 
 from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
-from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each, ratio_interval
 from draftsmith.decode.rules import Threshold
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
@@ -187,7 +187,10 @@ def test_no_departure_in_few_tokens_is_not_none(greedy):
     assert none.upper_bound == pytest.approx(1 - 0.025 ** (1 / 500))
     # One prompt in which everything departs: the bootstrap over prompts is wider than independent tokens.
     uneven = departure_estimate([100, 0, 0, 0, 0, 0, 0, 0], [100] * 8, greedy)
-    assert uneven.upper_bound == uneven.ci95[1] > 0.3
+    assert uneven.upper_bound == ratio_interval([100, 0, 0, 0, 0, 0, 0, 0], [100] * 8, 0.95)[1] > 0.3
+    # Of several rules each is judged at a higher level.
+    wider = departure_estimate([100, 0, 0, 0, 0, 0, 0, 0], [100] * 8, greedy, confidence_of_each(0.95, 3))
+    assert wider.upper_bound > uneven.upper_bound
     assert departure_estimate([2] * 5, [2] * 5, greedy).upper_bound == 1
     assert departure_estimate([0] * 4, [100] * 4, greedy).upper_bound == 1  # too few prompts for any bound
 

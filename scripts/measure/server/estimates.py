@@ -62,8 +62,8 @@ class Acceptance:
         whole = per_pos[length - 1] if len(per_pos) >= length else 0
         return counts.num_accepted_tokens + counts.num_drafts - whole
 
-    def alpha(self, confidence: float = 0.95) -> Estimate:
-        """Estimate α, accepted ÷ tried positions, with its interval at a level.
+    def alpha(self, confidence: float | None = None) -> Estimate:
+        """Estimate α, accepted ÷ tried positions, with its 95 % interval, or a gate's at its level.
 
         Where each position is accepted with one probability, as α says, this is its maximum-likelihood estimate.
         """
@@ -91,7 +91,11 @@ class Acceptance:
         return self._estimate(whole, self.total.num_drafts, columns)
 
     def _estimate(
-        self, numerator: float, denominator: float, columns: Sequence[tuple[float, float]], confidence: float = 0.95
+        self,
+        numerator: float,
+        denominator: float,
+        columns: Sequence[tuple[float, float]],
+        confidence: float | None = None,
     ) -> Estimate:
         """Return a ratio of the server's counts, with the interval over prompts that their own counts give.
 
@@ -104,7 +108,8 @@ class Acceptance:
         if not columns:
             return Estimate(value, None, 0)
         numerators, denominators = zip(*columns, strict=True)
-        own, interval = ratio(numerators, denominators), ratio_interval(numerators, denominators, confidence=confidence)
+        own = ratio(numerators, denominators)
+        interval = own.ci95 if confidence is None else ratio_interval(numerators, denominators, confidence=confidence)
         if own.value is None or interval is None:
             return Estimate(value, None, own.n)
         moved = value - own.value

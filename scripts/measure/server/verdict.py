@@ -6,7 +6,7 @@ from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_esti
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.observe import Setting
 from draftsmith.scripts.report.reconciliation import Reconciliation
-from draftsmith.scripts.report.types import Gate, Recommendation, Run
+from draftsmith.scripts.report.types import Gate, GatePart, Recommendation, Run
 
 Bounded = Mapping[Setting, Estimate]
 """By setting; the interval is at the gates' level."""
@@ -33,20 +33,31 @@ def judge(
         reconciliations: of the settings, where a report is expected; each must agree.
     """
     by_setting = {(run.temperature, run.batch_size): run for run in runs}
-    failures = []
+    slow, low, departing = list[str](), list[str](), list[str]()
+    least = 1.0 if config.min_speedup is None else config.min_speedup
     for setting, run in by_setting.items():
         where = f"at T = {setting[0]:g}, {setting[1]} at once"
         if config.baseline_server is not None:
-            least = 1.0 if config.min_speedup is None else config.min_speedup
-            failures += _below("the speed-up", speedups[setting], least, config.confidence, where)
+            slow += _below("the speed-up", speedups[setting], least, config.confidence, where)
         if config.min_alpha is not None:
-            failures += _below("α", alphas[setting], config.min_alpha, config.confidence, where)
+            low += _below("α", alphas[setting], config.min_alpha, config.confidence, where)
         if run.lossless.passed is False:
-            failures.append(f"the text is not the baseline server's, {where}: {run.lossless.reason}")
-    failures += [_departs(one) for one in reconciliations if not one.agrees]
+            departing.append(f"the text is not the baseline server's, {where}: {run.lossless.reason}")
+    counted = [_departs(one) for one in reconciliations if not one.agrees]
+    failures = [*slow, *low, *departing, *counted]
     gate = None
     if config.min_speedup is not None or config.min_alpha is not None or reconciliations:
-        gate = Gate(config.min_speedup, None, config.confidence, not failures, failures, min_alpha=config.min_alpha)
+        parts = []
+        if config.baseline_server is not None:
+            parts.append(GatePart(f"speed-up above {least:g}", not slow))
+        if config.min_alpha is not None:
+            parts.append(GatePart(f"α above {config.min_alpha:g}", not low))
+        if config.baseline_server is not None:
+            parts.append(GatePart("the baseline server's text", not departing))
+        if reconciliations:
+            parts.append(GatePart(f"the counts that {config.expect} expects", not counted))
+        asked = config.min_speedup, None, config.confidence
+        gate = Gate(*asked, not failures, failures, min_alpha=config.min_alpha, parts=parts)
     if gate is None and config.baseline_server is None:
         return gate, Recommendation(
             False,

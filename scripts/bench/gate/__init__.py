@@ -1,0 +1,36 @@
+"""`python -m draftsmith.scripts.bench.gate`: are the verdicts wrong as seldom as they say? By simulation.
+
+Promises are held against data whose truth is known: a gate says "go" of little that does not pay, a learning curve's
+intervals hold what more text brings, and a server that does as expected is seldom said to depart.
+"""
+
+from dataclasses import dataclass, field
+
+from draftsmith.decode.errors import at_least, one_of, require, require_some
+from draftsmith.scripts.bench.common import BenchmarkConfig
+
+PROMISES = ("gate", "learning_curve", "reconcile")
+
+
+@dataclass(kw_only=True)
+class BenchGateConfig(BenchmarkConfig):
+    """Simulate what verdicts rest on, and count how often they are wrong."""
+
+    of: list[str] = field(default_factory=lambda: list(PROMISES))
+    """Which promises: gate, learning_curve, reconcile."""
+    simulations: int = 400
+    """Data sets of each kind."""
+    settings: list[int] = field(default_factory=lambda: [1, 4, 12, 24])
+    """Of the gate: drafters × draft lengths, the best of which is taken."""
+    prompts: list[int] = field(default_factory=lambda: [8, 16, 40, 80])
+    """Of the gate: prompts that are decoded."""
+    seed: int = 1
+    """Of the data."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, one_of(PROMISES), "of")
+        require(self, at_least(1), "settings")
+        require(self, at_least(5), "prompts")
+        for name in ("of", "settings", "prompts"):
+            require_some(self, name, "item")
