@@ -26,7 +26,9 @@ from draftsmith.scripts.bench.rounds import ACCURACIES, count
 from draftsmith.train.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
-NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "variants"}
+NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "variants"} | {
+    path.parent.name for path in (ROOT / "scripts/bench").glob("*/__main__.py")
+}
 COMMAND = re.compile(r"python -m draftsmith\.scripts\.bench\.(\w+)([^`\n]*)")
 
 
