@@ -5,7 +5,7 @@ no row stands idle until the longest text has ended (Yu et al. 2022, "Orca", sec
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from draftsmith.decode.rows import Row, TextBatch
 from draftsmith.decode.sampling import argmax, draw_rows, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
-Observer = Callable[[Row], None]
+Observer = Callable[[Row, int], None]
+"""Is given a row, behind a token that was written to it, and the token."""
 
 
 def autoregressive_generate(
@@ -31,8 +32,8 @@ def autoregressive_generate(
 ) -> DecodeOutput:
     """Decode one token per forward; arguments and result are those of `speculative_generate`.
 
-    But for these: `rows`, how many of the B prompts are decoded at a time, all if None; and `observer`, which is called
-    with each `Row` when its text has ended.
+    But for these: `rows`, how many of the B prompts are decoded at a time, all if None; `begun`, what an earlier call
+    with the same arguments had written behind each prompt when it was stopped; and `observer`, an `Observer`.
     """
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
     return decoded(target, autoregressive_decode, arguments | {"seed": seed})
@@ -47,14 +48,28 @@ def autoregressive_decode(
     compiled: bool = False,
     seed: int | None = None,
     rows: int | None = None,
+    begun: Sequence[Sequence[int]] | None = None,
     observer: Observer | None = None,
     **model_kwargs: Any,
 ) -> DecodeOutput | Tensor:
     """The callable for `target.generate(…, custom_generate=autoregressive_decode)`."""
     check_model(model, "target")
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
-    _write(model, queue, rows or len(queue), compiled, observer)
+    for row, tokens in zip(queue, begun or [], strict=False):
+        _take_up(row, tokens)
+    if left := [row for row in queue if not row.done]:
+        _write(model, left, rows or len(left), compiled, observer)
     return collect_output(queue, input_ids, generation_config)
+
+
+def _take_up(row: Row, tokens: Sequence[int]) -> None:
+    """Go on behind tokens that were written before: each has spent a random number."""
+    row.text[row.length : row.length + len(tokens)] = row.text.new_tensor(tokens)
+    row.advance(tokens)
+    row.rounds += [TOKEN] * len(tokens)
+    if row.sampler.do_sample:
+        for _ in tokens:
+            uniforms([row.generator], [1], torch.empty(0, dtype=torch.float64))
 
 
 def _write(model: PreTrainedModel, queue: list[Row], rows: int, compiled: bool, observer: Observer | None) -> None:
@@ -85,8 +100,8 @@ def _write(model: PreTrainedModel, queue: list[Row], rows: int, compiled: bool, 
                 raise row.not_finite()
             row.advance([token])
             row.rounds.append(TOKEN)
-            if row.done and observer is not None:
-                observer(row)
+            if observer is not None:
+                observer(row, token)
         ended = [place for place, row in enumerate(batch) if row.done]
         if ended and waiting:
             places = ended[: len(waiting)]

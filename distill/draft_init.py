@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
@@ -38,6 +39,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 
 
+@phase("making the draft")
 def make_draft(
     draft: str | None,
     init: DraftInit,

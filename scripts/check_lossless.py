@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode import Counts, DynamicTree, InputError, Proposer, Tree
@@ -48,8 +47,7 @@ def check(config: LosslessConfig, console: Console) -> bool:
     options["batch_size"] = config.batch_size
     figures: dict[str, Any] = {"environment": environment(target.device, pair.dtype), "config": vars(config)}
     figures |= {"prompts": len(prompts), "drafters": {}}
-    shown = tqdm(prompts, desc="plain decoding", disable=None)
-    plain = plain_texts(target, shown, config.batch_size, max_new_tokens=config.max_new_tokens)
+    plain = plain_texts(target, prompts, config.batch_size, max_new_tokens=config.max_new_tokens)
     passed = True
     for drafter in pair.drafters:
         found, counts = _greedy(target, drafter.proposer, prompts, plain, options)
@@ -57,16 +55,9 @@ def check(config: LosslessConfig, console: Console) -> bool:
         _print(console, f"{drafter.name}, T=0: {found.prompts_identical} of {len(prompts)} identical, {length}", found)
         certificates = {"greedy": found}
         if config.sampled_tokens:
-            with tqdm(total=config.sampled_tokens, desc=f"{drafter.name}, sampled", disable=None) as bar:
-                certificates["sampled"] = found = certify_sampled(
-                    target,
-                    drafter.proposer,
-                    prompts,
-                    config.sampled_tokens,
-                    config,
-                    observer=lambda round, bar=bar: bar.update(len(round.tokens)),
-                    **options,
-                )
+            certificates["sampled"] = found = certify_sampled(
+                target, drafter.proposer, prompts, config.sampled_tokens, config, **options
+            )
             words = f"{drafter.name}, T={config.temperature:g}: {found.tokens} tokens, p-value {found.p_value:.2g}"
             _print(console, words, found)
         figures["drafters"][drafter.name] = {**certificates, "counts": counts}

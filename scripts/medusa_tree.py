@@ -12,7 +12,6 @@ import torch
 from rich.console import Console
 from scipy.optimize import nnls
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.parallel import TREE
@@ -32,6 +31,7 @@ from draftsmith.decode.measurement.tree_search import (
     search_tree,
 )
 from draftsmith.decode.planner import Costs, verification_costs
+from draftsmith.decode.progress import each, phase
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -69,7 +69,7 @@ NAMES = {
 }
 
 
-def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
+def search(config: MedusaTreeConfig) -> dict[str, Any]:
     """Search as the config says, write the tree and its picture, and return what tree.json holds.
 
     Raises:
@@ -93,7 +93,7 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     )
     target, drafter = pair.target, cast(TreeDrafter, pair.drafter.proposer)
     require_split(target, "target")
-    texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config), progress)
+    texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
     ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
     searched_on, selection, check = (
@@ -102,10 +102,12 @@ def search(config: MedusaTreeConfig, progress: bool = True) -> dict[str, Any]:
     budgets: list[Budget] = []
     if config.nodes is None:
         costs = partial(round_costs, target, drafter, calibration_text(config), config.rows, median, settings.compiled)
-        budgets = search_budgets(searched_on, LADDER, costs, selection)
+        with phase("trees of each size, and what they cost"):
+            budgets = search_budgets(searched_on, LADDER, costs, selection)
         tree = max(budgets, key=lambda budget: budget.speedup).tree
     else:
-        tree = search_tree(searched_on, config.nodes, selection)
+        with phase("search"):
+            tree = search_tree(searched_on, config.nodes, selection)
     count = depth_of(drafter)
     trees = {
         "chain": Tree.chain(count),
@@ -159,7 +161,6 @@ def replayed_texts(
     target: PreTrainedModel,
     drafter: TreeDrafter,
     size: int,
-    progress: bool,
 ) -> tuple[list[TextRanks], int]:
     """Return the ranks of every different text's tokens, and the median length to a text's middle.
 
@@ -172,7 +173,7 @@ def replayed_texts(
         samples = load_completions(path, size)
         wrong = tokens = 0
         first = ""
-        for sample in tqdm(samples, desc=path, unit="text", disable=not progress):
+        for sample in each(samples, f"ranks in {path}", "texts"):
             ids, prompt_length = tuple(sample["input_ids"]), sample["prompt_length"]
             if ids in seen or prompt_length == len(ids) or len(texts) == config.limit:
                 continue

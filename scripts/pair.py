@@ -24,6 +24,7 @@ from draftsmith.decode import (
     early_exit,
 )
 from draftsmith.decode.draft_models.parallel import tree_of
+from draftsmith.decode.progress import phase
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -256,13 +257,17 @@ def _drafter(
             raise InputError(f"exit_layers: expected at most the target's {depth} layers, found {layers}")
         proposer = DraftModelProposer(early_exit(target, layers), spec.tree)
     elif spec.kind == "medusa":
-        heads: Any = MedusaHeads.from_pretrained(str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype)
+        with phase(f"loading {path}"):
+            heads: Any = MedusaHeads.from_pretrained(
+                str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype
+            )
         model = heads.to(target.device)
         heads.check_fits(target)
         proposer = MedusaProposer(heads)
         lengths = [proposer.tree.depth]
     elif spec.kind == EAGLE:
-        eagle: Any = EagleHeads.from_pretrained(str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype)
+        with phase(f"loading {path}"):
+            eagle: Any = EagleHeads.from_pretrained(str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype)
         model = eagle.to(target.device)
         eagle.check_fits(target)
         shape = tree_of(eagle.config, EAGLE_TREE) if spec.tree is None else spec.tree

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, InputError, speculative_generate
 from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
+from draftsmith.decode.progress import each
 from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.pair import DrafterSpec, left_padded, load_pair
 from draftsmith.train.cli import parse_config, run
@@ -20,7 +20,7 @@ from draftsmith.train.models import default_device, load_tokenizer, vocabulary_s
 from draftsmith.train.provenance import environment, write_json
 
 
-def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any], list[Profile]]:
+def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     """Profile as the config says, write `trace.json` and `profile.json`; return the latter and a profile a batch size.
 
     Raises:
@@ -32,7 +32,10 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.limit)
-    encoded = [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in prompts]
+    encoded = [
+        encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)
+        for prompt in each(prompts, "prompts", "texts")
+    ]
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     spec = DrafterSpec(config.kind, config.path, draft_lengths=[config.draft_length])
@@ -49,7 +52,7 @@ def profile(config: ProfileConfig, progress: bool = True) -> tuple[dict[str, Any
     for size in config.batch_size:
         profiled, counts = Profile(), Counts()
         starts = range(0, len(encoded) - size + 1, size)
-        for i in tqdm(starts, desc=f"batch size {size}", unit="batch", disable=not progress):
+        for i in each(starts, f"batch size {size}", "batches"):
             input_ids, mask = left_padded(encoded[i : i + size], target.device)
             if i == 0:  # warm-up: the first calls allocate, and compile
                 speculative_generate(target, proposer, input_ids, mask, seed=config.seed, **options)

@@ -68,7 +68,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
     fields = data | {"training.output_dir": output / "medusa"}
     _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields)), console)
     fields = {"heads": output / "medusa", "completions": [str(output / "completions/searched")]}
-    print_tree(search(_config(MedusaTreeConfig, "medusa-tree", fields), progress=False), console)
+    print_tree(search(_config(MedusaTreeConfig, "medusa-tree", fields)), console)
 
     console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
     write_prompts(output / "prompts/measured.jsonl", measured)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -126,6 +127,7 @@ def load_fastest(
     return pair, settings
 
 
+@phase("timing tokens by dtype and threads")
 @torch.inference_mode()
 def fastest_settings(
     target: PreTrainedModel,
@@ -176,7 +178,9 @@ def fastest_settings(
     torch.set_num_threads(threads)
     seconds = {name: eager[name, threads] for name in models}
     if compiled is not False and (compiled or eager[chosen, threads] < COMPILED_BELOW):
-        with_compiler = median_seconds({name: _step(model, compiled=True) for name, model in models.items()}, REPEATS)
+        with phase("compiling, and timing tokens"):
+            compiled_steps = {name: _step(model, compiled=True) for name, model in models.items()}
+            with_compiler = median_seconds(compiled_steps, REPEATS)
         seconds |= {f"{name} compiled": of_model for name, of_model in with_compiler.items()}
         fastest = min(with_compiler, key=lambda name: with_compiler[name])
         if compiled or with_compiler[fastest] < WORTH_IT * eager[chosen, threads]:

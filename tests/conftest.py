@@ -6,6 +6,7 @@ What takes seconds to import is imported by need: the process that hands out the
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -40,10 +41,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Give each worker one thread."""
+    """Give each worker one thread, and let commands be as quiet on a busy machine as on another."""
     import torch
 
+    from draftsmith.decode import progress
+
     torch.set_num_threads(1)
+    progress.INTERVAL = math.inf
 
 
 @pytest.fixture(scope="module", autouse=True)

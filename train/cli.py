@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftsmith.decode.errors import InputError, Range, lacks_memory
+from draftsmith.decode.progress import told
 
 if TYPE_CHECKING:
     Ints = list[int]
@@ -22,13 +23,18 @@ else:  # what a file or a flag may say; `numbers` makes a list of it
     Ints = str | int | list[int]
     Floats = str | float | list[float]
 
-INTERRUPTED, BROKEN_PIPE = 128 + 2, 128 + 13  # the exit codes a shell gives for SIGINT and SIGPIPE
+INTERRUPTED, BROKEN_PIPE, TERMINATED = 128 + 2, 128 + 13, 128 + 15
+"""The exit codes a shell gives for SIGINT, SIGPIPE and SIGTERM."""
 BELOW_MOST = Range("a whole number below 2 to the power of 62", lambda value: abs(value) < 2**62)
 """All whole numbers: the libraries take 64 bits, and a sum must not pass them."""
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """What a disk says that cannot be written."""
 
 Config = TypeVar("Config")
+
+
+class Terminated(KeyboardInterrupt):
+    """An interruption by a signal of a scheduler's: `job.processes.terminable`."""
 
 
 def parse_config(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
@@ -183,21 +189,23 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
         say: what is done with that line and the exit code.
 
     Returns:
-        What the command returns, or 0; 2 for an `InputError`, a disk that cannot be written and a lack of memory; 130
-        and 141, as a shell has it, where the user interrupts it or the reader of its output ends.
+        What the command returns, or 0; 2 for an `InputError`, a disk that cannot be written and a lack of memory; 130,
+        143 and 141, as a shell has it, where it is interrupted or terminated, or the reader of its output ends.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        code = main() or 0
+        with told():
+            code = main() or 0
         sys.stdout.flush()
         return code
     except InputError as error:
         line, code = f"error: {error}", 2
     except KeyboardInterrupt as error:
         notes = getattr(error, "__notes__", ["nothing was kept"])
-        line, code = f"interrupted: {'; '.join(notes)}; run the same command again", INTERRUPTED
+        how, code = ("terminated", TERMINATED) if isinstance(error, Terminated) else ("interrupted", INTERRUPTED)
+        line = f"{how}: {'; '.join(notes)}; run the same command again"
     except BrokenPipeError:
         line, code = "", BROKEN_PIPE
     except (OSError, RuntimeError, MemoryError) as error:

@@ -10,6 +10,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.examples import TrainingData, require_apart, split_off, take_share, training_examples
 from draftsmith.train.data.generate import other_target
@@ -35,6 +36,7 @@ from draftsmith.train.trainer import RecipeTrainer
 Config = TypeVar("Config", bound=RecipeConfig)
 
 
+@phase("reading completions")
 def read_data(config: RecipeConfig) -> tuple[TrainingData, TrainingData | None]:
     """Return the samples to train on and those to measure acceptance on.
 
@@ -111,15 +113,17 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
         trainer.train(resume_from_checkpoint=_checkpoint_to_go_on_from(trainer))
     if trainer.eval_dataset is not None:
         trainer.evaluate()
-    trainer.save_model(_internal_call=True)  # pushed once it is finished
-    trainer.save_state()
-    if args.should_save:
-        if finish is not None:
-            finish(output)
-        write_run_record(output, config, args.device)
-    trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
+    with phase("saving what was trained"):
+        trainer.save_model(_internal_call=True)  # pushed once it is finished
+        trainer.save_state()
+        if args.should_save:
+            if finish is not None:
+                finish(output)
+            write_run_record(output, config, args.device)
+        trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
     if args.push_to_hub:
-        trainer.upload()
+        with phase("uploading"):
+            trainer.upload()
 
 
 def _checkpoint_to_go_on_from(trainer: RecipeTrainer) -> str | None:

@@ -26,6 +26,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from draftsmith.decode.draft_models.cut_vocabulary import cut_head
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, first_line, one_of
+from draftsmith.decode.progress import phase
 from draftsmith.train import options
 from draftsmith.train.checkpoint import (
     check_loaded,
@@ -199,7 +200,7 @@ def load_model(
     if quantization:
         placed["quantization_config"] = BitsAndBytesConfig(**QUANTIZATIONS[quantization])
         expected += f" for bitsandbytes in {quantization}"
-    with whole_weights(), reading(field, expected):
+    with phase(f"loading {path}"), whole_weights(), reading(field, expected):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=DTYPES[dtype],
@@ -262,7 +263,7 @@ def load_tokenizer(
         InputError: no tokenizer there, or one without a pad and an end-of-sequence token; no causal LM's config.
     """
     rows = vocabulary_size(path, field=field, trust_remote_code=trust_remote_code)
-    with reading(field, f"a tokenizer in {path}"):
+    with phase(f"reading the tokenizer of {path}"), reading(field, f"a tokenizer in {path}"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     tokenizer.padding_side = "left"
     usable = ((tokenizer.pad_token, tokenizer.pad_token_id), (tokenizer.eos_token, tokenizer.eos_token_id))

@@ -25,6 +25,7 @@ from draftsmith.decode.measurement.distribution_test import (
 )
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
 from draftsmith.decode.options import Sampling
+from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions
 from draftsmith.decode.sampling import Sampler
@@ -99,7 +100,8 @@ def certify_greedy(
             f"{len(other)} for {len(prompts)} prompts"
         )
     mismatches = {}
-    for i, (prompt, *completions) in enumerate(zip(prompts, plain, other, strict=True)):
+    compared = list(zip(prompts, plain, other, strict=True))
+    for i, (prompt, *completions) in enumerate(each(compared, "texts beside plain decoding's", "texts")):
         expected, text = (torch.cat([prompt, prompt.new_tensor(list(tokens))]) for tokens in completions)
         mismatch = first_mismatch(target, expected, text, len(prompt), sampler)
         if mismatch is not None:
@@ -246,7 +248,7 @@ def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) 
     as plain decoding chose.
     """
     squares: list[Tensor] = []
-    for ids, length in texts:
+    for ids, length in each(texts, "rounding", "texts"):
         contexts = [ids[:end] for end in range(length, len(ids))]
         whole = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
         past, singly = None, []

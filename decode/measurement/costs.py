@@ -22,6 +22,7 @@ from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, now, timed
 from draftsmith.decode.planner import Costs, interpolated, verification_costs
+from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.base import Outcome, Proposer, Task
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
@@ -175,13 +176,17 @@ def measure_costs(
     """
     sizes = sorted(set(batch_sizes))
     of_blocks = sorted(set(blocks) | {1})
-    forwards = {b: verification_costs(target, b, context, of_blocks, repeats, compiled) for b in sizes}
-    prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in sizes}
+    forwards = {
+        b: verification_costs(target, b, context, of_blocks, repeats, compiled)
+        for b in each(sizes, "costs of the target's forwards", "batch sizes")
+    }
+    prefill = {b: _prefill_seconds(target, b, prompt, repeats) for b in each(sizes, "costs of prompts", "batch sizes")}
     tables = []
     for temperature, sampler in samplers.items():
         plain: dict[int, float] = {}
         drafters: dict[str, dict[int, DraftCosts]] = {name: {} for name in proposers}
-        for rows, forward in forwards.items():
+        title = f"costs of drafting and of rounds at T={temperature:g}"
+        for rows, forward in each(forwards.items(), title, "batch sizes"):
             drafts = {
                 name: _drafts(
                     target, proposer, text, rows, context, prompt, sampler, draft_lengths[name], repeats, compiled

@@ -8,7 +8,7 @@ all contexts at once, at any vocabulary, where counting would need every context
 Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens under test, V vocabulary.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import cycle, islice, repeat
@@ -34,6 +34,7 @@ from draftsmith.decode.measurement.uniformity import (
     transform,
     uniformity,
 )
+from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.replay.texts import Distributions, model_distributions
 from draftsmith.decode.sampling import Sampler
@@ -119,9 +120,8 @@ def plain_texts(
 ) -> list[Tensor]:
     """Decode prompts (T,) at T=0 plainly, so many together, and return the texts, prompts included."""
     decode = partial(autoregressive_generate, target, do_sample=False)
-    return [
-        text for batch in _batched(prompts, batch_size) for (text, _), _ in _decode(decode, batch, **generate_kwargs)
-    ]
+    batches = _batched(prompts, batch_size, "plain decoding")
+    return [text for batch in batches for (text, _), _ in _decode(decode, batch, **generate_kwargs)]
 
 
 def compare_greedy(
@@ -151,7 +151,7 @@ def compare_greedy(
         plain = plain_texts(target, prompts, **{k: v for k, v in generate_kwargs.items() if k != "observer"})
     texts, counts = [], Counts()
     decode = partial(speculative_generate, target, proposer, do_sample=False, draft_length=draft_length)
-    for batch in _batched(prompts, batch_size):
+    for batch in _batched(prompts, batch_size, "speculative decoding"):
         for (text, _), of_text in _decode(decode, batch, **generate_kwargs):
             texts.append(text)
             counts += of_text
@@ -190,12 +190,15 @@ def sample_texts(
     counts = Counts()
     decode = partial(speculative_generate, target, proposer)
     options: dict[str, Any] = {"do_sample": True, "draft_length": draft_length} | generate_kwargs
-    for batch in _batched(cycle(prompts), batch_size):
-        for text, of_text in _decode(decode, batch, seed=len(texts), **options):
-            texts.append(text)
-            counts += of_text
-            if counts.num_emitted_tokens >= num_tokens:
-                return texts, counts
+    with phase("sampled texts", num_tokens, "tokens") as sampled:
+        again = cycle(prompts)
+        while batch := list(islice(again, batch_size)):
+            for text, of_text in _decode(decode, batch, seed=len(texts), **options):
+                texts.append(text)
+                counts += of_text
+                sampled.advance(of_text.num_emitted_tokens)
+                if counts.num_emitted_tokens >= num_tokens:
+                    return texts, counts
     raise InputError("prompts: expected at least one to sample from, found none")
 
 
@@ -260,7 +263,7 @@ def distribution_test(
     count = num_impossible = num_texts = 0
     impossible: list[tuple[int, int]] = []
     beside = Companions(companions or {}, names)
-    for batch in _batched(texts, batch_size):
+    for batch in _batched(texts, batch_size, "test of the law"):
         beside.begin(num_texts, len(batch))
         ids_BT, wanted_BT = _aligned(batch)
         size = target.config.get_text_config().vocab_size
@@ -310,10 +313,13 @@ def distribution_test(
 Item = TypeVar("Item")
 
 
-def _batched(items: Iterable[Item], size: int) -> Iterator[list[Item]]:
+def _batched(items: Iterable[Item], size: int, title: str) -> Iterator[list[Item]]:
+    """Yield texts, so many together, in a phase that counts them."""
     iterator = iter(items)
-    while batch := list(islice(iterator, size)):
-        yield batch
+    with phase(title, len(items) if isinstance(items, Sized) else None, "texts") as opened:
+        while batch := list(islice(iterator, size)):
+            yield batch
+            opened.advance(len(batch))
 
 
 def _decode(

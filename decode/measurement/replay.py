@@ -24,6 +24,7 @@ from draftsmith.decode.counts import Ratios
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.exactness import TIE_ULPS
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
+from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import Proposer, Task
 from draftsmith.decode.replay.replayed import Replayed
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
@@ -251,29 +252,31 @@ def _share(
         target=target,
     )
     try:
-        for batch in _batches(texts, places, vocab_size):
-            members = [texts[i] for i in batch]
-            distributions: list[Tensor] | None = [] if sampler.do_sample else None
-            logits = teacher_forced(target, members)
-            for text, logits_NV in zip(members, logits, strict=True):
-                contexts = prefixes(text.sequence[:-1], len(text))
-                scores_NV = sampler.scores(logits_NV, contexts)
-                if distributions is not None:
-                    share.ties += readmit(sampler, logits_NV, scores_NV, text.tokens, contexts)
-                    distributions.append(scores_NV.softmax(-1))
-                if not allow_biased:
-                    share.surprise.check(
-                        text, logits_NV, scores_NV, None if distributions is None else distributions[-1]
-                    )
-            del logits, logits_NV, scores_NV  # before the drafters' logits
-            replayed = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
-            by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
-            rounds = {name: r.chains(rounds_of) for name, r in replayed.items() if rounds_of and r.chains}
-            for i, place in enumerate(batch):
-                share.replays[place] = {
-                    name: _of_text(r, by_length[name], rounds[name][i] if name in rounds else None, i)
-                    for name, r in replayed.items()
-                }
+        with phase("replay", len(places), "texts") as replaying:
+            for batch in _batches(texts, places, vocab_size):
+                members = [texts[i] for i in batch]
+                distributions: list[Tensor] | None = [] if sampler.do_sample else None
+                logits = teacher_forced(target, members)
+                for text, logits_NV in zip(members, logits, strict=True):
+                    contexts = prefixes(text.sequence[:-1], len(text))
+                    scores_NV = sampler.scores(logits_NV, contexts)
+                    if distributions is not None:
+                        share.ties += readmit(sampler, logits_NV, scores_NV, text.tokens, contexts)
+                        distributions.append(scores_NV.softmax(-1))
+                    if not allow_biased:
+                        share.surprise.check(
+                            text, logits_NV, scores_NV, None if distributions is None else distributions[-1]
+                        )
+                del logits, logits_NV, scores_NV  # before the drafters' logits
+                replayed = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
+                by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
+                rounds = {name: r.chains(rounds_of) for name, r in replayed.items() if rounds_of and r.chains}
+                for i, place in enumerate(batch):
+                    share.replays[place] = {
+                        name: _of_text(r, by_length[name], rounds[name][i] if name in rounds else None, i)
+                        for name, r in replayed.items()
+                    }
+                replaying.advance(len(batch))
     except InputError as error:
         share.refusal = str(error)
     return share

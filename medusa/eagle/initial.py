@@ -14,10 +14,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 
 
+@phase("making the heads")
 def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
     """Return heads in float32 as the fields of a training run say; its seed alone decides what is random.
 

@@ -62,9 +62,7 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
     planned = MedusaTreeConfig(target=config.target, heads=config.heads, completions=config.completions)
-    texts, median = replayed_texts(
-        planned, target, MedusaProposer(heads), token_count(tokenizer, target.config), progress=False
-    )
+    texts, median = replayed_texts(planned, target, MedusaProposer(heads), token_count(tokenizer, target.config))
     trees = [search_tree(texts, nodes) for nodes in config.nodes]
     costs = round_costs(
         target, MedusaProposer(heads), calibration_text(planned), planned.rows, median, config.compiled, trees

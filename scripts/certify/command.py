@@ -11,6 +11,7 @@ from rich.console import Console
 
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.power import detectable
+from draftsmith.decode.progress import each
 from draftsmith.scripts.certify.asking import Question, stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.judging import Law, judge_greedy, judge_law
@@ -29,7 +30,7 @@ SCHEMA = "draftsmith.certificate/1"
 CERTIFICATE, KEPT = "certificate.json", ".unfinished"
 
 
-def certify(config: CertifyConfig, console: Console, progress: bool = True) -> dict[str, Any]:
+def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     """Ask, compare, write `certificate.json`, and return what it holds.
 
     Raises:
@@ -42,7 +43,7 @@ def certify(config: CertifyConfig, console: Console, progress: bool = True) -> d
     questions, pair = _load(config)
     ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
     with locked(output):
-        servers = Servers(config, questions, ends, output / KEPT, progress)
+        servers = Servers(config, questions, ends, output / KEPT)
         servers.begin()
         greedy, laws = _judge(servers, pair, console)
         passed = (greedy is None or bool(greedy.passed)) and all(law.passed for law in laws)
@@ -102,7 +103,8 @@ def _load(config: CertifyConfig) -> tuple[list[Question], Pair | None]:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     questions = [
-        Question(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)) for prompt in prompts
+        Question(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding))
+        for prompt in each(prompts, "prompts", "texts")
     ]
     specs = [] if config.draft is None else [DrafterSpec("draft", config.draft)]
     return questions, load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)

@@ -9,10 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
+from draftsmith.decode.progress import phase
 from draftsmith.scripts.certify.asking import Kept, Question, Request, ask
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Client
@@ -38,7 +37,6 @@ class Servers:
     """Ids that end a text; none where they are not known here."""
     directory: Path
     """Where texts are kept."""
-    progress: bool = True
     models: dict[str, str] = field(default_factory=dict)
     """What each is asked for."""
     counters: dict[str, ServerCounts | None] = field(default_factory=dict)
@@ -67,11 +65,11 @@ class Servers:
             async with self._client(name) as client:
                 before = await _counters(client)
                 most = self.config.max_new_tokens * sum(map(len, stages))
-                with tqdm(total=most, desc=f"{name}: tokens", disable=None if self.progress else True) as bar:
-                    bar.update(sum(len(tokens) for tokens, _ in kept.texts.values()))
+                there = sum(len(tokens) for tokens, _ in kept.texts.values())
+                with phase(f"{name} writes", most, "tokens", there) as bar:
                     for stage in stages:
                         await ask(
-                            self.config, client, self.models[name], self.questions, stage, self.ends, kept, bar.update
+                            self.config, client, self.models[name], self.questions, stage, self.ends, kept, bar.advance
                         )
                 after = await _counters(client)
                 self.counters[name] = None if before is None or after is None else after - before

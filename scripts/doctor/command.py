@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from draftsmith.decode.progress import phase
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.checks import check_pair
 from draftsmith.scripts.doctor.config import DoctorConfig
@@ -35,13 +36,16 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         report(finding, console)
 
     device = default_device()
-    pair, loaded = load_pair(config.target, config.draft, config.medusa, config.eagle, config.trust_remote_code)
+    with phase("reading configs and tokenizers"):
+        pair, loaded = load_pair(config.target, config.draft, config.medusa, config.eagle, config.trust_remote_code)
     if config.dtype == "auto":
         dtype = "float32"
         if pair.target is not None:
             dtype = resolve_dtype("auto", config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
-    for finding in [*loaded, *check_pair(pair, config.context, config.dtype, device)]:
+    with phase("comparing target and draft"):
+        loaded += check_pair(pair, config.context, config.dtype, device)
+    for finding in loaded:
         add(finding)
     if config.eagle_run is not None and pair.target is not None:
         for finding in check_run(pair.target, config.eagle_run):
@@ -54,15 +58,14 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
     if config.costs and works and not fits:
         add(Finding("warning", "costs", "not measured: the weights do not fit", "see memory, above"))
     elif config.costs and works:
-        with errors.status("measuring"):
+        with phase("costs"):
             costs = list(check_costs(pair, config.batch_size, config.dtype, device, config.trust_remote_code))
         for finding in costs:
             add(finding)
     sampled = config.prompts is not None or config.completions is not None
     if sampled and pair.target is not None:
         tokenizer = pair.target.tokenizer
-        with errors.status("reading the samples"):
-            samples = loss_masks.read(config, tokenizer, pair.target.head)
+        samples = loss_masks.read(config, tokenizer, pair.target.head)
         for finding in loss_masks.check_masks(samples):
             add(finding)
         if config.completions is not None:

@@ -11,6 +11,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import each
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair
@@ -56,10 +57,12 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
     samples, closing = Samples(), ClosingTokens.of(tokenizer)
     if config.completions is not None:
         rows = load_completions(config.completions, vocab_size)
-        for row in rows.select(range(min(len(rows), config.limit or len(rows)))):
+        chosen = rows.select(range(min(len(rows), config.limit or len(rows))))
+        for row in each(chosen, "samples", "texts"):
             samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
     elif config.prompts is not None:
-        for prompt in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept"):
+        prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept")
+        for prompt in each(prompts, "samples", "texts"):
             try:
                 if prompt.messages is not None and prompt.messages[-1]["role"] == "assistant":
                     masked = mask_conversation(

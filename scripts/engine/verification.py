@@ -18,6 +18,7 @@ from draftsmith.decode.measurement.distribution_test import compare_greedy, plai
 from draftsmith.decode.measurement.exactness import GREEDY
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, vllm_counts
+from draftsmith.decode.progress import phase
 from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, run_jobs
 
 BATCH = 8
@@ -83,7 +84,8 @@ def verify(
     jobs = [
         Job(target, speculative=None if each is None else dict(each.speculative), **common) for each in (None, *served)
     ]
-    run = run_jobs(python, jobs, timeout)
+    with phase(f"vLLM decodes {len(prompts)} prompts, plainly and {len(served)} times with the drafter"):
+        run = run_jobs(python, jobs, timeout)
     vllm, (plain, *answers) = f"vLLM {run.version}", run.answers
     if isinstance(plain, EngineFailure):
         raise EngineFailure(f"verify: expected {vllm} to decode {target} without a drafter, found: {plain}")

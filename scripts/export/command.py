@@ -12,6 +12,7 @@ from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, Propose
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.draft_models.parallel import is_parallel, length_of, mask_token_of, tree_of
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
@@ -257,7 +258,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     config = parse_config(ExportConfig, argv, prog="draftsmith export")
     python = None if config.verify is None else engine_python(config.engine)
-    for line in export(config):
+    with phase("export"):
+        lines = export(config)
+    for line in lines:
         print(line, flush=True)
     if python is not None:
         try:

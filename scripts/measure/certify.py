@@ -7,6 +7,7 @@ from torch import Tensor
 
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
+from draftsmith.decode.progress import each
 from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import rows_of
@@ -36,7 +37,7 @@ def certify_runs(
     """
     certificates: dict[tuple[float, int, Method], Certificate] = {}
     tested: dict[tuple[float, Method], Certificate] = {}  # the test has batches of its own
-    for (temperature, rows, method), groups in observations.items():
+    for (temperature, rows, method), groups in each(observations.items(), "certificates", "runs"):
         if method == Method():
             continue
         key = temperature, rows, method

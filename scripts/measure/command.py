@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import Replay
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, KeptTable
+from draftsmith.decode.progress import each, phase
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.build import build_report
@@ -50,7 +50,7 @@ REPLAYED_LENGTHS = 16
 """γ up to this is replayed: it costs next to nothing."""
 
 
-def measure(config: MeasureConfig, progress: bool = True) -> Report:
+def measure(config: MeasureConfig) -> Report:
     """Measure as the config says, write the report into its output directory, and return it.
 
     What a run has finished is kept in the output directory until it ends well: after a kill or a failure the same
@@ -63,7 +63,10 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
-    encoded = [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in prompts]
+    encoded = [
+        encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)
+        for prompt in each(prompts, "prompts", "texts")
+    ]
     count = len(encoded[: config.limit])
     if max(config.batch_size) > count:
         raise InputError(
@@ -87,10 +90,11 @@ def measure(config: MeasureConfig, progress: bool = True) -> Report:
     with output_directory(output, lambda: "the batches that were decoded"):
         unfinished = Unfinished(config, pair, prompts, encoded)
         settings.to_file(unfinished.settings)
-        measured = _measure(config, pair, settings, prompts, encoded, tables, unfinished, progress)
-        report = build_report(measured)
-        write_json(output / "report.json", report)
-        write_page(report, output / "report.html")
+        measured = _measure(config, pair, settings, prompts, encoded, tables, unfinished)
+        with phase("report"):
+            report = build_report(measured)
+            write_json(output / "report.json", report)
+            write_page(report, output / "report.html")
         write_aside(output / "summary.md", markdown(report))
         write_rounds(output / ROUNDS, rounds_settings(config, pair), measured.rounds)
         unfinished.end()
@@ -105,7 +109,6 @@ def _measure(
     encoded: Sequence[list[int]],
     tables: list[CostTable] | None,
     unfinished: Unfinished,
-    progress: bool,
 ) -> Measured:
     """Do the work, but for what is finished: decode, complete, replay, measure costs, certify.
 
@@ -117,7 +120,6 @@ def _measure(
         encoded: their ids.
         tables: costs that are known; None if they are to be measured.
         unfinished: what an earlier run has finished is there, and so goes what this one finishes.
-        progress: show bars.
 
     Raises:
         Exception: what failed first, where no run is left to report.
@@ -132,16 +134,14 @@ def _measure(
     rounds: list[ExpectedText] = []
     for temperature, sampler in samplers.items():
         for rows in config.batch_size:
-            groups = decode_side_by_side(config, pair, methods, decoded, rows, temperature, unfinished, progress)
+            groups = decode_side_by_side(config, pair, methods, decoded, rows, temperature, unfinished)
             observations |= {(temperature, rows, method): of_method for method, of_method in groups.items()}
         plain = next((rows_of(of) for (t, _, m), of in observations.items() if (t, m) == (temperature, Method())), None)
         if plain is None:
             continue
         missing = slice(len(plain), len(prompts))
         with unfinished.attempt(f"completing further prompts at T = {temperature:g}"):
-            further = _completed(
-                config, pair.target, prompts[missing], encoded[missing], temperature, unfinished, progress
-            )
+            further = _completed(config, pair.target, prompts[missing], encoded[missing], temperature, unfinished)
             texts[temperature] = [row.tokens for row in plain] + further
         if temperature not in texts:
             continue
@@ -246,7 +246,6 @@ def _completed(
     encoded: Sequence[list[int]],
     temperature: float,
     unfinished: Unfinished,
-    progress: bool,
 ) -> list[list[int]]:
     """Let the target write further texts, in batches, to be replayed only; those of finished batches are kept."""
     base: Any = target.generation_config
@@ -260,7 +259,7 @@ def _completed(
     written: dict[str, list[int]] = {}
     samples = [Sample(prompt, ids) for prompt, ids in zip(prompts, encoded, strict=True)]
     batches = make_batches(samples, COMPLETED_TOGETHER)
-    for batch in tqdm(batches, desc=f"T={temperature:g}, to replay", unit="batch", disable=not progress or not batches):
+    for batch in each(batches, f"T={temperature:g}, texts to replay", "batches"):
         key = "completed", temperature, batch.index
         completions = unfinished.kept(list[list[TokenId]], *key)
         if completions is None or not _fit(completions, batch, target):

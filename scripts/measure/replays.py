@@ -8,6 +8,7 @@ from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_shares
+from draftsmith.decode.progress import each
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.tree_drafters import TreeDrafter, ranks_in_text, with_tree
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
@@ -66,7 +67,7 @@ def tree_pictures(pair: Pair, sequences: Sequence[Tensor], prompt_lengths: Seque
     for drafter in pair.drafters:
         tree = drafter.tree
         if isinstance(drafter.proposer, TreeDrafter) and tree is not None and not tree.is_chain:
-            texts = zip(sequences, prompt_lengths, strict=True)
+            texts = each(list(zip(sequences, prompt_lengths, strict=True)), "pictures of trees", "texts")
             ranks = [ranks_in_text(pair.target, drafter.proposer, *text) for text in texts]
             length = format_estimate(acceptance_estimate(ranks, tree), spread="none")
             title = f"{len(tree)} nodes, mean acceptance length {length}"

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.counts import possible
 from draftsmith.decode.generation import DecodeOutput
+from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.unfinished import Unfinished
@@ -73,7 +73,6 @@ def decode_side_by_side(
     batch_size: int,
     temperature: float,
     unfinished: Unfinished,
-    progress: bool,
 ) -> dict[Method, list[Group]]:
     """Decode prompts by every method; as many as fill whole batches.
 
@@ -89,7 +88,6 @@ def decode_side_by_side(
         batch_size: B.
         temperature: of the sampling.
         unfinished: what an earlier run has finished is there, and this one's batches go there.
-        progress: show a bar.
 
     Returns:
         The batches of each method; a method that failed is left out, and so are all where plain decoding did.
@@ -119,9 +117,7 @@ def decode_side_by_side(
 
     warm = False
     firsts = range(0, len(prompts) - batch_size + 1, batch_size)
-    for turn, first in enumerate(
-        tqdm(firsts, desc=f"T={temperature:g}, B={batch_size}", unit="batch", disable=not progress)
-    ):
+    for turn, first in enumerate(each(firsts, f"T={temperature:g}, B={batch_size}", "batches")):
         key = "decoded", temperature, batch_size, first
         kept = unfinished.kept(list[Group], *key)
         if kept is not None and _are_of(kept, methods, range(first, first + batch_size), vocab_size):

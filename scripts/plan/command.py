@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from draftsmith.decode.progress import phase
 from draftsmith.scripts.plan.config import (
     EaglePlanConfig,
     Machines,
@@ -143,14 +144,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The machine that plans need not be the one that trains: bf16 without this asks for a GPU here.
         arguments += ["--training.use_cpu", "true"]
     config, console = parse_config(kind, arguments, prog="draftsmith plan"), Console()
-    if isinstance(config, PlanConfig):
-        fits = report(MemoryPlan(config), console)
-    elif isinstance(config, MedusaPlanConfig):
-        fits = report(MedusaPlan(config), console)
-    elif isinstance(config, EaglePlanConfig):
-        fits = report(EaglePlan(config), console)
-    else:
-        fits = report_inference(InferencePlan(config), console)
+    with phase("plan"):
+        if isinstance(config, PlanConfig):
+            fits = report(MemoryPlan(config), console)
+        elif isinstance(config, MedusaPlanConfig):
+            fits = report(MedusaPlan(config), console)
+        elif isinstance(config, EaglePlanConfig):
+            fits = report(EaglePlan(config), console)
+        else:
+            fits = report_inference(InferencePlan(config), console)
     return 0 if fits else DOES_NOT_FIT
 
 

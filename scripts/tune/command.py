@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import confidence_of_each
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
+from draftsmith.decode.progress import each, phase
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.pair import DrafterSpec, Pair, left_padded, load_pair
 from draftsmith.scripts.tune.config import TuneConfig
@@ -68,7 +68,7 @@ class Task:
         return [self.setting(rule, level) for rule in RULES for level in getattr(self.config, f"{rule}_levels")]
 
 
-def tune(config: TuneConfig, progress: bool = True) -> dict[str, Any]:
+def tune(config: TuneConfig) -> dict[str, Any]:
     """Decode as the config says, write `tune.json` and `tune.svg`, and return what tune.json holds.
 
     Each batch of prompts is decoded in every setting before the next one's turn, in an order that rotates from batch
@@ -82,15 +82,15 @@ def tune(config: TuneConfig, progress: bool = True) -> dict[str, Any]:
     if config.threads:
         torch.set_num_threads(config.threads)
     output = require_writable(config.output, "tune.json", "tune.svg")
-    report = _report(_load(config), progress)
+    report = _report(_load(config))
     write_json(output / "tune.json", report)
     draw_tradeoff(report, output / "tune.svg")
     return report
 
 
-def _report(task: Task, progress: bool) -> dict[str, Any]:
+def _report(task: Task) -> dict[str, Any]:
     config, pair, asked = task.config, task.pair, task.settings
-    seen = _decode_all(task, [PLAIN, EXACT, *asked], progress)
+    seen = _decode_all(task, [PLAIN, EXACT, *asked])
     plain, exact, greedy = seen[PLAIN], seen[EXACT], config.temperature == 0
     confidence = confidence_of_each(0.95, len({setting.rule for setting in asked}))
     levels = [figures(setting, seen[setting], plain, exact, greedy, confidence) for setting in asked]
@@ -101,7 +101,7 @@ def _report(task: Task, progress: bool) -> dict[str, Any]:
         wanted = [task.setting(rule, level) for rule, level in between.items() if level is not None]
         if not wanted:
             break
-        seen = _decode_all(task, [PLAIN, *wanted], progress)
+        seen = _decode_all(task, [PLAIN, *wanted])
         levels += [figures(setting, seen[setting], seen[PLAIN], exact, greedy, confidence) for setting in wanted]
     levels.sort(key=lambda row: (RULES.index(row["rule"]), row["level"]))
     chosen, reason = choose(levels, config.most)
@@ -133,23 +133,26 @@ def _load(config: TuneConfig) -> Task:
     spec = DrafterSpec(kind, path, draft_lengths=[config.draft_length])
     pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
     size = pair.target.config.get_text_config().vocab_size
-    ids = [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in prompts]
+    ids = [
+        encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)
+        for prompt in each(prompts, "prompts", "texts")
+    ]
     pair.check_positions(max(map(len, ids)), config.max_new_tokens)
     return Task(config, pair, ids)
 
 
-def _decode_all(task: Task, settings: list[Setting], progress: bool) -> dict[Setting, list[Batch]]:
+def _decode_all(task: Task, settings: list[Setting]) -> dict[Setting, list[Batch]]:
     """Decode every prompt in every setting."""
-    for setting in {setting.rule: setting for setting in settings}.values():
-        _decode(task, setting, 0)  # warm-up: the first calls allocate
+    for setting in each({setting.rule: setting for setting in settings}.values(), "warm-up", "rules"):
+        _decode(task, setting, 0)  # the first calls allocate
     turns = len(settings)
     batches: dict[Setting, list[Batch]] = {setting: [] for setting in settings}
-    with tqdm(total=turns * len(task.prompts), unit="text", desc="tune", disable=not progress) as bar:
+    with phase("tune", turns * len(task.prompts), "texts") as bar:
         for turn, first in enumerate(range(0, len(task.prompts), task.config.batch_size)):
             for setting in settings[turn % turns :] + settings[: turn % turns]:
                 batch = _decode(task, setting, first)
                 batches[setting].append(batch)
-                bar.update(len(batch.rows))
+                bar.advance(len(batch.rows))
     return batches
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.state import AcceleratorState
+from listening import LOADING, listened
 from pipelines import configured, furthest, history, measured_on_what_it_learns, weights
 from torch.utils.data import DataLoader
 
@@ -180,7 +181,9 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, ca
     dispatch = "training.accelerator_config.dispatch_batches: expected false with teacher_cache"
     assert dispatch in fails("--training.accelerator_config", "{dispatch_batches: true}")
     assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert run(lambda: command.main(argv)) == 0
+    with listened() as heard:
+        assert run(lambda: command.main(argv)) == 0
+    heard.require("reading completions", "finding what is cached", "making the draft", *LOADING, trains=True)
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from listening import listened
 from pipelines import LAST_BITS, eagle_configured, furthest, history
 from process_jobs import eagled
 from processes import forked
@@ -138,6 +139,10 @@ def test_what_does_not_fit_is_refused_in_one_line(pipeline, cached, tmp_path, ca
     dispatch = "training.accelerator_config.dispatch_batches: expected false with teacher_cache"
     assert dispatch in fails("--training.accelerator_config", "{dispatch_batches: true}")
     assert not (tmp_path / "out" / "model.safetensors").exists()
-    assert run(lambda: command.main(argv)) == 0
+    with listened() as heard:
+        assert run(lambda: command.main(argv)) == 0
+    heard.require(
+        "reading completions", "finding what is cached", "making the heads", "saving what was trained", trains=True
+    )
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert torch.isfinite(load_file(tmp_path / "out" / "model.safetensors")["fc.weight"]).all()

@@ -5,6 +5,7 @@ import re
 
 import pytest
 from conftest import perturbed, tiny_llama
+from listening import LOADING, listened
 from trained_parallel import as_parallel
 
 from draftsmith.decode import speculative
@@ -40,7 +41,10 @@ def test_a_right_decoder_passes(pair, tmp_path, capsys):
     output = tmp_path / "figures.json"
     argv = flags(pair, "--sampled_tokens", "2000", "--temperature", "0.9", "--output", str(output))
     argv += ["--batch_size", "50"]  # many short texts at a time: as much to test on, in a tenth of the forwards
-    assert check_lossless.main([*argv, "--proposers", "[draft, prompt_lookup]"]) == 0
+    with listened() as heard:
+        assert check_lossless.main([*argv, "--proposers", "[draft, prompt_lookup]"]) == 0
+    heard.require("plain decoding", "speculative decoding", "texts beside plain decoding's", "sampled texts")
+    heard.require("test of the law", *LOADING)
     assert "lossless" in capsys.readouterr().out
     figures = json.loads(output.read_text())
     assert figures["prompts"] == 5 and set(figures["drafters"]) == {"draft", "prompt_lookup"}

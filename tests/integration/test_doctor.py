@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import TEXTS, tiny_llama
 from families import tiny_model
+from listening import LOADING, listened
 from rich.cells import cell_len
 from rich.console import Console
 from safetensors.torch import load_file, save_file
@@ -248,7 +249,9 @@ def test_the_smallest_acceptance_solves_for_the_break_even():
 
 
 def test_costs_are_measured_on_request(pair_dirs, heads, capsys, monkeypatch):
-    code, lines, _, _ = check(capsys, *pair_dirs, medusa=heads, costs="true")
+    with listened() as heard:
+        code, lines, _, _ = check(capsys, *pair_dirs, medusa=heads, costs="true")
+    heard.require("reading configs and tokenizers", "comparing target and draft", "costs", *LOADING)
     assert code == 0 and list(lines)[-4:] == ["costs, B = 1", "heads, B = 1", "costs, B = 8", "heads, B = 8"]
     for rows in (1, 8):
         for name, block, paying in (("costs", 5, "γ = 4 pays "), ("heads", 4, "a tree of 3 pays ")):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import yaml
+from listening import LOADING, listened
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
@@ -96,7 +97,9 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
 def test_a_run_that_chooses_a_checkpoint_by_the_held_out_text_replays_it(pipeline, recipe, tmp_path):
     write, trained = recipe
     run = write(draft=pipeline / "draft", training={"eval_strategy": "steps", "eval_steps": 1})
-    command.measure_curve(LearningCurveConfig(run, str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0]))
+    with listened() as heard:
+        command.measure_curve(LearningCurveConfig(run, str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0]))
+    heard.require("reading completions", "replay", *LOADING, trains=True)
     assert all(len(evaluations(trainer)) >= 2 for trainer in trained)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 from jsonschema import Draft202012Validator
+from listening import LOADING, listened
 from pydantic import TypeAdapter
 from rich.console import Console
 from trained_eagle import train_eagle
@@ -89,7 +90,7 @@ def checked(root, output, page=False, **settings):
     with pytest.MonkeyPatch.context() as patch:
         if not page:  # it takes a second
             patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
-        report = measure(MeasureConfig(**(fixed | others | settings), output=str(output)), progress=False)
+        report = measure(MeasureConfig(**(fixed | others | settings), output=str(output)))
     return valid(output, report)
 
 
@@ -120,13 +121,17 @@ def measured(root):
         return found
 
     decode = command.decode_side_by_side
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, listened() as heard:
         patch.setattr(command, "decode_side_by_side", remembered)
         report = checked(
             root, root / "out", draft=str(root / "draft"), baseline_draft=str(root / "stock"),
             parallel_draft=str(root / "parallel"), medusa=str(root / "heads"), prompt_lookup=True, temperature="0,1",
             draft_length="2,3", batch_size="1,2", measure_costs=True, page=True,
         )  # fmt: skip
+    heard.require("prompts", "T=0, B=2", "T=1, B=1", "replay", "margins", "further tokens", "certificates", "report")
+    heard.require(
+        "costs of the target's forwards", "costs of prompts", "costs of drafting and of rounds at T=1", *LOADING
+    )
     return report, decoded
 
 

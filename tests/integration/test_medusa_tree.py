@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from conftest import tiny_llama
+from listening import LOADING, listened
 from trained_heads import train_heads
 from trained_parallel import train_parallel
 
@@ -65,7 +66,9 @@ def tree_of(pipeline, made, heads, *flags: str, completions=None) -> list[str]:
 
 def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, capsys):
     before = json.loads((heads / "config.json").read_text())
-    assert main(tree_of(pipeline, made, heads, "--nodes", "9")) == 0
+    with listened() as heard:
+        assert main(tree_of(pipeline, made, heads, "--nodes", "9")) == 0
+    heard.require("ranks in", "search", "timing tokens by dtype", *LOADING)
     report = json.loads((heads / "tree.json").read_text())
     after = json.loads((heads / "config.json").read_text())
     assert after == before | {"medusa_choices": report["choices"]}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
+from listening import listened
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -269,7 +270,9 @@ def needed(pair) -> float:
 @pytest.mark.parametrize(("spare", "found"), [(1e-3, 0), (-1e-3, 3)])
 def test_the_verdict_is_the_exit_code(pair, needed, capsys, spare, found):
     options = {"gpu_memory": needed + spare, "gpus": 2, "training.gradient_accumulation_steps": 3}
-    assert run(lambda: command.main(flags(pair, **options))) == found
+    with listened() as heard:
+        assert run(lambda: command.main(flags(pair, **options))) == found
+    heard.require("plan")
     out = capsys.readouterr().out
     assert f"4 rows × 3 accumulated × 2 GPUs = 24 samples, at most {24 * LENGTH:,} tokens" in out
     assert "k = 32: 200 bytes a completion token" in out

@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from listening import LOADING, listened
 from rich.console import Console
 from trained_parallel import as_parallel
 
@@ -281,7 +282,9 @@ def test_the_command(root, tmp_path, capsys):
     ):
         out = tmp_path / str(i)
         more = ["--batch-size", "1,2", "--temperature", temperature, "--draft-length", "3", "--output", str(out)]
-        assert main(flags(root, *drafter, *more)) == 0
+        with listened() as heard:
+            assert main(flags(root, *drafter, *more)) == 0
+        heard.require("prompts", "batch size 1", "batch size 2", *LOADING)
         printed = capsys.readouterr().out
         report = json.loads((out / "profile.json").read_text())
         assert report["schema"] == "draftsmith.profile/1" and report["draft_length"] == depth

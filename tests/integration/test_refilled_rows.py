@@ -80,13 +80,27 @@ def test_a_row_is_refilled_at_once_and_no_text_is_decoded_twice(monkeypatch):
     assert prefilled == [(3, 13), (3, 8), (3, 2)]
 
 
-def test_an_observer_hears_of_each_text_as_it_ends():
+@in_each_way
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_texts_that_were_begun_go_on_as_they_would_have(share, settings):
+    model, prompts = tiny_llama(0, scale=20.0), prompts_of(97)
+    options = {"max_new_tokens": NEW, "eos_token_id": list(range(40, 60)), "seed": 5, "rows": 2, **settings}
+    texts, heard = written(model, prompts, **options), []
+    begun = [text[: round(share * len(text))] for text in texts]
+    options |= {"begun": begun, "observer": lambda row, token: heard.append(token)}
+    assert written(model, prompts, **options) == texts
+    assert len(heard) == sum(map(len, texts)) - sum(map(len, begun))  # no token is written twice
+
+
+def test_an_observer_hears_of_each_token():
     model, prompts = tiny_llama(0, scale=20.0), prompts_of(97)
     options = {"max_new_tokens": NEW, "eos_token_id": list(range(40, 60)), "do_sample": False}
     heard = []
-    texts = written(model, prompts, rows=2, observer=lambda row: heard.append((row.index, len(row.rounds))), **options)
-    assert sorted(heard) == [(i, len(text)) for i, text in enumerate(texts)]
-    assert heard != sorted(heard)
+    observer = lambda row, token: heard.append((row.index, len(row.rounds), token, row.done))  # noqa: E731
+    texts = written(model, prompts, rows=2, observer=observer, **options)
+    tokens = [(i, n, token, n == len(text)) for i, text in enumerate(texts) for n, token in enumerate(text, 1)]
+    assert sorted(heard) == tokens
+    assert heard != tokens
 
 
 def test_logits_that_are_no_numbers_name_the_text():

@@ -5,6 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import perturbed, tiny_llama
+from listening import LOADING, listened
 
 from draftsmith.decode import DraftModelProposer, InputError, speculative_generate
 from draftsmith.decode.measurement.intervals import Estimate, confidence_of_each, ratio_interval
@@ -134,7 +135,9 @@ def test_all_prompts_are_decoded_in_every_setting_each_with_another_first(models
 
     monkeypatch.setattr(command, "_decode", counted)
     levels = {"typical_levels": [], "threshold_levels": [0.05], "cascade_levels": [0.0]}
-    report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, **levels), progress=False)
+    with listened() as heard:
+        report = tune(config_of(models, tmp_path / "out", batch_size=2, max_new_tokens=8, **levels))
+    heard.require("prompts", "warm-up", "tune", *LOADING)
     # Four settings, which are warmed up first; five prompts, two at a time.
     assert [first for _, first in decoded[4:]] == [0] * 4 + [2] * 4 + [4] * 4
     assert len({decoded[at][0] for at in (4, 8, 12)}) == 3
@@ -150,7 +153,7 @@ def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temp
     given = {"draft": None, "medusa": str(models / "heads")} if drafter == "medusa" else {}
     config = {"temperature": temperature, "max_new_tokens": 16, "typical_levels": "0.2", "cascade_levels": "0.3"}
     config |= {"target": str(models / "ending"), "threshold_levels": "0.1"} | given
-    reports = [tune(config_of(models, tmp_path, **config, batch_size=rows), progress=False) for rows in (1, 3)]
+    reports = [tune(config_of(models, tmp_path, **config, batch_size=rows)) for rows in (1, 3)]
     alone, batched = ([report["plain"], report["exact"], *report["levels"]] for report in reports)
     assert alone[0]["counts"]["num_emitted_tokens"] < 16 * len(PROMPTS)  # some texts end early
     assert any(row["departure"].value > 0 for row in alone[2:])
@@ -169,7 +172,7 @@ def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter
         models, tmp_path, temperature=1.0, max_total_variation=1e-6, typical_levels=[], cascade_levels="1",
         threshold_levels="0.01,0.99", limit=3, max_new_tokens=8, **given,
     )  # fmt: skip
-    report = tune(config, progress=False)
+    report = tune(config)
     assert report["departure"] == "mean_total_variation" and report["proposer"]["kind"] == drafter
     low, high = (row_of(report, "threshold", level)["departure"].value for level in (0.01, 0.99))
     assert 0 <= high < low < 1

@@ -70,7 +70,7 @@ def config_of(root: Path, output: Path, **fields) -> MeasureConfig:
 
 
 def measured(root: Path, output: Path, **fields) -> dict:
-    command.measure(config_of(root, output, **fields), progress=False)
+    command.measure(config_of(root, output, **fields))
     return json.loads((output / "report.json").read_text())
 
 

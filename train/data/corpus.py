@@ -17,6 +17,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import each
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 
 # Tests are not library sources; encodings and pydoc_data are generated tables, which would teach a model (and fake an
@@ -111,7 +112,7 @@ def encoded_prompts(
         InputError: prompts that cannot be read.
     """
     if source is not None:
-        read = read_prompts(source, limit=limit)
+        read = each(read_prompts(source, limit=limit), "prompts", "texts")
         return [encode_prompt(prompt, tokenizer, vocab_size=vocab_size, max_tokens=max_tokens) for prompt in read]
     records = stdlib_prompts(limit or 128, heldout=True, seed=1)
     return [tokenizer(record["prompt"])["input_ids"][-max_tokens:] for record in records]

@@ -23,7 +23,8 @@ def complete(
     rows: int | None = None,
     device: torch.device | None = None,
     synced: bool = False,
-    finished: Callable[[int], None] | None = None,
+    begun: Sequence[list[int]] | None = None,
+    observer: Callable[[int, list[int], bool], None] | None = None,
 ) -> list[Completion]:
     """Complete prompts together; the tokens are a function of the arguments only, whatever was sampled before.
 
@@ -37,7 +38,8 @@ def complete(
         rows: prompts that are decoded at a time; all if None.
         device: where the model computes; where its weights are if None.
         synced: go on with empty forwards until every process is done, for a model that is sharded over them.
-        finished: called with the tokens of each completion when it has ended.
+        begun: what an earlier call with the same arguments had written behind each prompt when it was stopped.
+        observer: called with a prompt's place, tokens that were written behind it, and whether its text has ended.
 
     Returns:
         A completion of each prompt, without padding.
@@ -45,13 +47,16 @@ def complete(
     device, ends = device or model.device, set(generation.eos_token_id or [])
     rows = rows or len(prompt_ids)
     if synced or not refills_rows(model, max(map(len, prompt_ids)) + int(generation.max_new_tokens or 0)):
-        written = []
+        written: list[list[int]] = []
         for at in range(0, len(prompt_ids), rows):
-            batch = prompt_ids[at : at + rows]
-            for ids in by_library(model, generation, batch, mixed_seed(seed, at), device, synced):
+            batch, there = prompt_ids[at : at + rows], [] if begun is None else begun[at : at + rows]
+            if all(there) and there:  # a batch ends as a whole
+                written += there
+                continue
+            for place, ids in enumerate(by_library(model, generation, batch, mixed_seed(seed, at), device, synced), at):
                 written.append(ids)
-                if finished is not None:
-                    finished(len(ids))
+                if observer is not None:
+                    observer(place, ids, True)
     else:
         input_ids, attention_mask = _left_padded(prompt_ids, generation, device)
         output = autoregressive_generate(
@@ -60,7 +65,8 @@ def complete(
             attention_mask,
             seed,
             rows=rows,
-            observer=None if finished is None else lambda row: finished(len(row.rounds)),
+            begun=begun,
+            observer=None if observer is None else lambda row, token: observer(row.index, [token], row.done),
             generation_config=generation,
         )
         lengths, start = [counts.num_emitted_tokens for counts in output.row_counts], input_ids.shape[1]

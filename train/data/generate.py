@@ -4,7 +4,8 @@ The target writes them here or on a server, or they were written before and are 
 `manifest.json` (`"draftsmith.completions/1"`: the settings and inputs that determine every token) and Parquet shards.
 The prompts of a shard are completed in one process, as one queue that its index seeds, and it is written aside and
 renamed. So a run that was killed goes on where it stopped, by any number of processes, and ends with the bytes that an
-uninterrupted run of one process writes (those of a server as far as it repeats itself).
+uninterrupted run of one process writes (those of a server as far as it repeats itself). One that is interrupted or
+terminated keeps the texts of the shard that it was at, too (`begun.py`).
 """
 
 import hashlib
@@ -19,12 +20,13 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
-from tqdm.auto import tqdm
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import load_generation_config
+from draftsmith.train.data.begun import BegunShard, Counted
 from draftsmith.train.data.chat_masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
@@ -44,7 +46,7 @@ from draftsmith.train.data.shards import (
     write_shard,
 )
 from draftsmith.train.endpoint.completions import Vocabulary, complete_remotely, served_model
-from draftsmith.train.job.processes import Processes, launched
+from draftsmith.train.job.processes import Processes, launched, terminable
 from draftsmith.train.models import (
     check_head,
     identity,
@@ -70,7 +72,7 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
         InputError: prompts, target or server that cannot be used, an output directory of other settings or inputs (the
             message names the first), or a full disk (what was written so far is kept).
     """
-    with launched() as processes:
+    with launched() as processes, terminable():
         config.require_own_device(processes.count)
         summary = _prepare(config, processes)
     done = summary.kept + summary.written
@@ -114,17 +116,16 @@ def _prepare(config: PrepareConfig, processes: Processes) -> CompletionsSummary:
     batches = make_batches(samples, shard_size)
     if config.endpoint is not None:
         source |= {"endpoint": config.endpoint, "model": served_model(config)}
-    with output_directory(
-        output, lambda: f"{summary.kept + summary.written} of {summary.prompts} completions", processes.first
-    ):
+    with output_directory(output, lambda: str(summary), processes.first):
         processes.after_the_first(lambda: settle_manifest(output, _manifest(config, source, samples, len(batches))))
         processes.require_shared(output / MANIFEST)
         missing = []
-        for batch in processes.share(batches):
+        for batch in each(processes.share(batches), "shards that are there", "shards"):
             shard = read_shard(output / batch.shard)
             if shard is not None and shard["id"].to_pylist() == batch.names:
                 summary.add(shard)
                 summary.kept += len(batch.samples)
+                BegunShard(output, batch).end()
             else:
                 missing.append(batch)
         if missing:
@@ -175,7 +176,8 @@ def _prompts(
 ) -> list[Sample]:
     """Encode the prompts, which must leave room for their completions within the target's positions."""
     read = read_prompts(config.prompts, split=config.split, limit=config.limit)
-    ids = [encode_prompt(p, tokenizer, vocab_size=size, **config.encoding) for p in read]
+    prompts = each(read, "prompts", "texts")
+    ids = [encode_prompt(p, tokenizer, vocab_size=size, **config.encoding) for p in prompts]
     samples = [
         Sample(p if n == 1 else replace(p, id=f"{p.id}#{n}"), own, temperature=temperature)
         for n, temperature in enumerate(config.plan(), 1)
@@ -196,7 +198,8 @@ def _given(
 ) -> list[Sample]:
     """Encode the conversations that fit the target's positions, and mask what the assistant wrote."""
     samples, reasons, closing = list[Sample](), set[str](), ClosingTokens.of(tokenizer)
-    for conversation in read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required"):
+    read = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="required")
+    for conversation in each(read, "masks of conversations", "texts"):
         if conversation.cut:
             summary.unfinished.append(conversation.id)
             continue
@@ -236,21 +239,7 @@ def _complete(
     processes: Processes,
 ) -> None:
     """Write the shards that are missing: of given conversations, or completed by a server or by the target here."""
-    start, told = time.perf_counter(), [0]
-    total = sum(len(batch.samples) for batch in missing)
-    bar = tqdm(
-        total=summary.kept + total,
-        initial=summary.kept,
-        unit="completion",
-        desc=processes.title("prepare"),
-        disable=not processes.first,
-        mininterval=0.5,
-    )
-
-    def ended(tokens: int) -> None:
-        told[0] += tokens
-        bar.set_postfix_str(f"{told[0] / (time.perf_counter() - start):.0f} tokens/s", refresh=False)
-        bar.update()
+    start, texts, most = time.perf_counter(), sum(len(batch.samples) for batch in missing), config.new_tokens()
 
     def write(batch: Batch, shard: pa.Table) -> None:
         before = summary.tokens
@@ -266,32 +255,64 @@ def _complete(
         write(batch, batch.completed(completions))
 
     tokens, size = token_count(tokenizer, model_config), model_config.get_text_config().vocab_size
-    with bar:
-        if config.answers == "given":
-            for batch in missing:
-                write(batch, batch.given())
-                bar.update(len(batch.samples))
-        elif served is not None:
-            stored = load_generation_config(config.target, model_config, field="target")
-            ends = end_of_sequence_ids(stored, tokenizer)
-            vocabulary = Vocabulary(tokenizer, tokens, size, ends)
-            complete_remotely(config, served, vocabulary, missing, finished, ended)
-        else:
-            model = load_model(
-                config.target,
-                field="target",
-                dtype=config.dtype,
-                trust_remote_code=config.trust_remote_code,
-                device=config.target_device,
-                quantization=config.target_quantization,
-            )
-            for batch in missing:
-                temperature = batch.samples[0].temperature
-                sampling = config if temperature is None else config.at(temperature)
-                generation = set_generation_config(sampling, config.new_tokens(), model, tokenizer, tokens)
-                prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
-                rows = config.batch_size
-                finished(batch, complete(model, generation, prompts, seed, rows=rows, finished=ended))
+    if config.answers == "given":
+        for batch in each(missing, processes.title("prepare"), "shards"):
+            write(batch, batch.given())
+        return
+    if served is not None:
+        stored = load_generation_config(config.target, model_config, field="target")
+        ends = end_of_sequence_ids(stored, tokenizer)
+        vocabulary = Vocabulary(tokenizer, tokens, size, ends)
+        with phase(processes.title("prepare"), texts * most, "tokens") as writing:
+            counted = Counted(writing, texts, most)
+            complete_remotely(config, served, vocabulary, missing, finished, lambda count: counted.add(count, count))
+        return
+    model = load_model(
+        config.target,
+        field="target",
+        dtype=config.dtype,
+        trust_remote_code=config.trust_remote_code,
+        device=config.target_device,
+        quantization=config.target_quantization,
+    )
+    with phase(processes.title("prepare"), texts * most, "tokens") as writing:
+        counted = Counted(writing, texts, most)
+        for batch in missing:
+            temperature = batch.samples[0].temperature
+            sampling = config if temperature is None else config.at(temperature)
+            generation = set_generation_config(sampling, most, model, tokenizer, tokens)
+            begun = BegunShard(summary.output, batch)
+            try:
+                finished(batch, _completed(config, model, generation, batch, begun, counted))
+            except KeyboardInterrupt:
+                begun.keep()
+                summary.begun += begun.tokens
+                raise
+            begun.end()
+
+
+def _completed(
+    config: PrepareConfig,
+    model: PreTrainedModel,
+    generation: GenerationConfig,
+    batch: Batch,
+    begun: BegunShard,
+    counted: Counted,
+) -> list[Completion]:
+    """Complete a shard's prompts here, from where an interrupted run has left them."""
+    there = [list(text) for text in begun.texts]
+    counted.take_up(begun.tokens)
+
+    def observe(place: int, tokens: list[int], ended: bool) -> None:
+        begun.texts[place] += tokens
+        counted.add(len(tokens), len(begun.texts[place]) if ended else None)
+
+    prompts, seed = [sample.ids for sample in batch.samples], mixed_seed(config.seed, batch.index)
+    completions = complete(model, generation, prompts, seed, rows=config.batch_size, begun=there, observer=observe)
+    for before, completion in zip(there, completions, strict=True):
+        if len(before) == len(completion.ids):  # it had ended
+            counted.add(0, len(before))
+    return completions
 
 
 def _manifest(config: PrepareConfig, source: dict[str, Any], samples: list[Sample], shards: int) -> dict[str, Any]:

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import Phase, phase
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.shards import completion_files, read_completions
 
@@ -92,7 +92,7 @@ def _write_missing(files: Mapping[Path, Sequence[Path]], directory: Path) -> Non
         missing = {file: shards for file, shards in files.items() if not file.is_file()}
         for leftover in directory.glob(f".*.{socket.gethostname()}-*.partial") if alone else ():
             leftover.unlink()  # not those of other machines: not every lock reaches them
-        with tqdm(total=sum(map(len, missing.values())), desc="map", unit="shard", disable=None) as bar:
+        with phase(f"reading {directory.parent}", sum(map(len, missing.values())), "shards") as bar:
             for file, shards in missing.items():
                 parts = [shards[at : at + SHARDS_A_BATCH] for at in range(0, len(shards), SHARDS_A_BATCH)]
                 _write(file, pool.map(_samples, parts), bar)
@@ -117,7 +117,7 @@ def _lock(directory: Path) -> Iterator[bool]:
         yield held
 
 
-def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Any) -> None:
+def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Phase) -> None:
     """Write samples aside under a name of this process's own, then rename them."""
     aside = file.with_name(f".{file.name}.{socket.gethostname()}-{os.getpid()}.partial")
     try:
@@ -125,7 +125,7 @@ def _write(file: Path, batches: Iterator[pa.RecordBatch], bar: Any) -> None:
             with pa.ipc.new_file(sink, SAMPLES) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
-                    bar.update(SHARDS_A_BATCH)
+                    bar.advance(SHARDS_A_BATCH)
             sink.flush()
             os.fsync(sink.fileno())
         os.replace(aside, file)

@@ -18,12 +18,14 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 from draftsmith.train.data.collator import text_bounds
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import takes_bounds
 
 
+@phase("packing")
 def pack(data: TrainingData, length: int, by_source: bool = False) -> TrainingData:
     """Put samples together in as few rows as best-fit decreasing finds; the same rows every time.
 

@@ -48,6 +48,13 @@ class CompletionsSummary:
     """Completions of this run that were tokenized from a server's text, and may differ from what the target wrote."""
     padded: int = 0
     """Completions of this run that were cut before an id that pads the vocabulary."""
+    begun: int = 0
+    """Tokens that are kept of the shard that this run was interrupted at."""
+
+    def __str__(self) -> str:
+        """Say what is there."""
+        more = f", and {self.begun} tokens of the next" if self.begun else ""
+        return f"{self.kept + self.written} of {self.prompts} completions{more}"
 
     @property
     def repeated_ngram_share(self) -> float | None:

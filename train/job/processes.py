@@ -1,7 +1,9 @@
 """Processes that are launched together and share work out: they meet before it and after it, and not in between."""
 
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import torch
 from torch import distributed
 
 from draftsmith.decode.errors import InputError
+from draftsmith.train.cli import Terminated
 from draftsmith.train.job import ranks
 
 LONGEST = timedelta(days=30)
@@ -89,6 +92,27 @@ def keep_few_kernels() -> None:
     """
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):  # oneDNN's, and that of PyTorch's layer
         os.environ.setdefault(variable, "32")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """Let a scheduler's SIGTERM end this block as an interruption does, which keeps what it can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    own = os.getpid()
+
+    def end(number: int, frame: Any) -> None:
+        if os.getpid() != own:  # a process that was forked here has nothing to keep
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import at_least, at_most
+from draftsmith.decode.progress import phase
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
@@ -21,6 +22,7 @@ from draftsmith.train.teacher.distributions import CachedDistributions
 logger = logging.getLogger(__name__)
 
 
+@phase("counting tokens")
 def frequent_tokens(
     data: TrainingData, count: int, size: int, always: Sequence[int] = (), field: str = "draft_vocabulary"
 ) -> Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, masking_utils
 
 from draftsmith.decode.draft_models.cut_vocabulary import CutHead
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import phase
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def _known_packing(packed: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
+@phase("looking at the head")
 def require_split(model: PreTrainedModel, field: str) -> None:
     """Require that a model's forward returns `head_of(model)` of `last_hidden`, by trying it.
 

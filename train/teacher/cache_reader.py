@@ -16,6 +16,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import each, phase
 from draftsmith.decode.validation import Amount, Count, Share
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.mapped import Texts, map_completions
@@ -139,6 +140,7 @@ def read_manifests(
     return manifests
 
 
+@phase("finding what is cached")
 def locate(
     manifests: Mapping[str, dict[str, Any]], config: RecipeConfig, columns: pa.Schema
 ) -> tuple[np.ndarray, list[Path], np.ndarray]:
@@ -182,7 +184,8 @@ def _places(texts: Texts, cache: Path, number: int, columns: pa.Schema) -> tuple
     """
     files = sorted(cache.glob(f"{number:03d}-shard-*.parquet"))
     with ThreadPoolExecutor() as pool:
-        shards = list(pool.map(partial(read_cached, columns=columns, names=["id", "text"]), files))
+        read = pool.map(partial(read_cached, columns=columns, names=["id", "text"]), files)
+        shards = list(each(read, f"reading {cache}", "shards", len(files)))
     places = [np.empty((0, 2), np.int64)]
     for at, shard in enumerate(shards):
         places.append(np.stack([np.full(len(shard), at), np.arange(len(shard))], axis=1))

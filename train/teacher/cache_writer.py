@@ -16,11 +16,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.progress import each, phase
 from draftsmith.train import models
 from draftsmith.train.data.shards import (
     MANIFEST,
@@ -113,7 +113,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
     shards: Shards = FeatureShards.of(config) if config.features else DistributionShards(config, vocab_size)
     output = Path(config.output)
     files = [(number, file) for number, path in enumerate(config.completions) for file in completion_files(path)]
-    sources = [_source(number, file, shards, size) for number, file in processes.share(files)]
+    mine = each(processes.share(files), "reading", "shards")
+    sources = [_source(number, file, shards, size) for number, file in mine]
     summary = CacheSummary(output, shards.title, sum(len(source.samples) for source in sources))
     with output_directory(
         output, lambda: f"{summary.kept + summary.written} of {summary.samples} samples", processes.first
@@ -121,7 +122,7 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
         processes.after_the_first(lambda: settle_manifest(output, _manifest(config, shards, vocab_size)))
         processes.require_shared(output / MANIFEST)
         missing = []
-        for source in sources:
+        for source in each(sources, "shards that are there", "shards"):
             shard = read_shard(output / source.name, shards.columns, columns=shards.checked and list(shards.checked))
             if shard is not None and sorted(samples_of(shard)) == sorted(source.samples):
                 summary.kept += len(source.samples)
@@ -141,7 +142,9 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
             )
             require_split(model, "target")
             if processes.first and missing:
-                tqdm.write(f"{shards.title}: {needed}; about {_duration(config, shards, model, missing)}")
+                with phase("trial"):
+                    duration = _duration(config, shards, model, missing)
+                print(f"{shards.title}: {needed}; about {duration}")
             if lacks_ends:
                 save_ends(model, output / ENDS)
             _write(shards, model, missing, summary, processes)
@@ -214,9 +217,9 @@ def _write(
     start = time.perf_counter()
     total = summary.kept + sum(len(source.samples) for source in missing)
     title = processes.title("cache")
-    with tqdm(total=total, initial=summary.kept, unit="sample", desc=title, disable=not processes.first) as bar:
+    with phase(title, total, "samples", summary.kept) as bar:
         for source in missing:
-            shards.write(summary.output / source.name, source, texts_of(source.completions), model, bar.update)
+            shards.write(summary.output / source.name, source, texts_of(source.completions), model, bar.advance)
             summary.written += len(source.samples)
             summary.positions_written += source.positions
             summary.seconds = time.perf_counter() - start

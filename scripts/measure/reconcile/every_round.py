@@ -9,6 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.options import Filters
+from draftsmith.decode.progress import each, phase
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -104,7 +105,8 @@ def _continued(
         eos_token_id=[never], pad_token_id=base.pad_token_id, max_new_tokens=tokens, **generate_kwargs
     )
     begun = [ids + text for ids, text in zip(encoded, texts, strict=True)]
-    further = complete(target, generation, begun, seed, rows=64)
+    with phase("further tokens of each text", tokens * len(begun), "tokens") as more:
+        further = complete(target, generation, begun, seed, rows=64, observer=lambda _, new, __: more.advance(len(new)))
     return [text + more.ids for text, more in zip(texts, further, strict=True)]
 
 
@@ -114,7 +116,7 @@ def _margins(
 ) -> list[list[float]]:
     """Return the margin of the likeliest token over the second at each token, as a part of the largest logit."""
     margins = []
-    for sequence, length in zip(sequences, lengths, strict=True):
+    for sequence, length in each(list(zip(sequences, lengths, strict=True)), "margins", "texts"):
         text = WrittenText(sequence, length, len(sequence) - length)
         logits_NV = teacher_forced(target, [text])[0]
         top_N2 = sampler.scores(logits_NV, prefixes(sequence[:-1], len(text))).topk(2, dim=-1).values.float()

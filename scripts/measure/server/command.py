@@ -24,7 +24,7 @@ FILES = ("report.json", "report.html", "summary.md")
 KEPT = "the turns that were measured"
 
 
-def measure_server(config: MeasureServerConfig, progress: bool = True) -> tuple[Report, Observed]:
+def measure_server(config: MeasureServerConfig) -> tuple[Report, Observed]:
     """Measure as the config says, write the report into its output directory, and return it and what it rests on.
 
     What a run has finished is kept in the output directory until it ends well: after a kill or a failure the same
@@ -43,7 +43,7 @@ def measure_server(config: MeasureServerConfig, progress: bool = True) -> tuple[
     if expectation is not None:
         require_known(expectation, config, prompts)
     with output_directory(output, lambda: KEPT):
-        observed = asyncio.run(observe(config, prompts, progress=progress))
+        observed = asyncio.run(observe(config, prompts))
         if observed.failure is not None and not observed.blocks:
             raise observed.failure
         report = build_report(observed, expectation)

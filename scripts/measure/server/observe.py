@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
-from tqdm.auto import tqdm
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
+from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import Asked, Door, Record, ask_all
@@ -126,9 +126,7 @@ def _as_it_is(prompt: Prompt, config: MeasureServerConfig) -> Asked:
     return Asked(prompt, messages=with_system_prompt(prompt.messages, config.system_prompt))
 
 
-async def observe(
-    config: MeasureServerConfig, prompts: Sequence[Asked], kept: Kept | None = None, progress: bool = True
-) -> Observed:
+async def observe(config: MeasureServerConfig, prompts: Sequence[Asked], kept: Kept | None = None) -> Observed:
     """Ask the servers all prompts in each setting, block by block, the two by turns.
 
     A server that fails ends it: what is finished is returned, with the failure.
@@ -138,7 +136,6 @@ async def observe(
         prompts: what is sent.
         kept: blocks that an earlier run has finished are there, and so go those of this one; None begins such files in
             the config's output directory.
-        progress: show a bar.
 
     Raises:
         InputError: a server that does not answer at the start, or refuses; other settings than those of the earlier
@@ -168,7 +165,7 @@ async def observe(
         kept = kept or Kept(config.output, _manifest(observed))
         for setting in config.settings:
             try:
-                observed.blocks[setting] = await _setting(setting, doors, observed, kept, progress)
+                observed.blocks[setting] = await _setting(setting, doors, observed, kept)
             except ServerFailure as error:
                 observed.failure, observed.failed = error, setting
                 break
@@ -181,7 +178,7 @@ def forget(config: MeasureServerConfig) -> None:
 
 
 async def _setting(
-    setting: Setting, doors: Mapping[Role, Door], observed: Observed, kept: Kept, progress: bool
+    setting: Setting, doors: Mapping[Role, Door], observed: Observed, kept: Kept
 ) -> dict[Role, list[Block]]:
     """Return the blocks of one setting, in order, all repeats."""
     config, (temperature, concurrency) = observed.config, setting
@@ -190,7 +187,7 @@ async def _setting(
     warm = False
     turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(places))]
     title = f"T={temperature:g}, {concurrency} at once"
-    for repeat, i in tqdm(turns, desc=title, unit="block", disable=not progress):
+    for repeat, i in each(turns, title, "blocks"):
         key = "server", temperature, concurrency, repeat, i
         before = kept.kept(dict[Role, Block], *key)
         if before is None or not _is_of(before, doors, places[i]):

@@ -1,0 +1,168 @@
+"""What a command is doing, and how far it is: bars on a terminal; elsewhere, such as a job's log, a line now and then.
+
+A library says nothing. A command does, within `told`, in the first process of a job. Whatever may take long opens a
+`phase`, whoever calls it; of phases within each other the innermost is told of. A thread tells too, for a single call
+(a compilation, weights that are read) may take minutes.
+"""
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+INTERVAL = 10.0
+"""Seconds between two lines; a command that ends before the first says nothing."""
+LOOK = 1.0
+"""Seconds between two looks at what is being done, and until a bar is shown."""
+COUNTED = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}{postfix}]"
+UNCOUNTED = "{desc} [{elapsed}{postfix}]"
+
+T = TypeVar("T")
+
+
+class Phase:
+    """Something that a command does, and how far it is."""
+
+    def __init__(self, title: str, total: int | None = None, unit: str = "", done: int = 0):
+        self.title, self.total, self.unit = title, total, unit
+        self.done = self.begun_at = done
+        self.note = ""
+
+    def advance(self, count: int = 1, note: str | None = None) -> None:
+        """Count what was done, and say something else beside it if there is a note."""
+        self.done += count
+        self.note = self.note if note is None else note
+        if _teller is not None:
+            _teller.look(self)
+
+    def line(self, seconds: float) -> str:
+        """Say how far it is after some seconds."""
+        far = [] if self.total is None else [f"{self.done} of {self.total} {self.unit}"]
+        far += [self.note] if self.note else []
+        far.append(_clock(seconds))
+        if self.total is not None and self.done > self.begun_at:
+            far.append(f"{_clock(seconds * (self.total - self.done) / (self.done - self.begun_at))} left")
+        return f"{self.title}: {', '.join(far)}"
+
+
+class Teller:
+    """Tells of the phases that are open."""
+
+    def __init__(self, every: float, bars: bool, clock: Callable[[], float] = time.monotonic):
+        """Begin to tell: by bars, or by a line when so many seconds have gone without one."""
+        self._every, self._bars, self._clock = every, bars, clock
+        self._open: dict[Phase, tuple[float, Any]] = {}
+        self._spoken = clock()
+        self._lock = threading.RLock()  # bars are drawn by two threads
+
+    @contextmanager
+    def tells(self, phase: Phase) -> Iterator[None]:
+        """Tell of a phase while it lasts."""
+        with self._lock:
+            self._open[phase] = self._clock(), self._bar(phase) if self._bars else None
+        self.look(phase)
+        try:
+            yield
+        finally:
+            with self._lock:
+                _, bar = self._open.pop(phase)
+                if bar is not None:
+                    self._draw(phase, bar)
+                    bar.close()
+
+    def look(self, phase: Phase | None = None) -> None:
+        """Tell how far a phase is, if it is time to; the innermost one where none is named."""
+        with self._lock:
+            phase = next(reversed(self._open), None) if phase is None else phase
+            if phase is None or phase not in self._open:
+                return
+            begun, bar = self._open[phase]
+            if bar is not None:
+                self._draw(phase, bar)
+            elif (now := self._clock()) - self._spoken >= self._every:
+                self._spoken = now
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                    print(phase.line(now - begun), file=sys.stderr, flush=True)
+
+    def _bar(self, phase: Phase) -> Any:
+        from tqdm.auto import tqdm
+
+        return tqdm(
+            total=phase.total,
+            initial=phase.done,
+            desc=phase.title,
+            unit=phase.unit,
+            delay=LOOK,
+            miniters=0,
+            leave=phase.total is not None and not self._open,
+            dynamic_ncols=True,
+            bar_format=UNCOUNTED if phase.total is None else COUNTED,
+        )
+
+    def _draw(self, phase: Phase, bar: Any) -> None:
+        bar.total = phase.total
+        bar.set_postfix_str(phase.note, refresh=False)
+        bar.update(phase.done - bar.n)
+
+
+_teller: Teller | None = None
+
+
+@contextmanager
+def told(every: float | None = None, bars: bool | None = None) -> Iterator[None]:
+    """Tell of all phases in this block, if this is the first process of its job; within another such block do nothing.
+
+    Args:
+        every: seconds between two lines; `INTERVAL` if None.
+        bars: draw bars in place of lines; where standard error is a terminal if None.
+    """
+    global _teller
+    if _teller is not None or os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    _teller = teller = Teller(INTERVAL if every is None else every, sys.stderr.isatty() if bars is None else bars)
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(LOOK):
+            teller.look()
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        ended.set()
+        _teller = None
+
+
+@contextmanager
+def phase(title: str, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Phase]:
+    """Do something that may take long; a command tells of it.
+
+    Args:
+        title: what is done, in words.
+        total: how much there is to do, if that is known; may be changed later.
+        unit: of what, in the plural.
+        done: how much of it is done already.
+    """
+    opened = Phase(title, total, unit, done)
+    with contextlib.nullcontext() if _teller is None else _teller.tells(opened):
+        yield opened
+
+
+def each(items: Iterable[T], title: str, unit: str, total: int | None = None) -> Iterator[T]:
+    """Yield items, in a phase that counts those that were worked on; `total` of them, if they cannot be counted."""
+    with phase(title, len(items) if isinstance(items, Sized) else total, unit) as opened:
+        for item in items:
+            yield item
+            opened.advance()
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
