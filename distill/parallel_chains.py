@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.teacher.distributions import CachedDistributions, GatheredDistributions, LiveDistributions
+from draftsmith.train.teacher.distributions import (
+    CachedDistributions,
+    GatheredDistributions,
+    LiveDistributions,
+    WholeDistributions,
+)
 
 ALIGNED = 8
 """Rows with masks have a multiple of so many entries, as matrix kernels like it."""
@@ -82,7 +87,7 @@ class Chains:
         """Return what a tensor has at the entries, (B, L, …) → (E, …)."""
         return values_BLX.flatten(0, 1).index_select(0, self.entries_E)
 
-    def gathered(self, teacher: LiveDistributions | CachedDistributions) -> GatheredDistributions:
+    def gathered(self, teacher: LiveDistributions | WholeDistributions | CachedDistributions) -> GatheredDistributions:
         """Return the distributions that the entries learn, of those of the N places."""
         return GatheredDistributions(teacher, self.places_E, self.spans_E)
 

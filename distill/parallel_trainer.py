@@ -119,7 +119,7 @@ class ParallelTrainer(DistillTrainer):
                 p_E,
                 labels_E,
                 chains.offsets_E > 0,
-                sizes=self.sizes,
+                sizes=self.training_sizes,
                 weights_N=self._weights_K[chains.offsets_E],
                 starts_N=chains.offsets_E == 0,
             )

@@ -32,7 +32,7 @@ from draftsmith.train.losses.output_head import OutputHead, require_split
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.teacher.cache_reader import cached_distributions
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, WholeDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
 
 
@@ -140,7 +140,7 @@ class DistillTrainer(RecipeTrainer):
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_NH, head),) = learners
-            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.sizes)
+            return chunked_objective(objective, hidden_NH, head, teacher, labels_N, follow_N, sizes=self.training_sizes)
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
@@ -189,25 +189,32 @@ class DistillTrainer(RecipeTrainer):
         """Return the text's tokens as the loss numbers them: of a cut vocabulary the places there."""
         return labels_N if self.cut is None else self.cut.labels(labels_N)
 
-    def taught(self, teacher: LiveDistributions | CachedDistributions) -> LiveDistributions | CachedDistributions:
+    def taught(
+        self, teacher: LiveDistributions | CachedDistributions
+    ) -> LiveDistributions | WholeDistributions | CachedDistributions:
         """Return what the loss compares the draft with: p over the tokens that it proposes."""
         if self.cut is None:
             return teacher
         if isinstance(teacher, CachedDistributions):
             return self.cut.of_cached(teacher)
-        return replace(teacher, head=self._cut_target_head)
+        return self.cut.taught(replace(teacher, head=self._cut_target_head), self.objective)
 
     @cached_property
     def _cut_target_head(self) -> OutputHead:
         assert self.cut is not None
-        return self.cut.of_head(self.target_head)
+        return self.cut.teacher_head(self.target_head, self.objective)
+
+    @property
+    def training_sizes(self) -> ChunkSizes:
+        """Of the chunks of the loss."""
+        return self.sizes if self.cut is None else self.cut.training_sizes(self.sizes, self.objective)
 
     def evaluated(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the four features of replay, over all tokens, and behind them those of the loss."""
         cut, wide_PV = self.cut, q_logits_PV if self.cut is None else self.cut.widened(q_logits_PV)
         replayed_PK = replay_features(p, wide_PV, labels_P, self.sampler)
-        p = p if cut is None else cut.of_distributions(p)
-        return torch.cat([replayed_PK, self.objective.features(p, q_logits_PV, self.learned(labels_P))], dim=1)
+        taught = p if cut is None else cut.of_distributions(p)
+        return torch.cat([replayed_PK, self.objective.features(taught, q_logits_PV, self.learned(labels_P))], dim=1)
 
     @property
     def evaluation_sizes(self) -> ChunkSizes:

@@ -24,7 +24,7 @@ from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import replay_features
-from draftsmith.train.teacher.distributions import LiveDistributions
+from draftsmith.train.teacher.distributions import LiveDistributions, WholeDistributions
 from draftsmith.train.trainer import RecipeTrainer
 
 PER_GUESS = ("count", "overlap", "right")
@@ -84,17 +84,20 @@ class ChainTrainer(RecipeTrainer, ABC):
             at: the places.
             states: what the language-model head of each guess sees, (N, H).
             head_of: the head of each guess, over the tokens that the heads know.
-            teacher: what the teacher's head sees, (B, T, H), and that head, over the same tokens; None where labels are
-                hard.
+            teacher: what the teacher's head sees, (B, T, H), and that head, as `narrowed` returns it; None where labels
+                are hard.
         """
-        labels = at.labels if self._cut is None else self._cut.labels(at.labels)
-        p = None
+        labels, sizes, cut = at.labels, self.sizes, self._cut
+        if cut is not None:
+            labels, sizes = cut.labels(labels), cut.training_sizes(sizes, self.objective)
+        p: LiveDistributions | WholeDistributions | None = None
         if self.objective.needs_target and teacher is not None:
-            p = LiveDistributions(at.teacher(teacher[0]), teacher[1])
+            live = LiveDistributions(at.teacher(teacher[0]), teacher[1])
+            p = live if cut is None else cut.taught(live, self.objective)
 
         def losses(learners: Sequence[Learner]) -> Tensor:
             weighed = [(*each, at.learned[i], self.config.decay**i) for i, each in enumerate(learners)]
-            return chunked_objectives(self.objective, labels, weighed, p, self.sizes)
+            return chunked_objectives(self.objective, labels, weighed, p, sizes)
 
         with self.clock.phase("loss"):
             return self.looked_at(losses, *((seen, head_of(i)) for i, seen in enumerate(states)))
@@ -151,12 +154,12 @@ class ChainTrainer(RecipeTrainer, ABC):
 
     @cached_property
     def teacher_head(self) -> OutputHead:
-        """The target's head over the tokens that the heads know: of a truncated vocabulary, those alone."""
+        """What the objective needs of the target's head."""
         return self.narrowed(self.target_head)
 
     def narrowed(self, head: OutputHead) -> OutputHead:
-        """Return a head of all tokens over those that the heads know."""
-        return head if self._cut is None else self._cut.of_head(head)
+        """Return what the objective needs of a head of all tokens; of a truncated vocabulary often its rows alone."""
+        return head if self._cut is None else self._cut.teacher_head(head, self.objective)
 
     def known(self, head: OutputHead) -> OutputHead:
         """Return a trained head over the tokenizer's tokens; a truncated vocabulary has no others."""

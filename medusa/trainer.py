@@ -145,8 +145,7 @@ class MedusaTrainer(ChainTrainer):
             hidden: what the heads see, (B, T, H).
             embed: the target's embeddings.
             inputs: a batch.
-            teacher: what the teacher's head sees, (B, T, H), and that head, over the tokens that the heads know; None
-                where labels are hard.
+            teacher: as in `chain_loss`.
         """
         heads, at = self.heads, Chains(inputs, self.count)
         states = [

@@ -13,7 +13,7 @@ operations, and with packed rows a mask of 2·b·s² bytes a layer.
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from draftsmith.distill.parallel_draft import parallel_hidden
 from draftsmith.scripts.plan.model_states import Precision
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
@@ -304,7 +305,12 @@ def trace_loss(
     def learned(head: OutputHead) -> OutputHead:
         return head.cut(vocabulary) if kept_D is None else head.of(torch.arange(vocabulary))
 
+    sizes, objective = sizes or ChunkSizes.of(torch.device("cpu")), replace(objective, partial=kept_D is not None)
     with mode:
+        cut: CutVocabulary | None = None
+        if kept_D is not None and target is not None:
+            cut = CutVocabulary(torch.arange(vocabulary), len(head_of(target).weight))
+            sizes = cut.training_sizes(sizes, objective)
         q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
         labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
         teacher: TeacherDistributions | None = None
@@ -318,8 +324,9 @@ def trace_loss(
             )
             given = [teacher.ids, teacher.log_p, teacher.log_tail]
         else:
-            hidden = _hidden(target, positions)
-            teacher = LiveDistributions(hidden, learned(head_of(target)))
+            hidden, whole = _hidden(target, positions), head_of(target)
+            live_p = LiveDistributions(hidden, learned(whole) if cut is None else cut.teacher_head(whole, objective))
+            teacher = live_p if cut is None else cut.taught(live_p, objective)
             given = [*tensors_of(target), hidden]
         hold_gradients(draft)
         with LiveBytes([*tensors_of(draft), *given, q_hidden, labels, weights]) as live:

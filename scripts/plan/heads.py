@@ -35,10 +35,11 @@ from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
-from draftsmith.train.teacher.distributions import LiveDistributions
+from draftsmith.train.teacher.distributions import LiveDistributions, TeacherDistributions
 
 StatesOf = Callable[[Tensor], Sequence[Tensor]]
 """From the target's hidden states at the places to learn at, (N, H), to what each guess's head sees, (N, H) each."""
@@ -158,7 +159,8 @@ class HeadsPlan(ABC):
         else:
             held = target_bytes(target, setting.target, self.config.gpus)
         size, rows = self.vocabulary(self.made(setting)), head_of(target).weight
-        return held | {"target: the head of the tokens that are drafted": rows[0].nbytes * size * (size < len(rows))}
+        copied = size < len(rows) and not replace(self.config.objective, partial=True).looks_outside
+        return held | {"target: the head of the tokens that are drafted": rows[0].nbytes * size * copied}
 
     def _count(self, setting: MemorySetting) -> int:
         """Return the numbers that have gradients."""
@@ -253,12 +255,17 @@ def trace_losses(
         of_target, tokens_D = head_of(target), heads.token_map
         hidden = torch.zeros(positions, of_target.weight.shape[1], dtype=of_target.weight.dtype)
         labels, objective = torch.zeros(positions, dtype=torch.long), replace(objective, partial=tokens_D is not None)
-        kept = of_target if tokens_D is None else of_target.of(tokens_D)
+        cut = None if tokens_D is None else CutVocabulary(tokens_D, heads.config.vocab_size)
+        kept = of_target if cut is None else cut.teacher_head(of_target, objective)
+        sizes = sizes if cut is None else cut.training_sizes(sizes, objective)
         hold_gradients(heads)
         given = [*given, *tensors_of(heads), *tensors_of(target), hidden, labels, kept.weight]
         with LiveBytes(given) as live:
             with precision_of(precision):
-                teacher = LiveDistributions(hidden, kept) if objective.needs_target else None
+                teacher: TeacherDistributions | None = None
+                if objective.needs_target:
+                    live_p = LiveDistributions(hidden, kept)
+                    teacher = live_p if cut is None else cut.taught(live_p, objective)
                 learners = [
                     (state, learned(k), torch.ones(positions), 1.0) for k, state in enumerate(states_of(hidden))
                 ]

@@ -1,5 +1,7 @@
 """Drafts with a cut vocabulary: what their head says, and what a loss compares."""
 
+import math
+
 import pytest
 import torch
 from conftest import tiny_llama
@@ -13,9 +15,11 @@ from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.divergences import lk_blend
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
-from draftsmith.train.teacher.distributions import CachedDistributions
+from draftsmith.train.replay_metrics import replay_features
+from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, WholeLogits
 
 KEPT = [0, 3, 4, 9, 17, 40]
 
@@ -130,10 +134,75 @@ def test_a_text_s_token_outside_ends_the_accepted_block():
     objective = Objective({"expected_length": 1.0}, draft_length=2, partial=True)
     labels = CUT.labels(torch.tensor([1, 2, 5, 3, 10, 7, 7]))
     features = objective.features(CUT.of_distributions(p), q, labels)
-    assert features[:, 2] == pytest.approx(torch.ones(7))  # q is p, renormalised
+    mass = p.softmax(-1)[:, CUT.tokens_D].sum(-1)
+    torch.testing.assert_close(features[:, 2], mass)  # q is p, renormalised: nothing else is refused
     assert features[:, 1].exp().tolist() == pytest.approx([1, 1, 1, 0, 1, 1, 1])
     # Of a block of two at position 3, the second is never reached.
-    assert float(objective.shortfall(features, follows)) == pytest.approx(1.0)
+    second = [mass[t + 1] * (t != 3) for t in range(6)]
+    assert float(objective.shortfall(features, follows)) == pytest.approx(13 - float(mass.sum() + sum(second)))
+
+
+@pytest.mark.parametrize("sampling", [(1.0, 0, 1.0), (0.7, 4, 1.0), (1.0, 6, 0.8)], ids=str)
+@pytest.mark.parametrize("from_cache", [False, True])
+def test_acceptance_in_the_loss_is_acceptance_in_decoding(from_cache, sampling):
+    """α = Σ_v min(p, q) with all of p, of which a third at most can be drafted: in TVD, NLA, LK's λ and blocks."""
+    p, q, tokens = logits(0), logits(1, 5), CUT.tokens_D[torch.tensor([0, 1, 2, 3, 4, 0, 1])]
+    within = torch.zeros(12, dtype=torch.bool)
+    within[CUT.tokens_D] = True
+    odds = p[:, within].logsumexp(-1) - p[:, ~within].logsumexp(-1)
+    p[:, within] += math.log(0.33 / 0.67) - odds[:, None]
+    torch.testing.assert_close(p.softmax(-1)[:, within].sum(-1), torch.full((7,), 0.33))
+    temperature, top_k, top_p = sampling
+    sampler = Sampler.of(*sampling)
+    decoded = replay_features(p, CUT.widened(q), tokens, sampler)
+    a, alpha = decoded[:, 0], decoded[:, 1]
+    law = p if not from_cache else CachedDistributions.of(p, tokens, sampler, k=12)
+    given = CUT.of_distributions(law)
+    labels = CUT.labels(tokens)
+
+    def of(**terms):
+        objective = Objective(terms, temperature, top_k, top_p, draft_length=2, partial=True)
+        assert objective.looks_outside
+        return objective.features(given, q, labels)
+
+    torch.testing.assert_close(of(tvd=1.0)[:, 0], 1 - alpha)
+    block = of(expected_length=1.0)
+    torch.testing.assert_close(block[:, 2], alpha)
+    written = sampler.probabilities(p, []).gather(1, tokens[:, None])[:, 0] > 0
+    assert written.sum() > 3
+    torch.testing.assert_close(block[written, 1].exp(), a[written])
+    if sampling == (1.0, 0, 1.0):  # elsewhere q is not warped as p is
+        assert alpha.max() < 0.34
+        torch.testing.assert_close(of(nla=1.0)[:, 0], -alpha.log())
+        kl = of(forward_kl=1.0, tvd=1e-9)[:, 0]
+        torch.testing.assert_close(of(lk_hybrid=1.0)[:, 0], lk_blend(kl, 1 - alpha, 3.0), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "tvd", "nla", "lk_hybrid"])
+def test_where_nothing_can_be_drafted_nothing_is_learned(name):
+    """Top-k leaves p on tokens that the draft lacks: the loss is finite, and has no gradient."""
+    p, q = logits(0), logits(1, 5).requires_grad_(True)
+    p[:, [0, 3]] += 30.0
+    for law in (p, CachedDistributions.of(p, torch.tensor([0] * 7), Sampler.of(1.0, 2, 1.0), k=2)):
+        objective = Objective({name: 1.0}, top_k=2, partial=True)
+        value = objective.features(CUT.of_distributions(law), q, torch.full((7,), -100)).sum()
+        assert value.isfinite()
+        assert torch.autograd.grad(value, q)[0].abs().max() < 1e-6
+
+
+def test_the_whole_head_is_used_only_where_it_must_be():
+    head, hidden = OutputHead(torch.randn(12, 4)), torch.randn(3, 4)
+    for terms, options, whole in [
+        ({"forward_kl": 1.0}, {}, False),
+        ({"forward_kl": 1.0}, {"top_k": 5}, True),
+        ({"lk_hybrid": 1.0}, {}, True),
+    ]:
+        objective = Objective(terms, partial=True, **options)
+        taught = CUT.taught(LiveDistributions(hidden, CUT.teacher_head(head, objective)), objective)
+        p = taught.chunk(slice(0, 3))(slice(1, 3))
+        assert isinstance(p, WholeLogits) == whole
+        assert (p.logits if whole else p).shape == (2, 12 if whole else 5)
+        assert CUT.training_sizes(ChunkSizes(120, 120), objective).chunk == (50 if whole else 120)
 
 
 def test_a_cached_tail_is_at_most_what_its_tokens_may_have():

@@ -1,7 +1,8 @@
 """Learning with a cut vocabulary: which tokens it has, and what a loss compares among them.
 
-p is renormalised over these tokens, and a position whose text has another token is no example for it. Shape suffixes: N
-positions, V vocabulary, D its tokens.
+Terms that are acceptance, or weigh by it, take p as decoding does, with all that the draft can't propose; in the others
+p is renormalised over these tokens, for they would be infinite. A position whose text has another token is no example
+for it. Shape suffixes: N positions, V vocabulary, D its tokens.
 """
 
 import logging
@@ -16,8 +17,14 @@ from draftsmith.decode.progress import phase
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.teacher.distributions import CachedDistributions
+from draftsmith.train.teacher.distributions import (
+    CachedDistributions,
+    LiveDistributions,
+    WholeDistributions,
+    WholeLogits,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +103,21 @@ class CutVocabulary:
         """Return cached distributions over the D tokens."""
         return p.among(self.places_V, len(self.tokens_D))
 
-    def of_distributions(self, p: Tensor | CachedDistributions) -> Tensor | CachedDistributions:
-        """Return what a feature is given for p, logits (N, V) or cached distributions, over the D tokens."""
-        return self.of_cached(p) if isinstance(p, CachedDistributions) else p[:, self.tokens_D]
+    def of_distributions(self, p: Tensor | CachedDistributions) -> WholeLogits | CachedDistributions:
+        """Return what an objective is given for p, logits (N, V) or cached distributions."""
+        return self.of_cached(p) if isinstance(p, CachedDistributions) else WholeLogits(p, self.tokens_D)
+
+    def teacher_head(self, head: OutputHead, objective: Objective) -> OutputHead:
+        """Return what an objective needs of the target's head: the D rows alone, if it can do without the others."""
+        return head if objective.looks_outside else self.of_head(head)
+
+    def taught(self, p: LiveDistributions, objective: Objective) -> LiveDistributions | WholeDistributions:
+        """Return what an objective is taught by, of the distributions that `teacher_head` makes."""
+        return WholeDistributions(p, self.tokens_D) if objective.looks_outside else p
+
+    def training_sizes(self, sizes: ChunkSizes, objective: Objective) -> ChunkSizes:
+        """Return the chunks that a loss is taken in."""
+        return self.sizes(sizes) if objective.looks_outside else sizes
 
     def widened(self, logits_ND: Tensor) -> Tensor:
         """Return logits over all tokens, (N, V), −∞ for those that can't be drafted."""

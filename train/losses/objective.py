@@ -17,13 +17,15 @@ from draftsmith.decode.errors import InputError, at_least, at_most, more_than, o
 from draftsmith.decode.sampling import top_k_top_p
 from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, forward_kl, lk_blend, parameter_of, tvd
 from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
-from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions
+from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions, CutDistributions, WholeLogits
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
 # These weigh a p or q of zero finitely. The others need q > 0 wherever p > 0: there q is not warped as p is. lk_hybrid
 # has a part of either kind; nla would have no gradient where p and q keep different tokens.
 BOUNDED = ("tvd", *BLOCK_TERMS)
+# These are acceptance, or weigh by it: where the draft's vocabulary is cut, p has what lies outside, as in decoding.
+ACCEPTANCE = ("nla", "lk_hybrid", *BOUNDED)
 LK_ALPHAS = ("position", "batch")
 
 
@@ -106,6 +108,11 @@ class Objective:
         """Whether p is looked at; cross entropy learns from the text alone."""
         return set(self.terms) != {"cross_entropy"}
 
+    @property
+    def looks_outside(self) -> bool:
+        """Whether p is needed of what the draft cannot propose: for acceptance, or for what top-k and top-p keep."""
+        return self.partial and (self.warps or any(name in self.terms for name in ACCEPTANCE))
+
     def after(self, progress: float) -> "Objective":
         """Return the mixture that a curriculum has come to: the forward KL at 0, the objective from 1 on."""
         if progress >= 1:
@@ -114,7 +121,7 @@ class Objective:
         terms["forward_kl"] = terms.get("forward_kl", 0.0) + 1 - progress
         return replace(self, terms=terms)
 
-    def features(self, p: Tensor | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    def features(self, p: Tensor | WholeLogits | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         """Return what `shortfall` sums: the weighted divergences, and where positions act on each other their parts.
 
         Cached distributions bound them: divergences from below, the overlap from above; log a is exact. So with
@@ -123,7 +130,8 @@ class Objective:
 
         Args:
             p: the target's logits, (N, V), or its cached distributions, under this objective's temperature, top-k and
-                top-p; not looked at unless the objective `needs_target`.
+                top-p; not looked at unless the objective `needs_target`. Of a draft with a cut vocabulary, whose tokens
+                are then meant by V, `WholeLogits`, or logits of its tokens alone if none `looks_outside`.
             q_logits_NV: the draft's; gradients flow to them.
             labels_N: the text's tokens; −100 where the draft can't propose it: never accepted, and no example. Only an
                 objective that is `partial` looks for these.
@@ -139,10 +147,14 @@ class Objective:
         if not self.needs_target:
             return total_N[:, None]
         # The divergences compare E outcomes, whichever they are. q is warped before it is bucketed.
+        log_mass_N: Tensor | None = None  # of what a draft with a cut vocabulary can propose
         if isinstance(p, CachedDistributions):
-            log_p_NE = p.bucketed()
+            log_p_NE, log_mass_N = p.bucketed(), p.log_mass if isinstance(p, CutDistributions) else None
+        elif isinstance(p, WholeLogits):
+            log_p_NE, log_mass_N = p.among(self._warped(p.logits.float() / self.temperature).log_softmax(-1))
         else:
             log_p_NE = self._warped(p.float() / self.temperature).log_softmax(-1)
+        accepted_p_NE = log_p_NE if log_mass_N is None else _with_outside(log_p_NE, log_mass_N)
         q_scores_NV = q_logits_NV.float() / self.temperature
         unbounded = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
         if unbounded or not self.warps:
@@ -151,29 +163,34 @@ class Objective:
         for name in unbounded:
             if name != "lk_hybrid":
                 parameter = parameter_of(name, self.beta, self.alpha, self.eta)
-                total_N = total_N + self.terms[name] * DIVERGENCES[name](log_p_NE, log_q_NE, parameter)
+                pair = (accepted_p_NE, _like(accepted_p_NE, log_q_NE)) if name in ACCEPTANCE else (log_p_NE, log_q_NE)
+                value_N = _where_possible(DIVERGENCES[name](*pair, parameter), log_mass_N)
+                total_N = total_N + self.terms[name] * value_N
         hybrid = "lk_hybrid" in self.terms
         if hybrid:
-            kl_N = forward_kl(log_p_NE, log_q_NE)
+            kl_N = _where_possible(forward_kl(log_p_NE, log_q_NE), log_mass_N)
         elif not any(name in self.terms for name in BOUNDED):
             return total_N[:, None]
         if self.warps:
             log_q_NV = self._warped(q_scores_NV).log_softmax(-1)
             log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
+        accepted_q_NE = _like(accepted_p_NE, log_q_NE)
         blended = hybrid and not self._has_mean_alpha
         if "tvd" in self.terms or blended:
-            tv_N = tvd(log_p_NE, log_q_NE)
+            tv_N = tvd(accepted_p_NE, accepted_q_NE)
             total_N = total_N + self.terms.get("tvd", 0.0) * tv_N
         if blended:
             total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
         known_N = labels_N.clamp(min=0) if self.partial else labels_N
-        of_text_N = p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(log_p_NE, known_N)
+        of_text_N = (
+            p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(accepted_p_NE, known_N)
+        )
         log_a_N = (_at(log_q_NV, known_N) - of_text_N).clamp(max=0.0)
         if self.partial:
             log_a_N = log_a_N.masked_fill(labels_N < 0, LOWEST)
-        overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
+        overlap_N = torch.minimum(accepted_p_NE, accepted_q_NE).exp().sum(-1)
         return torch.stack([total_N, log_a_N, overlap_N, *([kl_N] if self._has_mean_alpha else [])], dim=1)
 
     def shortfall(
@@ -215,6 +232,22 @@ class Objective:
             nothing: Any = None  # of the text this warper sees nothing
             return TopPLogitsWarper(self.top_p, filter_value=LOWEST)(nothing, scores_NV)
         return scores_NV
+
+
+def _with_outside(log_p_NE: Tensor, log_mass_N: Tensor) -> Tensor:
+    """Return log p of what a draft can propose, as it is, and of all else as one outcome more, (N, E + 1)."""
+    outside_N = torch.log1p(-log_mass_N.exp().clamp(max=1.0))
+    return torch.cat([log_p_NE + log_mass_N[:, None], outside_N[:, None]], dim=1).clamp(min=LOWEST)
+
+
+def _like(log_p_NE: Tensor, log_q_NE: Tensor) -> Tensor:
+    """Return log q of the outcomes of p: where there is one more, outside of what is drafted, q is 0 there."""
+    return torch.nn.functional.pad(log_q_NE, (0, log_p_NE.shape[1] - log_q_NE.shape[1]), value=LOWEST)
+
+
+def _where_possible(values_N: Tensor, log_mass_N: Tensor | None) -> Tensor:
+    """Return the values, but 0 where nothing that the draft can propose has a probability: there it learns nothing."""
+    return values_N if log_mass_N is None else values_N.masked_fill(log_mass_N <= LOWEST / 2, 0.0)
 
 
 def _at(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:

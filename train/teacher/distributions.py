@@ -36,6 +36,40 @@ class LiveDistributions:
 
 
 @dataclass(frozen=True)
+class WholeLogits:
+    """The target's logits of all tokens, for a draft that proposes D of them."""
+
+    logits: Tensor
+    """(N, V)."""
+    tokens: Tensor
+    """The D tokens, int64."""
+
+    def among(self, log_p_NV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log p over the D tokens, renormalised, (N, D), and of what they have together, (N,).
+
+        Args:
+            log_p_NV: the log-probabilities of all tokens that these logits make, all finite.
+        """
+        log_p_ND = log_p_NV.index_select(1, self.tokens)
+        log_mass_N = log_p_ND.logsumexp(1)
+        return log_p_ND - log_mass_N[:, None], log_mass_N
+
+
+@dataclass(frozen=True)
+class WholeDistributions:
+    """The distributions of a target in memory over all its tokens, for a draft that proposes some of them."""
+
+    live: LiveDistributions
+    tokens: Tensor
+    """The D tokens, int64."""
+
+    def chunk(self, at: slice) -> Callable[[slice], WholeLogits]:
+        """Take the matrix product of some positions, and return the way to the logits of some of those."""
+        logits_of = self.live.chunk(at)
+        return lambda part: WholeLogits(logits_of(part), self.tokens)
+
+
+@dataclass(frozen=True)
 class CachedDistributions:
     """The k most probable tokens of each position, and the rest of the vocabulary as one more outcome, the tail.
 
@@ -84,7 +118,7 @@ class CachedDistributions:
 
     def to(self, device: torch.device | str) -> "CachedDistributions":
         """Return them on a device."""
-        return CachedDistributions(*(getattr(self, field.name).to(device) for field in fields(self)))
+        return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def chunk(self, at: slice) -> Callable[[slice], "CachedDistributions"]:
         """Take some positions, and return the way to some of those: as a `LiveDistributions` does."""
@@ -128,13 +162,17 @@ class CachedDistributions:
             ids_Nk,
             log_p_Nk - log_mass_N[:, None],
             (log_tail_N - log_mass_N).masked_fill(empty_N, 0.0),
-            self.log_p_of_text.float() - log_mass_N,
+            self.log_p_of_text,
+            log_mass_N.masked_fill(empty_N, LOWEST),
         )
 
 
 @dataclass(frozen=True)
 class CutDistributions(CachedDistributions):
     """Cached distributions over the D tokens of a cut vocabulary; of a token that is none of them the id is D."""
+
+    log_mass: Tensor
+    """The log-probability of the D tokens together, (N,), which the others, but for that of the text, lack."""
 
     def bucket(self, log_q_NV: Tensor) -> Tensor:
         """Return log q of the same outcomes, (N, k + 1), of log-probabilities of the D tokens; at the id D q is 0."""
@@ -148,7 +186,7 @@ class GatheredDistributions:
     Those of neighbours are made once: the target's matrix product is taken over the positions that a chunk spans.
     """
 
-    distributions: LiveDistributions | CachedDistributions
+    distributions: LiveDistributions | WholeDistributions | CachedDistributions
     """Of N positions."""
     places: Tensor
     """Which of them, (E,) int64, on their device."""
@@ -163,4 +201,4 @@ class GatheredDistributions:
         return lambda part: chunk_of(places_C[part] - first)
 
 
-TeacherDistributions = LiveDistributions | CachedDistributions | GatheredDistributions
+TeacherDistributions = LiveDistributions | WholeDistributions | CachedDistributions | GatheredDistributions
