@@ -23,6 +23,18 @@ from draftsmith.scripts.serving.draft_protocol import (
 )
 
 JSON = "application/json"
+MOST_READ = 32 * MOST_BYTES
+"""Bytes of requests that come in, at once."""
+LEFT = 499
+"""The status that a client's leaving is counted under; nobody reads it."""
+
+
+class _TooMuch(Exception):
+    """A body that is too large, or one too many."""
+
+    def __init__(self, status: int, line: str):
+        super().__init__(line)
+        self.status = status
 
 
 class DraftApp:
@@ -38,7 +50,7 @@ class DraftApp:
 
     def __init__(self, worker: Worker, service: Service, metrics: Metrics, timeout: float, key: str = ""):
         self._worker, self._service, self._metrics = worker, service, metrics
-        self._timeout, self._key = timeout, key
+        self._timeout, self._key, self._room = timeout, key, MOST_READ
         routes = [
             Route("/propose", self._propose, methods=["POST"]),
             Route("/health", self._health),
@@ -54,7 +66,9 @@ class DraftApp:
         except TimeoutError:
             response = _refusal(504, f"timeout: expected drafts within {self._timeout:g} s, found none")
         except ClientDisconnect:
-            response = _refusal(400, "request: expected its whole body, found a closed connection")
+            response = _refusal(LEFT, "request: expected a client that waits for its answer, found a closed connection")
+        except asyncio.CancelledError:  # the server's grace is over; to raise it would be logged as an error
+            response = _refusal(503, "service: expected drafts before its end, found none")
         self._metrics.requests.labels(str(response.status_code)).inc()
         self._metrics.seconds.observe(time.perf_counter() - start)
         return response
@@ -62,15 +76,12 @@ class DraftApp:
     async def _answer(self, http: HttpRequest) -> Response:
         if not self._allowed(http.headers.get("authorization", "")):
             return _refusal(401, "authorization: expected `Bearer` and this service's key, found neither")
-        body = bytearray()
-        async for part in http.stream():
-            body += part
-            if len(body) > MOST_BYTES:
-                return _refusal(413, f"request: expected at most {MOST_BYTES} bytes, found more")
         try:
-            request = decode_request(bytes(body))
+            request = decode_request(await self._body(http))
         except ProtocolError as error:
             return _refusal(400, str(error))
+        except _TooMuch as error:
+            return _refusal(error.status, str(error))
         if len(request.rows) > self._service.max_rows:
             return _refusal(400, f"rows: expected at most {self._service.max_rows}, found {len(request.rows)}")
         self._metrics.client_failures.inc(request.report.failures)
@@ -78,11 +89,34 @@ class DraftApp:
         work = Work(request)
         if not self._worker.submit(work):
             return _refusal(503, "service: expected room for a request, found a full queue")
+        answered, gone = asyncio.wrap_future(work.answer), asyncio.ensure_future(_gone(http))
         try:
-            drafts = await asyncio.wrap_future(work.answer)
+            await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left = answered.cancel()  # what nobody waits for any more is not drafted
+            gone.cancel()
+        if left:
+            raise ClientDisconnect
+        try:
+            drafts = answered.result()
         except Exception as error:
             return _refusal(500, f"service: expected drafts, found {type(error).__name__}")
         return Response(encode_drafts(drafts), media_type=JSON)
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """Return a request's body; what all of them hold while they come in is bounded."""
+        body = bytearray()
+        try:
+            async for part in http.stream():
+                body += part
+                self._room -= len(part)
+                if len(body) > MOST_BYTES:
+                    raise _TooMuch(413, f"request: expected at most {MOST_BYTES} bytes, found more")
+                if self._room < 0:
+                    raise _TooMuch(503, "service: expected room for a request, found too many that come in")
+            return bytes(body)
+        finally:
+            self._room += len(body)
 
     async def _health(self, http: HttpRequest) -> Response:
         if not self._worker.is_alive():
@@ -95,6 +129,12 @@ class DraftApp:
     def _allowed(self, authorization: str) -> bool:
         given = authorization.encode("utf-8", "replace")
         return not self._key or hmac.compare_digest(given, f"Bearer {self._key}".encode())
+
+
+async def _gone(http: HttpRequest) -> None:
+    """Wait until the client leaves."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _refusal(status: int, line: str) -> Response:

@@ -61,15 +61,14 @@ def serve(config: ServeDraftConfig) -> int:
         InputError: a model that does not fit, a port that is taken, or libraries that are not there.
     """
     try:
-        import uvicorn
-
         from draftsmith.scripts.serve_draft.app import DraftApp
+        from draftsmith.scripts.serving.http_server import bounded_server, listening
     except ModuleNotFoundError as error:
         raise InputError(f"serve-draft: expected `pip install draftsmith[serve]`, found no {error.name}") from error
     key = api_key(config.key_env, "key_env") or ""
     if config.threads:
         torch.set_num_threads(config.threads)
-    listening = _listen(config.host, config.port)
+    door = listening(config.host, config.port)
     texts, metrics = load_texts(config), Metrics()
     texts.draft(["warm-up"], [Row(0, 0, [0, 0], 2)])  # the first forwards allocate, and show that it can draft
     texts.clear()
@@ -77,17 +76,7 @@ def serve(config: ServeDraftConfig) -> int:
     name = Path(config.draft).name
     service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
     app = DraftApp(worker, service, metrics, config.timeout, key).app
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            timeout_graceful_shutdown=GRACE,
-            limit_concurrency=2 * config.max_waiting + 16,
-        )
-    )
+    server = bounded_server(app, KEEP_ALIVE, GRACE)
 
     def end(number: int, frame: FrameType | None) -> None:
         server.should_exit = True
@@ -98,26 +87,17 @@ def serve(config: ServeDraftConfig) -> int:
         signal.signal(number, end)
     worker.start()
     bytes_ = (cached_numbers(texts.model) or 0) * texts.model.dtype.itemsize * config.cache_tokens
-    where = "[{}]:{}" if listening.family == socket.AF_INET6 else "{}:{}"
-    where = where.format(*listening.getsockname()[:2])
+    where = "[{}]:{}" if door.family == socket.AF_INET6 else "{}:{}"
+    where = where.format(*door.getsockname()[:2])
     print(
         f"serving {name} on http://{where}: texts of up to {texts.max_length} tokens, a cache of "
         f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB)",
         flush=True,
     )
-    server.run(sockets=[listening])
+    server.run(sockets=[door])
     worker.stop()
     print("ended", flush=True)
     return 0
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there, before a model is loaded for nothing."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise InputError(f"port: expected a free one at {host}, found {port}: {error.strerror}") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

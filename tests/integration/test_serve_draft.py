@@ -1,9 +1,11 @@
 """The draft service: what it answers to many at once, what it refuses, and how it ends."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import httpx2
 import pytest
@@ -104,6 +106,25 @@ def test_a_full_queue_and_a_late_answer(draft):
     assert len(inside.texts) == 0 and inside.counted()["rows_total"] == 0
 
 
+def test_nothing_is_drafted_for_a_client_that_has_left(draft):
+    inside, told = Inside(draft), []
+    body = protocol.encode_request(request("a", Row(1, 0, [5], 1)))
+    events = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
+    scope = {"type": "http", "method": "POST", "path": "/propose", "headers": [], "query_string": b""}
+
+    async def receive():
+        return events.pop(0)
+
+    async def send(event):
+        told.append(event)
+
+    asyncio.run(inside.app(scope, receive, send))
+    assert told[0]["status"] == 499
+    inside.worker.start()
+    inside.worker.stop()
+    assert len(inside.texts) == 0 and inside.counted()["rows_total"] == 0
+
+
 def test_an_error_is_an_answer_and_the_next_request_finds_a_clean_service(draft, monkeypatch, caplog):
     inside = Inside(draft)
     inside.worker.start()
@@ -188,10 +209,21 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
         assert taken.returncode == 2 and taken.stderr.startswith(
             f"error: port: expected a free one at 127.0.0.1, found {port}"
         )
-        process.terminate()
+        half_open = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+        half = b"POST /propose HTTP/1.1\r\nHost: here\r\nContent-Length: 99\r\n\r\n{"
+        for place, connection in enumerate(half_open):
+            connection.sendall((b"", half[:30], half)[place % 3])
+        with socket.create_connection(("127.0.0.1", port)) as endless, suppress(ConnectionError):
+            endless.sendall(half[:30] + b"x" * 2**24)
+        assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
+        assert post(url, protocol.encode_request(request("late", Row(1, 0, [5], 1)))).status_code == 200
+        process.terminate()  # in the middle of a hundred requests
         assert process.wait(30) == 0
+        for connection in half_open:
+            connection.close()
     log = (tmp_path / "log").read_text()
     assert f"on {url}: texts of up to 512 tokens, a cache of 600 tokens (0 MiB)" in log and log.endswith("ended\n")
+    assert "Traceback" not in log
 
 
 def command(*flags: str) -> list[str]:
