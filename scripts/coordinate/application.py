@@ -5,56 +5,34 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
 
-from draftsmith.scripts.coordinate.asked import CHAT, TEXT, Refused
 from draftsmith.scripts.coordinate.config import CoordinatorConfig, Log
 from draftsmith.scripts.coordinate.dispatcher import Dispatcher
-from draftsmith.scripts.coordinate.ingress import Entry, Ingress, refused_response
+from draftsmith.scripts.coordinate.door import door
+from draftsmith.scripts.coordinate.ingress import Entry, Ingress, Wanted
 from draftsmith.scripts.coordinate.rates import Rates
 from draftsmith.scripts.coordinate.relay import Outcome
 from draftsmith.scripts.coordinate.request_log import Writer, record, redactor
-from draftsmith.scripts.coordinate.routing import DOWN, Facts, Lease, Refusal
+from draftsmith.scripts.coordinate.routing import Lease, Refusal
+from draftsmith.scripts.serving.http_server import bounded_server, listening
 from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.server import api_key
 
-UNDER_WAY = 1024
-"""Requests that one replica passes on at once; further ones wait in Serve."""
+KEEP_ALIVE = 75
+"""Seconds that a connection stays open after an answer."""
 OPTIONS: dict[str, Any] = {
-    "max_ongoing_requests": UNDER_WAY,
+    "max_ongoing_requests": 1024,  # calls of one another
     "ray_actor_options": {"num_cpus": 0},  # they wait for the network most of the time: none takes a core of its own
     "graceful_shutdown_wait_loop_s": 1.0,
 }
-DISPATCHER = "dispatcher"
-TRIES = 10
-"""Calls of a dispatcher that may have died, before a request is refused."""
-
-api = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-
-
-@api.exception_handler(Refused)
-async def _refused(request: Request, error: Refused) -> JSONResponse:
-    return refused_response(error)
-
-
-@api.exception_handler(Exception)
-async def _failed(request: Request, error: Exception) -> JSONResponse:
-    return refused_response(Refused(500, "the coordinator failed", "server_error"))  # its log says how
-
-
-@api.exception_handler(HTTPException)
-async def _unknown(request: Request, error: HTTPException) -> JSONResponse:
-    return refused_response(Refused(error.status_code, f"{request.url.path}: {error.detail}"))
+DISPATCHER, INGRESS = "dispatcher", "ingress"
 
 
 @serve.deployment(name=DISPATCHER, **OPTIONS)
@@ -65,16 +43,14 @@ class DispatcherDeployment:
         self.dispatcher = Dispatcher(config, rates)
         await self.dispatcher.start()
 
-    async def acquire(self, facts: Facts, holder: str, tried: list[str]) -> Lease | Refusal:
-        """Choose a server."""
-        return await self.dispatcher.acquire(facts, holder, tried)
-
-    async def heard(self, holder: str, ended: list[Outcome], held: list[Lease]) -> None:
-        """Take an ingress's word."""
-        await self.dispatcher.heard(holder, ended, held)
+    async def exchange(
+        self, holder: str, ended: list[Outcome], wanted: list[Wanted], held: list[Lease] | None
+    ) -> list[Lease | Refusal]:
+        """Take an ingress's word and answer it."""
+        return self.dispatcher.exchange(holder, ended, wanted, held)
 
     async def well(self) -> bool:
-        """Say whether any server may get requests."""
+        """Say whether a request would be answered."""
         return await self.dispatcher.well()
 
     async def drain(self, seconds: float) -> None:
@@ -99,57 +75,49 @@ class LogDeployment:
             await asyncio.to_thread(lambda: self.writer.write(record(*entry, self.redact)))
 
 
-@serve.deployment(name="ingress", **OPTIONS)
-@serve.ingress(api)
+@serve.deployment(name=INGRESS, **OPTIONS)
 class IngressDeployment:
-    """As many as are needed."""
+    """As many as are needed, each with a server of its own at the one port of its machine.
+
+    Serve's own proxy would pass each request on to it through three of Ray's calls, and bounds neither headers nor
+    connections that never ask.
+    """
 
     async def __init__(  # type: ignore[misc]
-        self, config: CoordinatorConfig, dispatcher: DeploymentHandle[Any], log: DeploymentHandle[Any] | None
+        self,
+        config: CoordinatorConfig,
+        dispatcher: DeploymentHandle[Any],
+        log: DeploymentHandle[Any] | None,
+        begun: int,
     ):
-        self.dispatcher = dispatcher
-
-        async def choose(facts: Facts, holder: str, tried: list[str]) -> Lease | Refusal:
-            for _ in range(TRIES):
-                with suppress(RayError):  # it died: the next call waits for the one that Serve starts
-                    return await dispatcher.acquire.remote(facts, holder, tried)
-                await asyncio.sleep(0.5)
-            return Refusal(DOWN)
-
-        async def heard(holder: str, ended: list[Outcome], held: list[Lease]) -> None:
-            await dispatcher.heard.remote(holder, ended, held)
+        async def exchange(
+            holder: str, ended: list[Outcome], wanted: list[Wanted], held: list[Lease] | None
+        ) -> list[Lease | Refusal]:
+            return await dispatcher.exchange.remote(holder, ended, wanted, held)
 
         async def write(entry: Entry) -> None:
             if log is not None:
                 await log.write.remote(entry)
 
-        self.ingress = Ingress(config, choose, heard, None if log is None else write)
+        async def well() -> bool:
+            return await dispatcher.well.remote()
 
-    @api.post(CHAT)
-    async def chat(self, request: Request) -> Response:
-        """Answer messages."""
-        return await self.ingress.complete(request, CHAT)
+        async def metrics() -> bytes:
+            return await dispatcher.metrics.remote()
 
-    @api.post(TEXT)
-    async def text(self, request: Request) -> Response:
-        """Continue a text."""
-        return await self.ingress.complete(request, TEXT)
+        ingress = Ingress(config, exchange, None if log is None else write, begun)
+        self.server = bounded_server(door(ingress, well, metrics), KEEP_ALIVE, config.timeout)
+        at = listening(config.host, config.port, shared=True)
+        self.serving = asyncio.create_task(self.server.serve([at]))
 
-    @api.get("/v1/models")
-    async def models(self, request: Request) -> dict[str, Any]:
-        """List the models."""
-        self.ingress.require_key(request.headers)
-        return self.ingress.models()
+    async def check_health(self) -> None:
+        """Have Serve start another one where this one no longer listens."""
+        if self.serving.done():
+            raise RuntimeError("the ingress's server has ended")
 
-    @api.get("/health")
-    async def health(self) -> Response:
-        """Say whether any server is well."""
-        return Response(status_code=200 if await self.dispatcher.well.remote() else 503)
-
-    @api.get("/metrics")
-    async def metrics(self) -> Response:
-        """Return what was counted, of all ingress replicas together."""
-        return Response(await self.dispatcher.metrics.remote(), media_type="text/plain; version=0.0.4")
+    async def __del__(self) -> None:  # Serve calls and awaits it, and so lets the requests under way end
+        self.server.should_exit = True
+        await self.serving
 
 
 def application(config: CoordinatorConfig) -> Application:
@@ -168,13 +136,13 @@ def application(config: CoordinatorConfig) -> Application:
 
         rates = {pair.name: predicted_rates(pair) for pair in with_report}
     log = None
-    if config.log is not None:
-        redactor(config.log)  # what is wrong with it is said before anything starts
+    if config.log is not None:  # what is wrong with it is said before anything starts
+        redactor(config.log)
+        Writer(config.log)
         log = _bound(LogDeployment, config.log)
     ingress: Any = IngressDeployment
-    return _bound(
-        ingress.options(num_replicas=config.ingress), config, _bound(DispatcherDeployment, config, rates), log
-    )
+    ingress = ingress.options(num_replicas=config.ingress, graceful_shutdown_timeout_s=config.timeout)
+    return _bound(ingress, config, _bound(DispatcherDeployment, config, rates), log, int(time.time()))
 
 
 def _bound(deployment: Any, *arguments: Any) -> Application:
@@ -186,7 +154,7 @@ def build(args: dict[str, Any]) -> Application:
     """Return the application for `serve deploy`: the builder that `import_path` names.
 
     Args:
-        args: the fields of `CoordinatorConfig`, or `config`, a file of them; host and port are Serve's there.
+        args: the fields of `CoordinatorConfig`, or `config`, a file of them.
 
     Raises:
         InputError: fields that make no config.

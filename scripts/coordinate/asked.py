@@ -1,19 +1,23 @@
 """A request as it came in: what routing needs to know of it, and what is sent on."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.decode.validation import parse_json
-from draftsmith.scripts.coordinate.config import Rule, checked_pattern
+from draftsmith.scripts.coordinate.config import Rule
+from draftsmith.scripts.coordinate.patterns import Pattern
 from draftsmith.scripts.coordinate.routing import Facts
 
 CATEGORY_HEADER = "x-draftsmith-category"
+PASSED_ON = ("x-request-id",)
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SEARCHED = 20_000
 """Characters of the last user turn, from its end, that keywords are looked for in."""
+
+DEPTH = 100
+"""Levels of a request's JSON; what is nested deeper can be read, but not written again."""
 
 
 class Refused(Exception):
@@ -35,6 +39,8 @@ class Asked:
     path: str
     body: Mapping[str, Any]
     facts: Facts
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """What of its headers the server is to know: the request's id, where the client names one."""
 
     @property
     def streams(self) -> bool:
@@ -63,6 +69,8 @@ def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords
         body = parse_json(content.decode("utf-8"))
     except ValueError as error:  # whose message would repeat none of it but where it breaks off
         raise Refused(400, f"body: expected JSON, found: {error}") from error
+    if _deep(body):
+        raise Refused(400, f"body: expected at most {DEPTH} levels of JSON, found more")
     if not isinstance(body, dict):
         raise Refused(400, "body: expected a JSON object, found something else")
     model, field = body.get("model"), "messages" if path == CHAT else "prompt"
@@ -78,7 +86,7 @@ def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords
         temperature=_temperature(body),
         keywords=keywords.found_in(last_turn(body)),
     )
-    return Asked(path, body, facts)
+    return Asked(path, body, facts, {name: headers[name] for name in PASSED_ON if name in headers})
 
 
 def last_turn(body: Mapping[str, Any]) -> str:
@@ -94,8 +102,8 @@ class Keywords:
     """The rules' regular expressions."""
 
     def __init__(self, rules: Sequence[Rule]):
-        self.patterns: dict[int, list[re.Pattern[str]]] = {
-            place: [checked_pattern(pattern, "rules.keywords") for pattern in rule.keywords]
+        self.patterns: dict[int, list[Pattern]] = {
+            place: [Pattern(pattern, "rules.keywords", case=False) for pattern in rule.keywords]
             for place, rule in enumerate(rules)
             if rule.keywords
         }
@@ -103,7 +111,22 @@ class Keywords:
     def found_in(self, text: str) -> frozenset[int]:
         """Return the rules, by their place, one of whose expressions is found in a text."""
         text = text[-SEARCHED:]
-        return frozenset(p for p, patterns in self.patterns.items() if any(each.search(text) for each in patterns))
+        return frozenset(p for p, patterns in self.patterns.items() if any(each.found_in(text) for each in patterns))
+
+
+def _deep(value: Any) -> bool:
+    """Say whether JSON has more than `DEPTH` levels."""
+    level = [value]
+    for _ in range(DEPTH + 1):
+        level = [
+            part
+            for each in level
+            if isinstance(each, dict | list)
+            for part in (each.values() if isinstance(each, dict) else each)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _category(body: Mapping[str, Any], headers: Mapping[str, str]) -> str | None:

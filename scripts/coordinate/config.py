@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, finite, more_than, one_of, require, require_some
+from draftsmith.scripts.coordinate.patterns import Pattern
 from draftsmith.train.options import checked_url
 
 GREEDY, PROBABILISTIC = "greedy", "probabilistic"
@@ -62,7 +63,7 @@ class Rule:
     category: list[str] = field(default_factory=list)
     """The request says one of these: as `metadata.category` of its body, or in the header x-draftsmith-category."""
     keywords: list[str] = field(default_factory=list)
-    """One of these regular expressions is found in the last user turn, whatever its case."""
+    """One of these regular expressions (RE2) is found in the last user turn, whatever its case."""
     load_of: str | None = None
     """The pair whose requests under way are looked at."""
     load_at_least: int | None = None
@@ -78,7 +79,7 @@ class Rule:
         require(self, at_least(0), "load_at_least", prefix="rules.")
         require(self, at_least(1), "load_below", prefix="rules.")
         for pattern in self.keywords:
-            checked_pattern(pattern, "rules.keywords")
+            Pattern(pattern, "rules.keywords", case=False)
 
     @property
     def pairs(self) -> list[str]:
@@ -91,16 +92,14 @@ class Redaction:
     """What is taken out of texts before they are written."""
 
     pattern: str
-    """A regular expression."""
+    """A regular expression (RE2)."""
     replacement: str = "[redacted]"
     """What stands in its place; \\1 is the first group."""
 
     def __post_init__(self) -> None:
-        compiled = checked_pattern(self.pattern, "log.redact.pattern")
-        try:
-            compiled.sub(self.replacement, "")
-        except (re.error, IndexError) as error:
-            raise InputError(f"log.redact.replacement: expected a template, found: {error}") from error
+        Pattern(self.pattern, "log.redact.pattern", case=True).check_replacement(
+            self.replacement, "log.redact.replacement"
+        )
 
 
 @dataclass
@@ -163,8 +162,10 @@ class CoordinatorConfig:
         require(self, finite(more_than(0)), "timeout", "health_seconds")
         if self.port > 65535:
             raise InputError(f"port: expected at most 65535, found {self.port}")
-        if not self.health_path.startswith("/"):
-            raise InputError(f"health_path: expected a path such as /health, found {self.health_path!r}")
+        if not re.fullmatch(r"/[!-~]*", self.health_path):  # what else goes into a request's line may end it
+            raise InputError(
+                f"health_path: expected a path such as /health, in ASCII and without spaces, found {self.health_path!r}"
+            )
         _require_once([pair.name for pair in self.pairs], "pairs.name")
         key_of = dict[str, str | None]()
         for pair in self.pairs:
@@ -184,18 +185,6 @@ class CoordinatorConfig:
     def models(self) -> list[str]:
         """All model names, each once."""
         return list(dict.fromkeys(model for pair in self.pairs for model in pair.models))
-
-
-def checked_pattern(pattern: str, name: str) -> re.Pattern[str]:
-    """Return a compiled regular expression, blind to case.
-
-    Raises:
-        InputError: it is none.
-    """
-    try:
-        return re.compile(pattern, re.IGNORECASE)
-    except re.error as error:
-        raise InputError(f"{name}: expected a regular expression, found {pattern!r}: {error}") from error
 
 
 def _require_once(names: Sequence[str], what: str) -> None:

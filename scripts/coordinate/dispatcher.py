@@ -1,13 +1,14 @@
 """The one process that knows all loads: it chooses servers, looks after their health, and counts.
 
 Ingress processes may be many, on several machines. Each asks here before it passes a request on and says here when it
-has ended, so that loads are right whichever of them a request came through. The price is one call within the cluster
-a request. What other clients ask the same servers is not seen.
+has ended, so that loads are right whichever of them a request came through. One call at a time takes all that an
+ingress has to ask and to say, so the more requests there are, the fewer calls each costs. What other clients ask the
+same servers is not seen.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -46,26 +47,44 @@ class Dispatcher:
         await self._look()
         self._looking = asyncio.create_task(self._look_on())
 
-    async def acquire(self, facts: Facts, holder: str, tried: list[str]) -> Lease | Refusal:
-        """Choose a server for a request; see `Router.acquire`."""
-        now = time.monotonic()
-        chosen = Refusal(DOWN) if self._stopping else self.router.acquire(facts, holder, tried, now)
-        if isinstance(chosen, Refusal):
-            self._metrics.refused.labels(chosen.why).inc()
-        return chosen
+    def exchange(
+        self,
+        holder: str,
+        ended: Sequence[Outcome],
+        wanted: Sequence[tuple[Facts, list[str]]],
+        held: Sequence[Lease] | None,
+    ) -> list[Lease | Refusal]:
+        """Take an ingress's word and answer it.
 
-    async def heard(self, holder: str, ended: list[Outcome], held: list[Lease]) -> None:
-        """Take an ingress's word: what has become of requests, and which it still passes on."""
+        Args:
+            holder: the ingress.
+            ended: what has become of requests.
+            wanted: requests that a server is wanted for, each with those that have failed it.
+            held: all leases that it has, those that have just ended left out; None: nothing is said of them.
+
+        Returns:
+            For each request that is wanted, see `Router.acquire`.
+        """
+        now = time.monotonic()
         for outcome in ended:
             breaker = self.router.breakers.get(outcome.lease.url)
             if breaker is not None and (outcome.failed or outcome.status):  # neither: its client left before an answer
                 breaker.ended(outcome.failed)
             self._metrics.count(outcome)
-        self.router.heard(holder, [outcome.lease.id for outcome in ended], held, time.monotonic())
+        self.router.ended(holder, [outcome.lease.id for outcome in ended], now)
+        if held is not None:
+            self.router.heard(holder, held, now)
+        return [self._acquire(facts, holder, tried, now) for facts, tried in wanted]
+
+    def _acquire(self, facts: Facts, holder: str, tried: Sequence[str], now: float) -> Lease | Refusal:
+        chosen = Refusal(DOWN) if self._stopping else self.router.acquire(facts, holder, tried, now)
+        if isinstance(chosen, Refusal):
+            self._metrics.refused.labels(chosen.why).inc()
+        return chosen
 
     async def well(self) -> bool:
-        """Say whether any server may get requests."""
-        return any(not breaker.open for breaker in self.router.breakers.values())
+        """Say whether a request would be answered: some server may get it, and this does not end."""
+        return not self._stopping and any(not breaker.open for breaker in self.router.breakers.values())
 
     async def drain(self, seconds: float) -> None:
         """Take no further requests, and wait until none is under way, but no longer than that."""

@@ -1,4 +1,4 @@
-"""A request passed on to a server, and its answer passed back as it comes: byte for byte, chunk for chunk.
+"""A request passed on to a server, and its answer passed back as it comes: byte for byte but for the model's name.
 
 Where a server fails before a byte of its answer has gone out, another one is asked; after that never, for the client
 would read the beginning of one answer and the end of another.
@@ -6,6 +6,7 @@ would read the beginning of one answer and the end of another.
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -22,11 +23,13 @@ from draftsmith.train.endpoint.server import MOST_BYTES
 
 BUSY_OR_GONE = frozenset({429, 502, 503, 504})
 """What a server answers that another one may not."""
+BROKEN = 500
+"""What a server answers that another one may not, or that the request itself brings about: then two answer it."""
 LOCKED = frozenset({401, 403})
 """What a server answers to our key, which some repeat: the client, whose key it is not, does not see it."""
 LEFT = 499
 """The status that a client's leaving is counted under; nobody reads it."""
-PAIR_HEADER = b"x-draftsmith-pair"
+PAIR_HEADER, REQUEST_ID = b"x-draftsmith-pair", "x-request-id"
 
 
 @dataclass
@@ -41,6 +44,41 @@ class Outcome:
     first_byte: float | None = None
     """Seconds from the request to the first byte of its answer."""
     seconds: float = 0.0
+
+
+class Names:
+    """Puts the name that a client asked by in the place of the server's, as an answer goes by.
+
+    Inside a text, quotes are escaped: `"model"` with bare ones is a field.
+
+    Args:
+        servers: what the server calls the model; None: as the client does.
+        clients: what the client does.
+    """
+
+    def __init__(self, servers: str | None, clients: str):
+        self._pattern: re.Pattern[bytes] | None = None
+        if servers is not None and servers != clients:
+            spelled = {json.dumps(servers, ensure_ascii=ascii).encode("utf-8", "replace") for ascii in (True, False)}
+            self._pattern = re.compile(rb'("model"\s*:\s*)(?:' + b"|".join(map(re.escape, spelled)) + b")")
+        self._clients, self._rest = json.dumps(clients).encode(), b""
+
+    def whole(self, content: bytes) -> bytes:
+        """Return an answer, or whole lines of one."""
+        return content if self._pattern is None else self._pattern.sub(lambda m: m[1] + self._clients, content)
+
+    def part(self, content: bytes) -> bytes:
+        """Return the lines that have come to their ends; the beginning of one waits for the rest."""
+        if self._pattern is None:
+            return content
+        lines, end, rest = (self._rest + content).rpartition(b"\n")
+        self._rest = rest
+        return self.whole(lines + end)
+
+    def end(self) -> bytes:
+        """Return what has had no end."""
+        rest, self._rest = self._rest, b""
+        return self.whole(rest)
 
 
 class Dispatch(Protocol):
@@ -115,7 +153,7 @@ class Relay(Response):
                 return
             outcome = Outcome(chosen, LEFT)
             try:
-                refused = await self._ask(chosen, outcome, send)
+                refused = await self._ask(chosen, outcome, send, refused is not None and refused.status == BROKEN)
             finally:
                 outcome.seconds = time.perf_counter() - self._begin
                 self.dispatch.ended(outcome)
@@ -123,15 +161,26 @@ class Relay(Response):
                 return
             tried.append(chosen.url)
 
-    async def _ask(self, lease: Lease, outcome: Outcome, send: Send) -> Refused | None:
-        """Ask one server; return None if it has answered, and what to say if no other one does."""
+    async def _ask(self, lease: Lease, outcome: Outcome, send: Send, failed_before: bool) -> Refused | None:
+        """Ask one server; return None if it has answered, and what to say if no other one does.
+
+        Args:
+            lease: which.
+            outcome: is told what becomes of it.
+            send: takes the answer.
+            failed_before: the server before has answered 500.
+        """
         client, begun = self.clients[lease.url], False
-        content = self.asked.content(self.server_models[lease.pair])
+        server_model = self.server_models[lease.pair]
+        content, names = self.asked.content(server_model), Names(server_model, self.asked.facts.model)
         try:
-            async with client.passed_on(self.asked.path, content) as response:
+            async with client.passed_on(self.asked.path, content, self.asked.headers) as response:
                 if response.status_code in LOCKED:
                     outcome.status, outcome.failed = 0, True
                     return Refused(502, f"the server of {lease.pair} refused the coordinator", "server_error")
+                if response.status_code == BROKEN and not failed_before:
+                    outcome.status, outcome.failed = 0, True
+                    return Refused(BROKEN, f"the server of {lease.pair} failed", "server_error")
                 if response.status_code in BUSY_OR_GONE:
                     outcome.status, outcome.failed = 0, response.status_code != 429
                     return Refused(response.status_code, f"the server of {lease.pair} is busy or gone", "server_error")
@@ -140,12 +189,13 @@ class Relay(Response):
                     first = await anext(parts, b"")
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
                     await _start(send, response, lease.pair)
-                    await self._pass(send, first)
+                    await self._pass(send, names.part(first))
                     async for part in parts:
-                        await self._pass(send, part)
+                        await self._pass(send, names.part(part))
+                    await self._pass(send, names.end())
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                 else:
-                    body = await whole_body(response)
+                    body = names.whole(await whole_body(response))
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
                     await _start(send, response, lease.pair, len(body))
                     self._keep(body)
@@ -163,6 +213,8 @@ class Relay(Response):
         return None
 
     async def _pass(self, send: Send, part: bytes) -> None:
+        if not part:
+            return
         self._keep(part)
         await send({"type": "http.response.body", "body": part, "more_body": True})
 
@@ -187,9 +239,11 @@ async def _gone(receive: Receive) -> None:
 
 
 async def _start(send: Send, response: httpx2.Response, pair: str, length: int | None = None) -> None:
-    """Send the status and headers; of the server's own the content type alone, for the others are about its bytes."""
+    """Send the status and headers; of the server's own the content type and the request's id, which its log names."""
     kind = response.headers.get("Content-Type", "application/json")
     headers = [(b"content-type", kind.encode("latin-1", "replace")), (PAIR_HEADER, pair.encode("utf-8"))]
+    if named := response.headers.get(REQUEST_ID):
+        headers.append((REQUEST_ID.encode(), named.encode("latin-1", "replace")))
     headers += [(b"cache-control", b"no-store")] if length is None else [(b"content-length", str(length).encode())]
     await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
 

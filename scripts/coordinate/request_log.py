@@ -5,15 +5,17 @@ Texts are redacted before they are written; what a rotated file holds is never w
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import Said, parse_json, parsed
 from draftsmith.scripts.coordinate.config import Log
+from draftsmith.scripts.coordinate.patterns import Pattern
 
 REQUEST_FIELDS = (
     "model",
@@ -33,13 +35,58 @@ REQUEST_FIELDS = (
 Redactor = Callable[[str], str]
 
 
+class Call(Said):
+    """A piece of a call of a tool."""
+
+    index: int | None = None
+    function: dict[str, str | None] | None = None
+
+
+class Delta(Said):
+    """A piece of a message."""
+
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[Call] | None = None
+
+
+class PartChoice(Said):
+    """A piece of a choice."""
+
+    index: Annotated[int, Field(ge=0, le=1024)] = 0
+    delta: Delta | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class Part(Said):
+    """A part of a streamed answer."""
+
+    choices: list[PartChoice] | None = None
+
+
+class WholeChoice(Said):
+    """A choice."""
+
+    message: dict[str, Any] | None = None
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class Whole(Said):
+    """An answer in one piece, or an error, which has no choices."""
+
+    choices: list[WholeChoice] | None = None
+
+
 def redactor(log: Log) -> Redactor:
     """Return the function that takes out of a text what the config says.
 
     Raises:
         InputError: a function of the user's that cannot be imported.
     """
-    patterns = [(re.compile(each.pattern), each.replacement) for each in log.redact]
+    patterns = [(Pattern(each.pattern, "log.redact.pattern", case=True), each.replacement) for each in log.redact]
     own: Redactor | None = None
     if log.redact_with is not None:
         module, _, name = log.redact_with.partition(":")
@@ -53,7 +100,7 @@ def redactor(log: Log) -> Redactor:
 
     def redact(text: str) -> str:
         for pattern, replacement in patterns:
-            text = pattern.sub(replacement, text)
+            text = pattern.replaced(text, replacement)
         return text if own is None else own(text)
 
     return redact
@@ -65,11 +112,14 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
     Args:
         content: the bytes that went to the client.
         streamed: whether they are events.
+
+    Raises:
+        InputError: it is no answer in OpenAI's shape; says which field, and nothing of what stands there.
     """
     text = content.decode("utf-8", "replace")
     if not streamed:
-        answer = _object(text)
-        return answer if answer is not None and "choices" in answer else None
+        answer: dict[str, Any] = _checked(Whole, text)
+        return answer if answer.get("choices") is not None else None
     # Not splitlines, which would also cut at U+2028: JSON allows it inside a string.
     lines = [line[5:].strip() for line in text.split("\n") if line.startswith("data:")]
     if not lines or lines[-1] != "[DONE]":
@@ -77,12 +127,12 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
     choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
     for line in lines[:-1]:
-        part = _object(line)
-        if part is None or "error" in part:
+        part = _checked(Part, line)
+        if "error" in part:
             return None
         usage = part.get("usage") or usage
         for choice in part.get("choices") or []:
-            _add(choices.setdefault(int(choice.get("index", 0)), {}), choice)
+            _add(choices.setdefault(choice.get("index", 0), {}), choice)
     return {"choices": [{"index": i, **choice} for i, choice in sorted(choices.items())], "usage": usage}
 
 
@@ -117,11 +167,18 @@ class Writer:
 
     Args:
         log: says where, and how large.
+
+    Raises:
+        InputError: it cannot be written.
     """
 
     def __init__(self, log: Log):
         self.path, self.max_bytes, self.files = Path(log.path), log.max_bytes, log.files
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(self._open())
+        except OSError as error:
+            raise InputError(f"log.path: expected a file to write, found {log.path}: {error.strerror}") from error
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Append one line, as a whole; the file is its owner's alone to read."""
@@ -130,9 +187,11 @@ class Writer:
             line = b"\n" + line
         if self.path.exists() and self.path.stat().st_size + len(line) > self.max_bytes:
             self._put_aside()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        with open(descriptor, "ab", buffering=0) as file:
+        with open(self._open(), "ab", buffering=0) as file:
             file.write(line)
+
+    def _open(self) -> int:
+        return os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
 
     def _cut_off(self) -> bool:
         """Return whether the last line has no end."""
@@ -153,12 +212,13 @@ class Writer:
         self.path.rename(numbered(1))
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def _checked(kind: type[Said], text: str) -> dict[str, Any]:
+    """Return the JSON of an answer, or of a part of one, that is of a kind."""
     try:
-        found = parse_json(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) else None
+        parsed(kind, text, "answer")
+        return dict(parse_json(text))
+    except (InputError, ValueError) as error:
+        raise InputError(str(error).partition(", found")[0]) from None  # what was found may be a user's text
 
 
 def _add(whole: dict[str, Any], part: Mapping[str, Any]) -> None:
@@ -190,6 +250,8 @@ def _add_call(calls: list[dict[str, Any]], part: Mapping[str, Any]) -> None:
 
 
 def _message(message: Any, redact: Redactor) -> Any:
+    if not isinstance(message, dict):
+        return _redacted(message, redact)
     return {k: v if k == "role" else _redacted(v, redact) for k, v in message.items()}
 
 

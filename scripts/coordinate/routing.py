@@ -54,6 +54,7 @@ class Breaker:
 
     limit: int
     requests: int = 0
+    """That failed, one after the other."""
     looks: int = 0
     """Failures of either kind, counted apart: a server that is about to end says so when it is looked at, and still
     answers what it has begun."""
@@ -68,9 +69,13 @@ class Breaker:
         self.requests = self.requests + 1 if failed else 0
 
     def looked_at(self, well: bool) -> None:
-        """Count a look that found no well server; one that did says that it may get requests again."""
+        """Count a look that found no well server; one that did takes a failure back.
+
+        So a server that says it is well, and fails all the same, may try once a look, and one more failure is enough.
+        """
         self.looks = 0 if well else self.looks + 1
-        self.requests = 0 if well else self.requests
+        if well:
+            self.requests = max(min(self.requests, self.limit) - 1, 0)
 
 
 @dataclass
@@ -117,15 +122,23 @@ class Router:
             full = any(self._full(pair) and self._well(pair, tried) for pair in candidates)
             return Refusal(FULL if full else DOWN)
         loads = self.loads()
-        least = min(loads[url] for url in room[name])
-        url = self._random.choice([url for url in room[name] if loads[url] == least])
+        # A server that fails at once has nothing under way: its failures count as if they were.
+        busy = {url: loads[url] + self.breakers[url].requests for url in room[name]}
+        url = self._random.choice([url for url in busy if busy[url] == min(busy.values())])
         lease = Lease(uuid4().hex, name, url)
         known = self._holders.setdefault(holder, _Holder(now))
         known.heard, known.leases[lease.id] = now, (lease, now)
         return lease
 
-    def heard(self, holder: str, ended: Iterable[str], held: Iterable[Lease], now: float) -> None:
-        """Take a holder's word: leases that have ended, and all that it holds.
+    def ended(self, holder: str, leases: Iterable[str], now: float) -> None:
+        """Take a holder's word that leases have ended."""
+        known = self._holders.setdefault(holder, _Holder(now))
+        known.heard = now
+        for i in leases:
+            known.leases.pop(i, None)
+
+    def heard(self, holder: str, held: Iterable[Lease], now: float) -> None:
+        """Take a holder's word that these are all the leases that it holds.
 
         Those that are not known here are counted again, for this router may be younger than they are; those that it
         does not name are dropped, but for such as may still be on their way to it.
@@ -133,10 +146,7 @@ class Router:
         known = self._holders.setdefault(holder, _Holder(now))
         named = {lease.id: lease for lease in held if lease.url in self.breakers}
         kept = {i: (lease, given) for i, (lease, given) in known.leases.items() if i in named or now - given < SILENCE}
-        kept = {i: (lease, now) for i, lease in named.items()} | kept
-        for i in ended:
-            kept.pop(i, None)
-        known.heard, known.leases = now, kept
+        known.heard, known.leases = now, {i: (lease, now) for i, lease in named.items()} | kept
 
     def forget_the_dead(self, now: float) -> None:
         """Drop the leases of holders that are silent."""

@@ -251,20 +251,24 @@ class Client:
             raise self.impossible(path, str(error)) from error
 
     @asynccontextmanager
-    async def passed_on(self, path: str, content: bytes, connect: float = 5.0) -> AsyncIterator[httpx2.Response]:
+    async def passed_on(
+        self, path: str, content: bytes, headers: Mapping[str, str], connect: float = 5.0
+    ) -> AsyncIterator[httpx2.Response]:
         """Give the answer to a request that is somebody else's, whatever its status; none of its body is read yet.
 
         Args:
             path: where to.
             content: JSON, sent as it is.
+            headers: of the request, beside the content's type and the client's key.
             connect: seconds to wait for a connection; the answer has the client's timeout.
 
         Raises:
             ServerFailure: no answer, one that breaks off while it is read, or none within the timeout.
         """
         where, waits = f"{self.url}{path}", httpx2.Timeout(None, connect=connect)
-        headers = {"Content-Type": "application/json"}
-        asked = self._client.stream("POST", where, content=content, headers=headers, timeout=waits)
+        asked = self._client.stream(
+            "POST", where, content=content, headers={**headers, "Content-Type": "application/json"}, timeout=waits
+        )
         async with self._waited_for(where), asked as response:
             yield response
 

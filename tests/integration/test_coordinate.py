@@ -2,10 +2,12 @@
 
 import json
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import httpx2
 import psutil
 import pytest
 from coordinating import Exchange, Stub, answer_hello, coordinator, metric, wait_until
+from engine import free_port
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
@@ -27,7 +30,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 KEY = {"Authorization": "Bearer door-key"}
-ENVIRONMENT = {"DOOR_KEY": "door-key", "SERVER_KEY": "server-key"}
+# The last one is memory pressure, simulated: Ray's own monitor would kill every process above a hundredth of it.
+ENVIRONMENT = {"DOOR_KEY": "door-key", "SERVER_KEY": "server-key", "RAY_memory_usage_threshold": "0.01"}
 
 
 class Served:
@@ -48,7 +52,7 @@ class Served:
             ],
             "rules": [
                 {"pair": "b", "category": ["code"]},
-                {"pair": "b", "keywords": [r"\bsql\b"]},
+                {"pair": "b", "keywords": [r"\bsql\b", "(a+)+$"]},
                 {"pair": "a", "load_of": "a", "load_below": 2},
                 {"pair": "b"},
             ],
@@ -100,6 +104,12 @@ def served(running: Served) -> Iterator[Served]:
     yield running
 
 
+def replicas(served: Served, name: str) -> list[psutil.Process]:
+    """Return the processes of a deployment."""
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    return [p for p in children if name in p.name() or any(f":{name}" in word for word in p.cmdline())]
+
+
 def pair(response: httpx2.Response) -> str:
     return response.headers["x-draftsmith-pair"]
 
@@ -112,6 +122,8 @@ def test_requests_are_routed_by_model_category_and_keyword(served):
     answer = served.ask(model="large")
     assert pair(answer) == "b"
     assert answer.json()["choices"][0]["message"]["content"] == "hello"
+    assert answer.json()["model"] == "large"  # as it was asked for, and not as the server calls it
+    assert answer.headers["x-request-id"] == "from-the-server"
     assert served.stubs["b"].asked[-1]["model"] == "m-large"
     assert served.stubs["c"].asked[-1]["model"] == "small"
 
@@ -221,6 +233,54 @@ def test_another_replica_answers_for_one_that_is_gone_and_it_is_asked_again_when
     wait_until(lambda: served.ask().status_code == 200 and len(gone.asked) > 0)
 
 
+def test_a_server_that_answers_500_at_once_is_passed_over_and_then_left_alone(served):
+    failing = served.stubs["a1"]
+    failing.answer = lambda exchange: exchange.whole("broken", 500)
+    before = metric(served.url, "server_failures_total", endpoint=failing.url)
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: served.ask(), range(40)))
+    assert [answer.status_code for answer in answers] == [200] * 40
+    assert len(failing.asked) <= 20  # three, four at once, and one for each look in between
+    wait_until(served.idle)
+    assert metric(served.url, "server_failures_total", endpoint=failing.url) == before + len(failing.asked)
+    served.stubs["c"].answer = failing.answer
+    assert served.ask(model="small").status_code == 500
+
+
+def test_what_two_servers_answer_with_500_is_the_requests_own(served):
+    for name in ("a1", "a2"):
+        served.stubs[name].answer = lambda exchange: exchange.whole("cannot be done", 500)
+    answer = served.ask()
+    assert (answer.status_code, pair(answer)) == (500, "a")
+    assert answer.json() == {"error": {"message": "cannot be done"}}
+    assert not served.stubs["b"].asked
+
+
+def test_clients_that_never_ask_keep_nobody_out(served):
+    port = int(served.url.rpartition(":")[2])
+    half = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nAuthorization: Bearer door-key\r\nContent-Length: 9\r\n\r\n{"
+    )
+    half_open = [socket.create_connection(("127.0.0.1", port)) for _ in range(300)]
+    for place, connection in enumerate(half_open):
+        connection.sendall((b"", half[:40], half)[place % 3])
+    with socket.create_connection(("127.0.0.1", port)) as endless, suppress(ConnectionError):
+        endless.sendall(half[:40] + b"x" * 2**24)
+    assert httpx2.get(f"{served.url}/health", timeout=5).status_code == 200
+    assert served.ask("a" * 26 + "!", max_tokens=1).status_code == 200  # which (a+)+$ would take a minute for
+    for connection in half_open:
+        connection.close()
+
+
+def test_a_replica_that_dies_is_replaced_and_said(served):
+    (ingress, *_) = replicas(served, "ingress")
+    ingress.kill()
+    log = served.log.parent / "coordinator.log"
+    wait_until(lambda: "coordinator: 1 of 2 replicas of ingress run" in log.read_text())
+    wait_until(lambda: log.read_text().count("coordinator: 2 of 2 replicas of ingress run") > 0)
+    assert served.ask().status_code == 200
+
+
 def test_a_busy_server_is_passed_over_and_one_that_refuses_is_not(served):
     for name in ("a1", "a2"):
         served.stubs[name].answer = lambda exchange: exchange.whole("busy", 503)
@@ -271,6 +331,9 @@ def test_errors_are_in_the_shape_of_the_api(served):
     assert not any(stub.asked for stub in served.stubs.values())
     listed = httpx2.get(f"{url}/v1/models", headers=KEY).json()
     assert [entry["id"] for entry in listed["data"]] == ["m", "large", "small"]
+    assert isinstance(listed["data"][0]["created"], int)
+    assert httpx2.get(f"{url}/v1/models/large", headers=KEY).json() == listed["data"][1]
+    assert httpx2.get(f"{url}/v1/models/no", headers=KEY).status_code == 404
     assert httpx2.get(f"{url}/health").status_code == 200
 
 
@@ -296,15 +359,11 @@ def test_a_dispatcher_that_dies_is_replaced_and_told_what_is_under_way(served):
         go.wait(120)
         exchange.finish()
 
-    def dispatchers() -> list[psutil.Process]:
-        return [p for p in psutil.Process(served.process.pid).children(recursive=True) if "dispatcher" in p.name()
-                or any("dispatcher" in word for word in p.cmdline())]  # fmt: skip
-
     served.stubs["c"].answer = held
     with served.stream(model="small") as response:
         parts = response.iter_bytes()
         next(parts)
-        (dispatcher,) = dispatchers()
+        (dispatcher,) = replicas(served, "dispatcher")
         dispatcher.kill()
         dispatcher.wait(60)
         assert served.ask().status_code == 200
@@ -378,6 +437,7 @@ def test_a_signal_lets_requests_end_and_the_log_has_them(tmp_path):
         process.send_signal(signal.SIGTERM)
         other = body | {"model": "none"}  # refused in any case: one that comes before the signal must not be held
         wait_until(lambda: httpx2.post(f"{url}{CHAT}", json=other, timeout=30).status_code == 503)
+        assert httpx2.get(f"{url}/health", timeout=30).status_code == 503
         go.set()
         assert b"".join(parts).endswith(b"data: [DONE]\n\n")
         assert process.wait(240) == 0
@@ -394,7 +454,11 @@ def test_what_is_wrong_is_said_before_ray_starts(tmp_path, monkeypatch, capsys):
     for flags, said in (
         (["--pairs", a + '"key_env": "NO_SUCH_KEY"}]'], "pairs.a.key_env: expected an API key in the environment"),
         (["--pairs", a + f'"report": "{tmp_path}/no.json"}}]'], "pairs.a.report: expected a report of `draftsmith"),
-        (["--pairs", a.rstrip(", ") + "}]", "--port", str(taken)], f"port: expected a free one at 127.0.0.1:{taken}"),
+        (
+            ["--pairs", a.rstrip(", ") + "}]", "--port", str(taken)],
+            f"port: expected a free one at 127.0.0.1, found {taken}",
+        ),
+        (["--pairs", a.rstrip(", ") + "}]", "--log.path", "/proc/no/log.jsonl"], "log.path: expected a file to write"),
     ):
         assert run(lambda flags=flags: main(flags)) == 2
         assert capsys.readouterr().err.startswith(f"error: {said}")
@@ -403,6 +467,20 @@ def test_what_is_wrong_is_said_before_ray_starts(tmp_path, monkeypatch, capsys):
         [str(ROOT / ".venv/bin/draftsmith"), "coordinate", "--pairs", "[]"], capture_output=True, text=True
     )
     assert (line.returncode, line.stderr) == (2, "error: pairs: expected at least one pair, found none\n")
+
+
+def test_a_ray_that_does_not_come_up_is_a_line(monkeypatch, capsys):
+    import ray
+
+    def late(**options: Any) -> None:
+        raise RuntimeError("The current node timed out during startup.\nSee the logs.")
+
+    monkeypatch.setattr(ray, "init", late)
+    monkeypatch.setenv("RAY_memory_monitor_refresh_ms", "250")  # which the command sets, and the test puts back
+    pairs = '[{"name": "a", "models": ["m"], "endpoints": ["http://127.0.0.1:1"]}]'
+    assert run(lambda: main(["--pairs", pairs, "--port", str(free_port())])) == 2
+    said = "error: coordinate: expected Ray to start, found: The current node timed out during startup.\n"
+    assert capsys.readouterr().err == said
 
 
 def test_serve_builds_the_config_of_a_cluster():

@@ -35,6 +35,7 @@ class Exchange:
         self.handler.send_response(status)
         self.handler.send_header("Content-Type", "application/json")
         self.handler.send_header("Content-Length", str(len(content)))
+        self.handler.send_header("X-Request-Id", "from-the-server")
         self.handler.end_headers()
         self.handler.wfile.write(content)
 

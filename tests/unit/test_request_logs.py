@@ -133,6 +133,40 @@ def test_a_stream_without_its_end_is_no_answer(content):
     assert assembled(content, streamed=True) is None
 
 
+@pytest.mark.parametrize(
+    ("content", "streamed", "named"),
+    [
+        (b'{"choices": [5]}', False, "answer: choices[0]: expected"),
+        (b'{"choices": [{"message": "secret"}]}', False, "answer: choices[0].message: expected"),
+        (b'{"choices": "secret"}', False, "answer: choices: expected a list"),
+        (b'"secret"', False, "answer: expected"),
+        (b"[" * 5000, False, "answer: expected JSON"),
+        (events({"choices": [{"index": "secret", "delta": {}}]}), True, "answer: choices[0].index: expected a whole"),
+        (events({"choices": [{"delta": {"content": ["secret"]}}]}), True, "answer: choices[0].delta.content: expected"),
+        (events({"choices": [{"delta": {"tool_calls": [5]}}]}), True, "answer: choices[0].delta.tool_calls[0]: exp"),
+        (events({"choices": [{"delta": {"tool_calls": [{"function": 5}]}}]}), True, "answer: choices[0].delta.tool"),
+        (events({"choices": [5]}), True, "answer: choices[0]: expected"),
+        (b"data: secret\n\ndata: [DONE]\n\n", True, "answer: expected JSON"),
+    ],
+)
+def test_an_answer_of_another_shape_is_named_and_not_shown(content, streamed, named):
+    with pytest.raises(InputError) as error:
+        assembled(content, streamed)
+    assert str(error.value).startswith(named) and "secret" not in str(error.value)
+
+
+def test_a_request_of_another_shape_is_written_as_it_is():
+    redact = redactor(Log("l.jsonl", [Redaction("secret", "…")]))
+    line = record({"messages": ["a secret", None, [{"x": "secret"}]], "stop": 5}, {"choices": []}, {}, redact)
+    assert line["request"] == {"messages": ["a …", None, [{"x": "…"}]], "stop": 5}
+
+
+def test_a_redaction_that_would_backtrack_without_end_is_done_at_once():
+    redact = redactor(Log("l.jsonl", [Redaction(r"(?P<first>a+)+$", r"<\g<first>é>")]))
+    assert redact("a" * 40 + "!") == "a" * 40 + "!"
+    assert redact("é aa") == "é <aaé>"
+
+
 def test_texts_are_redacted_wherever_they_stand_and_who_asked_is_not_written():
     redact = redactor(
         Log("l.jsonl", [Redaction(r"\w+@\w+", "<mail>"), Redaction(r"(\d)\d+", r"\1…")], "textwrap:dedent")
@@ -161,6 +195,14 @@ def test_a_redaction_that_cannot_be_loaded_is_refused():
         Log("l.jsonl", redact_with="os.system")
     with pytest.raises(InputError, match=r"^log\.redact\.replacement: expected a template"):
         Redaction("a", r"\2")
+
+
+def test_a_file_that_cannot_be_written_is_a_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "log.jsonl", tmp_path / "folder.jsonl"):
+        (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
+        with pytest.raises(InputError, match=r"^log\.path: expected a file to write, found "):
+            Writer(Log(str(path)))
 
 
 def test_a_full_file_is_put_aside_and_the_oldest_removed(tmp_path):

@@ -6,11 +6,13 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.coordinate import routing
+from draftsmith.scripts.coordinate import ingress, routing
 from draftsmith.scripts.coordinate.asked import CHAT, TEXT, Keywords, Refused, read_request
 from draftsmith.scripts.coordinate.config import CoordinatorConfig, Pair, Rule
 from draftsmith.scripts.coordinate.dispatcher import Dispatcher
+from draftsmith.scripts.coordinate.ingress import Line
 from draftsmith.scripts.coordinate.rates import Rates
+from draftsmith.scripts.coordinate.relay import Names, Outcome
 from draftsmith.scripts.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Lease, Refusal, Router
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -57,7 +59,8 @@ def test_load_moves_requests_to_another_pair_and_back_when_they_end():
     of = router(pair("a", A), pair("b", B), rules=rules)
     leases = [chosen(of) for _ in range(3)]
     assert [lease.pair for lease in leases] == ["a", "a", "b"]
-    of.heard(HOLDER, [leases[0].id], leases[1:], 0.0)
+    of.ended(HOLDER, [leases[0].id], 0.0)
+    of.heard(HOLDER, leases[1:], 0.0)
     assert of.loads() == {A: 1, B: 1}
     assert chosen(of).pair == "a"
 
@@ -102,6 +105,97 @@ def test_failures_among_good_answers_do_not_add_up():
     assert of.open
 
 
+def test_a_server_that_fails_at_once_is_not_rewarded_for_having_nothing_under_way():
+    """It fails each request in no time; the other one has two under way all the while."""
+    of = router(pair("a", A, B), failures=3)
+    asked = {A: 0, B: 0}
+    for turn in range(300):
+        lease = chosen(of)
+        asked[lease.url] += 1
+        if lease.url == A:
+            of.ended(HOLDER, [lease.id], 0.0)
+            of.breakers[A].ended(failed=True)
+        elif sum(of.loads().values()) > 2:
+            of.ended(HOLDER, [lease.id], 0.0)
+        if turn % 30 == 0:
+            of.breakers[A].looked_at(well=True)  # it says that it is well
+    assert asked[A] <= 3 + 10  # until it is passed over, and one for each look
+
+
+def test_after_a_good_look_one_more_failure_is_enough():
+    of = router(pair("a", A), failures=3).breakers[A]
+    for _ in range(3):
+        of.ended(failed=True)
+    assert of.open
+    of.looked_at(well=True)
+    assert not of.open
+    of.ended(failed=True)
+    assert of.open
+    of.looked_at(well=True)
+    of.ended(failed=False)
+    of.ended(failed=True)
+    assert not of.open
+
+
+def test_one_call_takes_all_that_has_come_up():
+    calls = []
+
+    async def asked_together() -> None:
+        dispatcher = Dispatcher(CoordinatorConfig([pair("a", A)]), {})
+
+        async def exchange(holder, ended, wanted, held):
+            calls.append((len(ended), len(wanted)))
+            await asyncio.sleep(0)
+            return dispatcher.exchange(holder, ended, wanted, held)
+
+        line = Line(exchange)
+        leases = await asyncio.gather(*(line.acquire(Facts("m"), []) for _ in range(50)))
+        assert sum(dispatcher.router.loads().values()) == 50
+        for lease in leases:
+            line.ended(Outcome(lease, 200))
+        left = asyncio.create_task(line.acquire(Facts("m"), []))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        left.cancel()  # while it is asked for: what it gets is given back
+        async with asyncio.timeout(10):
+            while sum(dispatcher.router.loads().values()) or line.held:
+                await asyncio.sleep(0)
+
+    asyncio.run(asked_together())
+    assert len(calls) <= 5 and max(calls)[0] >= 50
+
+
+def test_what_has_ended_is_said_again_where_the_dispatcher_starts_anew(monkeypatch):
+    monkeypatch.setattr(ingress, "PATIENCE", 0.1)
+    heard, well = [], False
+
+    async def asked_twice() -> list[Lease | Refusal]:
+        async def exchange(holder, ended, wanted, held):
+            if not well:
+                raise RuntimeError("it is dead")
+            heard.append(([outcome.lease.id for outcome in ended], held))
+            return [Lease("2", "a", A) for _ in wanted]
+
+        nonlocal well
+        line = Line(exchange)
+        line.held["0"] = Lease("0", "a", A)
+        line.ended(Outcome(Lease("1", "a", A), 200))
+        refused = await line.acquire(Facts("m"), [])
+        well = True
+        return [refused, await line.acquire(Facts("m"), [])]
+
+    assert asyncio.run(asked_twice()) == [Refusal(DOWN), Lease("2", "a", A)]
+    assert heard[0] == (["1"], [Lease("0", "a", A)])
+
+
+def test_a_rule_that_would_backtrack_without_end_answers_at_once():
+    rules = [Rule(pair="a", keywords=["(a+)+$"]), Rule(pair="a", keywords=[r"\bSQL\b", "(x*)*y"])]
+    body = {"model": "m", "messages": [{"role": "user", "content": "a" * 26 + "!"}]}
+    assert asked(body, rules=rules).facts.keywords == frozenset()
+    body["messages"][0]["content"] = "\ud800 sql " + "x" * 15_000  # half a pair, which UTF-8 has no bytes for
+    assert asked(body, rules=rules).facts.keywords == frozenset({1})
+
+
 def test_the_best_pair_is_the_fastest_at_its_load():
     speculative, plain = [40.0, 22.0, 12.0], [20.0, 18.0, 16.0]
     rates = {"draft": Rates({0.0: {None: speculative}}), "plain": Rates({0.0: {None: plain}})}
@@ -125,18 +219,19 @@ def test_speeds_are_of_the_nearest_temperature_and_of_the_category_if_it_was_mea
 def test_a_younger_router_learns_what_is_under_way():
     old, young = (router(pair("a", A, B)) for _ in range(2))
     leases = [chosen(old) for _ in range(3)]
-    young.heard(HOLDER, [], leases, 0.0)
+    young.heard(HOLDER, leases, 0.0)
     assert young.loads() == old.loads()
-    young.heard(HOLDER, [leases[0].id], leases[1:], 1.0)
+    young.ended(HOLDER, [leases[0].id], 1.0)
+    young.heard(HOLDER, leases[1:], 1.0)
     assert sum(young.loads().values()) == 2
 
 
 def test_a_lease_that_its_holder_does_not_know_is_dropped_but_not_at_once():
     of = router(pair("a", A))
     chosen(of)
-    of.heard(HOLDER, [], [], 1.0)  # it may be on its way to its holder
+    of.heard(HOLDER, [], 1.0)  # it may be on its way to its holder
     assert of.loads() == {A: 1}
-    of.heard(HOLDER, [], [], SILENCE + 1)
+    of.heard(HOLDER, [], SILENCE + 1)
     assert of.loads() == {A: 0}
 
 
@@ -157,9 +252,11 @@ def test_the_end_does_not_wait_for_a_holder_that_is_dead(monkeypatch):
 
     async def drained() -> int:
         dispatcher = Dispatcher(CoordinatorConfig([pair("a", A)]), {})
-        assert isinstance(await dispatcher.acquire(Facts("m"), HOLDER, []), Lease)
+        (lease,) = dispatcher.exchange(HOLDER, [], [(Facts("m"), [])], None)
+        assert isinstance(lease, Lease) and await dispatcher.well()
         async with asyncio.timeout(10):
             await dispatcher.drain(60)
+        assert not await dispatcher.well()
         return sum(dispatcher.router.loads().values())
 
     assert asyncio.run(drained()) == 0
@@ -181,6 +278,17 @@ def test_what_routing_knows_of_a_request():
     assert asked({"model": "m", "prompt": [1, 2]}, TEXT, header).facts == Facts("m", "y")
 
 
+def test_an_answer_names_the_model_as_the_client_did():
+    event = b'data: {"model":"a/b","choices":[{"delta":{"content":"\\"model\\":\\"a/b\\""}}]}\n\n'
+    renamed = event.replace(b'"model":"a/b"', b'"model":"tiny"')
+    for size in (1, 7, 1000):
+        names = Names("a/b", "tiny")
+        parts = [names.part((event * 3)[at : at + size]) for at in range(0, 3 * len(event), size)]
+        assert b"".join(parts) + names.end() == renamed * 3
+    assert Names("a/b", "tiny").whole(b'{"model": "a/b"}') == b'{"model": "tiny"}'
+    assert Names(None, "tiny").part(b'{"model": "a/b"') == b'{"model": "a/b"'
+
+
 def test_the_body_is_sent_on_as_it_came_but_for_the_models_name():
     body = {"model": "m", "messages": [{"role": "user", "content": "é\u2028"}], "logit_bias": {"5": 1}}
     assert json.loads(asked(body).content(None)) == body
@@ -197,6 +305,7 @@ def test_the_body_is_sent_on_as_it_came_but_for_the_models_name():
         ({"model": "m"}, "messages: expected some"),
         ({"model": "m", "messages": "hello"}, "messages: expected a list"),
         ({"model": "m", "messages": [1], "temperature": 10**400}, "temperature: expected a number"),
+        (b'{"model": "m", "messages": ' + b"[" * 150 + b"]" * 150 + b"}", "body: expected at most 100 levels"),
     ],
 )
 def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):
@@ -215,6 +324,8 @@ def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):
         (lambda: Rule(pair="a", load_of="a"), "rules.load_of: expected it together with"),
         (lambda: Rule(pair="a", load_below=3), "rules.load_of: expected it together with"),
         (lambda: Rule(pair="a", keywords=["("]), "rules.keywords: expected a regular expression"),
+        (lambda: Rule(pair="a", keywords=["(?=a)"]), "rules.keywords: expected a regular expression of RE2 (no look"),
+        (lambda: router(pair("a", A), health_path="/x\r\nGET /"), "health_path: expected a path such as /health"),
         (lambda: pair("a"), "pairs.a.endpoints: expected at least one URL"),
         (lambda: pair("a", "http://user:secret@a"), "pairs.a.endpoints: expected a URL without user name"),
         (lambda: pair("a", A, A), "pairs.a.endpoints: expected each once"),

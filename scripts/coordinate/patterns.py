@@ -1,0 +1,87 @@
+r"""Regular expressions of the user's, on texts of the user's users: RE2, whose time is linear in the text.
+
+Python's own may backtrack without end: `(a+)+$` and 26 letters stop a process for most of a minute.
+https://github.com/google/re2/wiki/Syntax says what RE2 knows: all but what needs backtracking (look-around, references
+back into the text). Its \w, \d and \b are ASCII's.
+"""
+
+import re
+from typing import Any
+
+from draftsmith.decode.errors import InputError
+
+REFERENCE = re.compile(r"\\(\d|g<\w+>)")
+"""In a replacement: a group, by its number or its name."""
+
+
+class Pattern:
+    """A regular expression, compiled.
+
+    Args:
+        pattern: what the user wrote.
+        name: the option that it came by.
+        case: whether upper and lower case differ.
+
+    Raises:
+        InputError: it is none, or none of RE2's.
+    """
+
+    def __init__(self, pattern: str, name: str, case: bool):
+        re2 = _re2(name)
+        options = re2.Options()
+        options.case_sensitive, options.log_errors = case, False
+        try:
+            self._compiled: Any = re2.compile(pattern, options)
+        except re2.error as error:
+            found = error.args[0].decode(errors="replace") if error.args else "none"
+            raise InputError(
+                f"{name}: expected a regular expression of RE2 (no look-around), found {pattern!r}: {found}"
+            ) from error
+        except UnicodeEncodeError as error:
+            raise InputError(f"{name}: expected a regular expression, found {pattern!r}: {error.reason}") from error
+
+    def found_in(self, text: str) -> bool:
+        """Say whether it is found in a text."""
+        return self._compiled.search(_encodable(text)) is not None
+
+    def replaced(self, text: str, replacement: str) -> str:
+        r"""Return a text with every match replaced; \1 and \g<name> are a group's text.
+
+        Raises:
+            IndexError: there is no such group.
+        """
+        return self._compiled.sub(lambda match: _filled(replacement, match), _encodable(text))
+
+    def check_replacement(self, replacement: str, name: str) -> None:
+        """Require that all groups that a replacement names are there.
+
+        Raises:
+            InputError: one is not.
+        """
+        for (reference,) in (match.groups() for match in REFERENCE.finditer(replacement)):
+            named = reference.removeprefix("g<").removesuffix(">")
+            known = int(named) <= self._compiled.groups if named.isdecimal() else named in self._compiled.groupindex
+            if not known:
+                raise InputError(f"{name}: expected a template, found: no group {named}")
+
+
+def _filled(replacement: str, match: Any) -> str:
+    def group(reference: re.Match[str]) -> str:
+        named = reference[1].removeprefix("g<").removesuffix(">")
+        return match.group(int(named) if named.isdecimal() else named) or ""
+
+    return REFERENCE.sub(group, replacement)
+
+
+def _encodable(text: str) -> str:
+    """Return a text without halves of UTF-16 pairs, which JSON may name and UTF-8 has no bytes for."""
+    return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
+
+
+def _re2(name: str) -> Any:
+    """Import the library late: configs are read where it is not installed, too."""
+    try:
+        import re2  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise InputError(f"{name}: expected RE2, found none: pip install 'draftsmith[coordinator]'") from error
+    return re2
