@@ -15,6 +15,7 @@ from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
+from draftsmith.train.losses.beginning import few_texts
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
@@ -41,6 +42,7 @@ def distill(config: DistillConfig) -> DistillTrainer:
         config.init,
         config.target if target is None or config.target_sharded else target,
         tokenizer,
+        () if config.target_device == "auto" else few_texts(train),  # layers of several devices are not rearranged
         trust_remote_code=code,
     )
     if config.parallel:

@@ -22,8 +22,9 @@ class DraftInit:
     """How a draft begins, where it is not a given model; and what is done to either."""
 
     layers: int | list[int] | None = None
-    """Carve the draft from the target: the indices of the decoder layers to keep, ascending from 0, or how many, evenly
-    spaced from the first to the last: layer round(i·(L − 1) ÷ (n − 1)) of L for i = 0…n − 1; one alone is the first."""
+    """Carve the draft from the target: the indices of the decoder layers to keep, ascending from 0, or how many: then
+    evenly spaced ones (layer round(i·(L − 1) ÷ (n − 1)) of L for i = 0…n − 1), the first n, or the first n − 1 and the
+    last, by the loss on a few of the completions. These also say how much smaller the last norm begins."""
     hidden_size: int | None = None
     """Residual channels of a carved draft: those with the largest norm of what attention and MLPs write into them. The
     costliest cut of all: a quarter fewer cost the embedded target's 6 layers more than 4 of the layers do. Embeddings
@@ -163,7 +164,7 @@ class DistillConfig(RecipeConfig):
         """A draft that was trained before is changed a little; one carved or random must learn fast."""
         if self.init.lora is not None:
             return Defaults(rate=2e-3)
-        return Defaults(rate=5e-4) if self.draft is not None else Defaults(rate=5e-3, muon=True)
+        return Defaults(rate=5e-4) if self.draft is not None else Defaults(rate=1e-2, muon=True)
 
     @property
     def stored_as(self) -> str:

@@ -2,10 +2,12 @@
 
 Carving keeps weights, so that a short training has less to repair: from the embedded target of 12 layers, 4 evenly
 spaced ones begin with an acceptance rate of 0.48 on Python sources, the first 4 with 0.43, random weights with 0.10.
+Which layers, and how loud, `carving.py` chooses.
 """
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,12 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.early_exit import early_exit
+from draftsmith.distill.carving import Carving, choose, last_norm, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
 from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import add_lora
+from draftsmith.train.losses.beginning import Text
 from draftsmith.train.models import (
     check_head,
     check_same_tokenizer,
@@ -45,6 +49,7 @@ def make_draft(
     init: DraftInit,
     target: PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[Text] = (),
     *,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -56,6 +61,8 @@ def make_draft(
         target: the target, whole (not sharded), which is left as it is and shares no memory with the draft; or where to
             find it: its weights are then read as they are stored, and only where the draft gets some of them.
         tokenizer: the target's.
+        texts: a carved draft's layers and its last norm are chosen by the loss on these; with none the layers are
+            evenly spaced, and the norm is the target's.
         trust_remote_code: run code that a given draft's repository ships.
 
     Returns:
@@ -86,7 +93,7 @@ def make_draft(
                 found = f"{init.draft_vocabulary} beside the draft's {len(known)}"
                 raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {found}")
         else:
-            model = _carved(target, init) if init.layers is not None else _random(target, init.config or {})
+            model = _carved(target, init, texts) if init.layers is not None else _random(target, init.config or {})
             model.generation_config = copy.deepcopy(target.generation_config)
         model.eval().requires_grad_(True)
         if init.share == "embeddings":
@@ -114,10 +121,29 @@ def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
     return kept
 
 
-def _carved(target: PreTrainedModel, init: DraftInit) -> PreTrainedModel:
+def _carved(target: PreTrainedModel, init: DraftInit, texts: Sequence[Text]) -> PreTrainedModel:
     """Return a new model of some of the target's layers, narrowed: built from its config, then filled."""
     _check_plain(target)
-    kept = layer_indices(init.layers or 0, target.config.num_hidden_layers)
+    depth: int = target.config.num_hidden_layers
+    carving = Carving(layer_indices(init.layers or 0, depth))
+    if texts:
+        ways = ways_to_keep(carving.layers, depth) if isinstance(init.layers, int) else [carving.layers]
+        carving = choose(ways, partial(_view, target, init), texts)
+    view = _view(target, init, carving.layers)
+    draft = _built(target, view.config.to_dict(), "init")
+    try:
+        draft.load_state_dict(view.state_dict())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise InputError(f"init: expected weights that fit the carved config, found: {reason}") from error
+    norm = last_norm(draft)
+    if carving.scale != 1 and norm is not None:
+        scale_norm(norm, carving.scale)
+    return draft
+
+
+def _view(target: PreTrainedModel, init: DraftInit, kept: list[int]) -> PreTrainedModel:
+    """Return some of the target's layers, narrowed, as a model that shares its tensors where they are not cut."""
     view = early_exit(target, kept)
     config = view.config
     if getattr(config, "scale_attn_by_inverse_layer_idx", False) and kept != list(range(len(kept))):
@@ -126,13 +152,7 @@ def _carved(target: PreTrainedModel, init: DraftInit) -> PreTrainedModel:
         config.max_window_layers = sum(index < config.max_window_layers for index in kept)
     if init.hidden_size or init.attention_heads or init.intermediate_size:
         _narrow(view, init)
-    draft = _built(target, config.to_dict(), "init")
-    try:
-        draft.load_state_dict(view.state_dict())
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip()
-        raise InputError(f"init: expected weights that fit the carved config, found: {reason}") from error
-    return draft
+    return view
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftsmith.decode.draft_models.vocabulary import token_count
+from draftsmith.medusa.beginning import quieten
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.heads import MedusaHeads
@@ -11,6 +12,7 @@ from draftsmith.medusa.trainer import MedusaTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
+from draftsmith.train.losses.beginning import few_texts
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import load_tokenizer, whole_weights
 
@@ -38,6 +40,8 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
                 hydra=config.hydra,
                 base_model_name_or_path=config.target,
             ).float()
+            if config.train_lm_heads and config.target_device != "auto":
+                quieten(heads, target, few_texts(train))
     if config.packing:
         require_packing(target, "target", config.training.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))

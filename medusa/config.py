@@ -29,7 +29,8 @@ class MedusaTrainingConfig(RecipeConfig):
     num_layers: int = 1
     """Residual blocks a head, each with weights of its own."""
     lm_heads: str = "own"
-    """"own": each head has its own language-model head, a copy of the target's at first; "shared": one for all."""
+    """"own": each head has its own language-model head, at first the target's times a number that suits a few of the
+    completions; "shared": one for all."""
     train_lm_heads: bool = True
     """Train language-model heads, or leave them as the target's and train the blocks alone."""
     bias: bool = False

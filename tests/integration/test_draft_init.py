@@ -26,6 +26,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.__main__ import distill
+from draftsmith.distill.carving import last_norm, scale_norm, ways_to_keep
 from draftsmith.distill.draft_init import (
     DraftInit,
     finish_draft,
@@ -33,8 +34,9 @@ from draftsmith.distill.draft_init import (
 )
 from draftsmith.distill.vocabulary import silence_padding
 from draftsmith.train.lora import merged_state
+from draftsmith.train.losses.beginning import Text
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
-from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.output_head import OutputHead, last_hidden
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.replay_metrics import replay_features
@@ -120,6 +122,39 @@ def test_carved_layers_are_the_targets(name, layers, tokenizer, tmp_path):
     assert torch.equal(draft.generate(ids, **options), draft.generate(ids, use_cache=False, **options))
     assert target.config.to_dict() == before
     assert all(torch.equal(value, state[key]) for key, value in target.state_dict().items())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_last_norm_is_scaled_whatever_its_kind(name, tokenizer):
+    """Norms of w, of 1 + w, with a bias, by the mean or not: what leaves them is so much smaller."""
+    target, ids = build(name, len(tokenizer)), texts(len(tokenizer))
+    before = last_hidden(target, input_ids=ids)
+    norm = last_norm(target)
+    assert norm is not None
+    scale_norm(norm, 0.25)
+    assert torch.allclose(last_hidden(target, input_ids=ids), 0.25 * before, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_the_beginning_that_loses_least_on_texts_is_taken(name, tokenizer, capsys):
+    target = build(name, len(tokenizer))
+    looked = [Text(row, row) for row in texts(len(tokenizer))]
+
+    def loss(model: PreTrainedModel) -> float:
+        each = [logits(model, text.ids_T[None])[0, :-1].log_softmax(-1) for text in looked]
+        each = [log_q.gather(1, text.ids_T[1:, None]) for log_q, text in zip(each, looked, strict=True)]
+        return -float(torch.cat(each).mean())
+
+    draft, _ = make_draft(None, DraftInit(3), target, tokenizer, looked)
+    said = capsys.readouterr().err
+    ways = ways_to_keep([0, 2, 5], DEPTH)
+    assert ways == [[0, 2, 5], [0, 1, 2], [0, 1, 5]]
+    plain = {str(kept): loss(early_exit(target, kept)) for kept in ways}
+    assert loss(draft) < min(plain.values())
+    assert f"the loss begins at {loss(draft):.2f}" in said and said.startswith("init: layers 0, ")
+    given, _ = make_draft(None, DraftInit([1, 4]), target, tokenizer, looked)
+    assert "init: layers 1, 4, " in capsys.readouterr().err
+    assert loss(given) < loss(early_exit(target, [1, 4]))
 
 
 @pytest.mark.parametrize("name", SHAPED)

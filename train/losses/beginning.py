@@ -1,0 +1,86 @@
+"""How loud what begins with a target's weights should be: a look at a few texts before the first step.
+
+A draft of some of the target's layers, and heads that guess further ahead, are as sure as the target was and less often
+right, so that they begin above the loss of uniform distributions. One number for all logits mends that: as it goes to
+zero they become uniform. Shape suffixes: T positions of a text, N positions of all, V vocabulary, H hidden, K guesses
+of a position, S scales.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.train.data.collator import IGNORED
+from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.losses.output_head import OutputHead
+
+SCALES = tuple(2.0**-i for i in range(6))
+TEXTS, POSITIONS, CONTEXT = 8, 16, 512
+"""How many texts are looked at, how many tokens of the completion of each, and how many tokens up to these."""
+LOGITS = 2**24
+"""Held at a time."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of a text that is learned from."""
+
+    ids_T: Tensor
+    labels_T: Tensor
+    """The tokens that are a completion's, −100 elsewhere."""
+
+    def ahead(self, count: int) -> Tensor:
+        """Return for each position the token so many further, (T,), −100 where it is none to learn."""
+        return torch.cat([self.labels_T[count:], self.labels_T.new_full((min(count, len(self.labels_T)),), IGNORED)])
+
+
+def few_texts(data: TrainingData) -> list[Text]:
+    """Return the beginnings of some completions, each behind its prompt, evenly spaced over rows of single samples."""
+    texts = []
+    for row in torch.linspace(0, len(data) - 1, min(TEXTS, len(data))).long().tolist():
+        sample = data[row]
+        labels = torch.tensor(sample["labels"])
+        learned = (labels != IGNORED).nonzero()
+        end = int(learned[0, 0]) + POSITIONS if len(learned) else 0
+        piece = slice(max(0, end - CONTEXT), end)
+        texts.append(Text(torch.tensor(sample["input_ids"])[piece], labels[piece]))
+    return [text for text in texts if len(text.ids_T) > 1]
+
+
+@torch.no_grad()
+def losses_of_scales(hidden_NH: Tensor, head: OutputHead, labels_NK: Tensor) -> Tensor:
+    """Return the cross entropies of guesses, (S, K), if the hidden states were so much smaller: nats, each a mean.
+
+    Args:
+        hidden_NH: what the head sees.
+        head: on the same device.
+        labels_NK: what is guessed from each position, −100 for nothing.
+    """
+    sums, counts = torch.zeros(len(SCALES), labels_NK.shape[1]), (labels_NK != IGNORED).sum(0).clamp(min=1)
+    chunk = max(1, LOGITS // len(head.weight))
+    for hidden, labels in zip(hidden_NH.split(chunk), labels_NK.split(chunk), strict=True):
+        projected = torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight).float()
+        for place, scale in enumerate(SCALES):
+            logits = head.finish(projected * scale + (0.0 if head.bias is None else head.bias.float()))
+            log_q = logits.gather(1, labels.clamp(min=0)) - logits.logsumexp(1, keepdim=True)
+            sums[place] -= log_q.where(labels != IGNORED, 0.0).sum(0).cpu()
+    return sums / counts.cpu()
+
+
+def stacked(texts: Sequence[Text], values: Sequence[Tensor], reach: int) -> tuple[Tensor, Tensor]:
+    """Return the values of positions from which something is guessed, (N, …), and the tokens that are, (N, K).
+
+    Args:
+        texts: the texts.
+        values: of the positions of each, (T, …).
+        reach: K; guess k is the token 1 + k further.
+    """
+    kept, labels = [], []
+    for text, value in zip(texts, values, strict=True):
+        labels_TK = torch.stack([text.ahead(1 + k) for k in range(reach)], dim=1).to(value.device)
+        some = (labels_TK != IGNORED).any(1)
+        kept.append(value[some])
+        labels.append(labels_TK[some])
+    return torch.cat(kept), torch.cat(labels)
