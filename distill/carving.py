@@ -35,7 +35,9 @@ def ways_to_keep(evenly: list[int], depth: int) -> list[list[int]]:
     return [kept for place, kept in enumerate(found) if kept not in found[:place]]
 
 
-def choose(ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedModel], texts: Sequence[Text]) -> Carving:
+def choose(
+    ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedModel], texts: Sequence[Text], tokens: int
+) -> Carving:
     """Return the way, and the scale of the last norm, whose loss on the texts is the least; the same on all processes.
 
     At most three forwards of a draft on at most eight texts. One line says what was chosen.
@@ -44,6 +46,7 @@ def choose(ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedMode
         ways: layers that may be kept.
         view: makes the draft of some layers, which may share the target's tensors.
         texts: what to look at.
+        tokens: of the tokenizer; the target's head may have more rows.
     """
     found = []
     for kept in ways:
@@ -51,15 +54,14 @@ def choose(ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedMode
         with torch.no_grad():
             hidden = [last_hidden(model, input_ids=text.ids_T[None].to(model.device))[0] for text in texts]
         hidden_NH, labels_NK = stacked(texts, hidden, 1)
-        losses = losses_of_scales(hidden_NH, head_of(model), labels_NK)[:, 0].tolist()
+        losses = losses_of_scales(hidden_NH, head_of(model).cut(tokens), labels_NK)[:, 0].tolist()
         best = min(range(len(SCALES) if last_norm(model) else 1), key=losses.__getitem__)
         found.append((losses[best], kept, SCALES[best], losses[0]))
     loss, kept, scale, plain = broadcast_object_list([min(found)])[0]
     if os.environ.get("RANK", "0") == "0":
-        size = model.config.get_text_config().vocab_size
         print(
             f"init: layers {', '.join(map(str, kept))}, the last norm × {scale:.2g}: the loss begins at {loss:.2f} "
-            f"({plain:.2f} without the factor, {math.log(size):.2f} if all {size:,} tokens were equally likely)",
+            f"({plain:.2f} without the factor, {math.log(tokens):.2f} if all {tokens:,} tokens were equally likely)",
             file=sys.stderr,
         )
     return Carving(kept, scale)

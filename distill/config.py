@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
-from draftsmith.train.defaults import Defaults
+from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache

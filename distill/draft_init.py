@@ -93,7 +93,11 @@ def make_draft(
                 found = f"{init.draft_vocabulary} beside the draft's {len(known)}"
                 raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {found}")
         else:
-            model = _carved(target, init, texts) if init.layers is not None else _random(target, init.config or {})
+            model = (
+                _carved(target, init, texts, token_count(tokenizer, target.config))
+                if init.layers is not None
+                else _random(target, init.config or {})
+            )
             model.generation_config = copy.deepcopy(target.generation_config)
         model.eval().requires_grad_(True)
         if init.share == "embeddings":
@@ -121,14 +125,14 @@ def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
     return kept
 
 
-def _carved(target: PreTrainedModel, init: DraftInit, texts: Sequence[Text]) -> PreTrainedModel:
+def _carved(target: PreTrainedModel, init: DraftInit, texts: Sequence[Text], tokens: int) -> PreTrainedModel:
     """Return a new model of some of the target's layers, narrowed: built from its config, then filled."""
     _check_plain(target)
     depth: int = target.config.num_hidden_layers
     carving = Carving(layer_indices(init.layers or 0, depth))
     if texts:
         ways = ways_to_keep(carving.layers, depth) if isinstance(init.layers, int) else [carving.layers]
-        carving = choose(ways, partial(_view, target, init), texts)
+        carving = choose(ways, partial(_view, target, init), texts, tokens)
     view = _view(target, init, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")
     try:

@@ -27,13 +27,11 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
         train, heldout = read_data(config)
         target = load_target(config, tokenizer)
         if heads is None:
-            count = config.draft_vocabulary
+            count, tokens = config.draft_vocabulary, token_count(tokenizer, target.config)
             heads = MedusaHeads.of_target(
                 target,
                 config.num_heads,
-                token_map=None
-                if count is None
-                else frequent_tokens(train, count, token_count(tokenizer, target.config)),
+                token_map=None if count is None else frequent_tokens(train, count, tokens),
                 num_hidden_layers=config.num_layers,
                 medusa_fc_bias=config.bias,
                 original_lm_head=config.lm_heads == "shared",
@@ -41,7 +39,7 @@ def train_heads(config: MedusaTrainingConfig) -> MedusaTrainer:
                 base_model_name_or_path=config.target,
             ).float()
             if config.train_lm_heads and config.target_device != "auto":
-                quieten(heads, target, few_texts(train))
+                quieten(heads, target, few_texts(train), tokens)
     if config.packing:
         require_packing(target, "target", config.training.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))

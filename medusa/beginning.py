@@ -20,7 +20,7 @@ from draftsmith.train.losses.output_head import last_hidden
 
 
 @torch.no_grad()
-def quieten(heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Text]) -> None:
+def quieten(heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Text], tokens: int) -> None:
     """Multiply each language-model head by the number that makes its loss on some texts the least.
 
     One forward of the target on at most eight texts; the same numbers on all processes. One line says them.
@@ -29,6 +29,7 @@ def quieten(heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Text]) 
         heads: new, each with the target's head.
         target: theirs; each process calls it as often, where it is sharded.
         texts: what to look at.
+        tokens: of the tokenizer; the target's head may have more rows.
     """
     count, head = heads.config.num_heads, heads.head(0)
     hidden = [
@@ -36,7 +37,9 @@ def quieten(heads: MedusaHeads, target: PreTrainedModel, texts: Sequence[Text]) 
     ]
     # Head i guesses the token 2 + i further: what is 1 further is the target's.
     hidden_NH, labels_NK = stacked(texts, hidden, 1 + count)
-    if heads.token_map is not None:
+    if heads.token_map is None:
+        head = head.cut(tokens)
+    else:
         cut = CutVocabulary(heads.token_map, heads.config.vocab_size)
         labels_NK = torch.where(labels_NK == IGNORED, IGNORED, cut.labels(labels_NK.clamp(min=0)))
     losses_SK = losses_of_scales(hidden_NH, head, labels_NK[:, 1:])

@@ -16,7 +16,7 @@ from draftsmith.decode.errors import (
     require,
     require_some,
 )
-from draftsmith.train.defaults import TRAINING, Defaults
+from draftsmith.train.job.defaults import TRAINING, Defaults
 from draftsmith.train.options import SAVE_DTYPES, TargetOptions
 
 DUPLICATES = ("texts", "prompts")

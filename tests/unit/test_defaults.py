@@ -7,7 +7,7 @@ from draftsmith.distill.config import DistillConfig, DraftInit
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.train.cli import parse_config
-from draftsmith.train.defaults import Defaults
+from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.options import LoraOptions
 
 RUN = ["--target", "t", "--completions", "[c]", "--training.output_dir", "out", "--training.use_cpu", "true"]
