@@ -83,6 +83,13 @@ def finite(allowed: Range) -> Range:
 SHARE = Range("a share between 0 and 1", lambda value: 0 <= value <= 1)
 """From 0 to 1, both included."""
 
+SIZE = at_most(2**24)
+"""A width, or the tokens of a vocabulary: no model comes near the end of it, and no machine could hold one."""
+HEADS = at_most(256)
+"""Heads that draft, their layers, or steps of training through them: servers draft a dozen tokens."""
+DECAY = at_most(10)
+"""The factor from one weight to the next, whose powers are numbers."""
+
 
 def require(config: object, allowed: Range, *names: str, prefix: str = "") -> None:
     """Require that fields of a config lie in a range; fields that are None are left out.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
+from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
@@ -157,7 +157,7 @@ class DistillConfig(RecipeConfig):
             raise InputError(f"parallel: expected 0, or between 2 and {MOST} tokens, found {self.parallel}")
         require(self, more_than(0) & at_most(1), "parallel_retention")
         require(self, SHARE, "parallel_minimum")
-        require(self, finite(more_than(0)), "parallel_decay")
+        require(self, finite(more_than(0)) & DECAY, "parallel_decay")
 
     @property
     def defaults(self) -> Defaults:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from draftsmith.decode.errors import SHARE, InputError, at_least, more_than, one_of, require
+from draftsmith.decode.errors import DECAY, HEADS, SHARE, InputError, at_least, more_than, one_of, require
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
@@ -79,7 +79,9 @@ class MedusaTrainingConfig(RecipeConfig):
         require(self, one_of(BACKBONES), "backbone")
         require(self, one_of(("forward_kl", "cross_entropy")), "backbone_divergence")
         require(self, at_least(1), "num_heads", "num_layers", "draft_vocabulary")
+        require(self, HEADS, "num_heads", "num_layers")
         require(self, more_than(0), "decay", "backbone_weight", "heads_weight", "head_learning_rate_multiplier")
+        require(self, DECAY, "decay")
         require(self, SHARE, "warmup_heads")
         if self.heads is not None and self.draft_vocabulary is not None:
             raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftsmith.decode.errors import InputError, at_least, require
+from draftsmith.decode.errors import HEADS, SIZE, InputError, at_least, finite, more_than, require
 from draftsmith.decode.tree import Tree
-from draftsmith.train.checkpoint import check_finite, reading, require_config
+from draftsmith.train.checkpoint import load_heads
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
@@ -66,8 +66,11 @@ class MedusaConfig(PretrainedConfig):
 
     def check(self) -> "MedusaConfig":
         """Return the config, or raise an InputError that names the first field that cannot be."""
-        sizes = ("hidden_size", "vocab_size", "num_heads", "num_hidden_layers", "truncated_vocab_size")
-        require(self, at_least(1), *sizes)
+        sizes, depths = ("hidden_size", "vocab_size", "truncated_vocab_size"), ("num_heads", "num_hidden_layers")
+        require(self, at_least(1), *sizes, *depths)
+        require(self, SIZE, *sizes)
+        require(self, HEADS, *depths)
+        require(self, finite(more_than(0)), "logit_scale", "final_logit_softcapping")
         if self.truncated_vocab_size > self.vocab_size:
             raise InputError(
                 f"truncated_vocab_size: expected at most the vocabulary's {self.vocab_size} tokens, found "
@@ -199,27 +202,9 @@ class MedusaHeads(PreTrainedModel):
 
         Raises:
             InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
-                cannot be, or tensors that are missing, not expected, of another shape or not finite.
+                cannot be, or tensors that are missing, not expected, of another shape or type, or not finite.
         """
-        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
-        options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
-        if "subfolder" not in kwargs:
-            require_config(path, "Medusa heads")  # the library would fall back on the defaults
-        with reading(str(path), "Medusa heads (config.json, safetensors)"):
-            loaded: Any = super().from_pretrained(path, *args, **options)
-        heads, info = loaded
-        for kind, what in (
-            ("missing_keys", "missing"),
-            ("unexpected_keys", "not expected"),
-            ("mismatched_keys", "of another shape"),
-        ):
-            if info[kind]:
-                names = sorted(key if isinstance(key, str) else key[0] for key in info[kind])
-                raise InputError(
-                    f"{path}: expected the tensors of {heads.config.num_heads} heads, found {len(names)} {what}: "
-                    f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
-                )
-        check_finite(heads, path, "Medusa heads")
+        heads: MedusaHeads = load_heads(cls, super().from_pretrained, path, "Medusa heads", *args, **kwargs)
         return heads.check_map(f"{path}: token_map")
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

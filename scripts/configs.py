@@ -398,6 +398,7 @@ class QuickstartConfig:
 
     def __post_init__(self) -> None:
         require(self, at_least(2), "train_prompts", "heldout_prompts", "measured_prompts", "searched_prompts")
+        require(self, at_least(1), "steps")
         if self.replayed_prompts < self.measured_prompts:
             raise InputError(
                 f"replayed_prompts: expected at least measured_prompts ({self.measured_prompts}), found "

@@ -4,7 +4,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,17 @@ from safetensors import SafetensorError, safe_open
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, at_least, first_line, lacks_memory
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import Said, parse_json, read
 
 WEIGHTS = "model.safetensors"
 INDEX = f"{WEIGHTS}.index.json"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 POSITIONS = "max_position_embeddings"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+STORED_FLOATS = ("F64", "F32", "BF16", "F16")
+STORED_AS = {torch.int64: ("I64", "I32"), torch.bool: ("BOOL",)}
+"""How safetensors calls what is taken for floating point, ids and marks: the library would turn anything into them."""
 
 logger = logging.getLogger(__name__)
 
@@ -92,18 +96,17 @@ def stored_tensors(path: str | Path, field: str) -> Stored:
         InputError: an index or a file that is damaged, or a file of the index that is missing.
     """
     directory, tensors = Path(path), dict[str, tuple[str, tuple[int, ...]]]()
-    files, read = [directory / WEIGHTS], directory / INDEX
+    files, at = [directory / WEIGHTS], directory / INDEX
     try:
         if not files[0].is_file():
-            if not read.is_file():
+            if not at.is_file():
                 return tensors
-            names = set(parse_json(read.read_text(encoding="utf-8"))["weight_map"].values())
-            files = [directory / name for name in sorted(names)]
+            files = indexed_files(at, field)
             if missing := [file.name for file in files if not file.is_file()]:
                 found = f"{len(missing)} of {len(files)} files missing, the first {missing[0]}"
                 raise InputError(f"{field}: expected whole weights in {path}, found {found}")
-        for read in files:
-            with safe_open(read, "pt") as weights:  # which checks the size of the file too
+        for at in files:
+            with safe_open(at, "pt") as weights:  # which checks the size of the file too
                 for key in weights.keys():  # noqa: SIM118 - it is no mapping
                     tensor = weights.get_slice(key)
                     tensors[key] = tensor.get_dtype(), tuple(tensor.get_shape())
@@ -112,7 +115,87 @@ def stored_tensors(path: str | Path, field: str) -> Stored:
         if isinstance(error, InputError):
             raise
         what = first_line(error)
-        raise InputError(f"{field}: expected whole weights in {path}, found a damaged {read.name}: {what}") from error
+        raise InputError(f"{field}: expected whole weights in {path}, found a damaged {at.name}: {what}") from error
+
+
+class Index(Said):
+    """Which file has each tensor."""
+
+    weight_map: dict[str, str]
+
+
+def indexed_files(index: Path, field: str = "") -> list[Path]:
+    """Return the files that an index names, which lie beside it.
+
+    Raises:
+        InputError: it is none, or leads elsewhere.
+    """
+    names = sorted(set(read(Index, index, field).weight_map.values()))
+    for name in names:
+        if Path(name).name != name:
+            named = f"{field}: " if field else ""
+            raise InputError(f"{named}{index}: expected files beside it, found {name!r}")
+    return [index.with_name(name) for name in names]
+
+
+def load_heads(
+    cls: type[PreTrainedModel], load: Callable[..., Any], path: str | Path, what: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Load what drafts for a target, whole: by the library, from safetensors.
+
+    Args:
+        cls: their class.
+        load: the library's `from_pretrained` of it.
+        path: a directory or a hub id.
+        what: they are, for messages.
+        args: of `load`.
+        kwargs: of `load`.
+
+    Raises:
+        InputError: no such directory, a file that is damaged or no safetensors, a config that cannot be, or tensors
+            that are missing, not expected, of another shape or type, or not finite.
+    """
+    options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
+    options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
+    if "subfolder" not in kwargs:
+        require_config(path, what)  # the library would fall back on the defaults
+        if Path(path).is_dir():
+            _check_stored(cls, path, what)  # before anything takes memory
+    with reading(str(path), f"{what} (config.json, safetensors)"):
+        heads, info = load(path, *args, **options)
+    for kind, wrong in (
+        ("missing_keys", "missing"),
+        ("unexpected_keys", "not expected"),
+        ("mismatched_keys", "of another shape"),
+    ):
+        _refuse([key if isinstance(key, str) else key[0] for key in info[kind]], path, what, wrong)
+    check_finite(heads, path, what)
+    return heads
+
+
+def _check_stored(cls: type[PreTrainedModel], path: str | Path, what: str) -> None:
+    """Require that a directory's tensors have the shapes and types of what its config makes."""
+    stored = stored_tensors(path, what)
+    with reading(str(path), f"a config of {what}"), torch.device("meta"):
+        config: Any = cls.config_class
+        empty = cls(config.from_pretrained(path)).state_dict()
+    known = {name: tensor for name, tensor in empty.items() if name in stored}
+    _refuse([name for name, tensor in known.items() if stored[name][1] != tensor.shape], path, what, "of another shape")
+    for name, tensor in known.items():
+        if stored[name][0] not in STORED_AS.get(tensor.dtype, STORED_FLOATS):
+            raise InputError(f"{path}: expected {name} of {what} in {_kind_of(tensor)}, found {stored[name][0]}")
+
+
+def _refuse(names: Sequence[str], path: str | Path, what: str, wrong: str) -> None:
+    if names:
+        raise InputError(
+            f"{path}: expected the tensors of {what}, found {len(names)} {wrong}: "
+            f"{', '.join(sorted(names)[:5])}{', …' if len(names) > 5 else ''}"
+        )
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    return "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
 
 
 def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored, path: str | Path, field: str) -> None:

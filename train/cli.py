@@ -27,6 +27,8 @@ INTERRUPTED, BROKEN_PIPE, TERMINATED = 128 + 2, 128 + 13, 128 + 15
 """The exit codes a shell gives for SIGINT, SIGPIPE and SIGTERM."""
 BELOW_MOST = Range("a whole number below 2 to the power of 62", lambda value: abs(value) < 2**62)
 """All whole numbers: the libraries take 64 bits, and a sum must not pass them."""
+MOST_NODES = 100_000
+"""Values of a config file."""
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 """What a disk says that cannot be written."""
 
@@ -111,9 +113,13 @@ def _require_unique_keys(file: str) -> None:
     import yaml  # type: ignore[import-untyped]
 
     try:
-        nodes = [yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)]
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except RecursionError as error:
+        raise InputError(f"config: expected YAML in {file}, found: nested too deeply") from error
+    except (OSError, ValueError, yaml.YAMLError):
         return
+    _require_bounded(root, file)
+    nodes = [root]
     seen: set[int] = set()  # an alias is the node that it names
     while nodes:
         node = nodes.pop()
@@ -132,13 +138,35 @@ def _require_unique_keys(file: str) -> None:
             nodes.append(value)
 
 
+def _require_bounded(root: Any, file: str) -> None:
+    """Require that a file is of a size that can be worked with once its aliases are written out.
+
+    Raises:
+        InputError: it is not, or an alias stands for what it is part of.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        """Return how many nodes a node is, those of its aliases counted as often as they stand there."""
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_NODES  # while its parts are counted, of which it is none
+            items = [] if isinstance(node.value, str) else node.value
+            parts = [part for item in items for part in (item if isinstance(item, tuple) else [item])]
+            sizes[id(node)] = 1 + sum(map(size, parts))
+        return sizes[id(node)]
+
+    if root is not None and size(root) > MOST_NODES:
+        raise InputError(f"config: expected at most {MOST_NODES} values in {file}, aliases written out, found more")
+
+
 def keys_of(file: str) -> set[str]:
     """Return the fields that a YAML file sets; none where it cannot be read, which its parser will say."""
     import yaml
 
+    _require_unique_keys(file)
     try:
         content = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+    except (OSError, ValueError, yaml.YAMLError):
         return set()
     return set(map(str, content)) if isinstance(content, dict) else set()
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar
 
-from draftsmith.decode.errors import InputError, at_least, more_than, one_of, require
+from draftsmith.decode.errors import DECAY, HEADS, InputError, at_least, more_than, one_of, require
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache
@@ -64,7 +64,9 @@ class EagleTrainingConfig(RecipeConfig):
             raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
         require(self, one_of(INITS), "init")
         require(self, at_least(1), "num_steps", "draft_vocabulary", "layer_ids")
+        require(self, HEADS, "num_steps")
         require(self, more_than(0), "decay")
+        require(self, DECAY, "decay")
         if self.teacher_cache:
             refuse_beside_cache(self)
         if self.heads is not None:

@@ -25,9 +25,9 @@ from transformers.models.llama.modeling_llama import (
 
 from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
 from draftsmith.decode.cache.kernels import computing_dtype, fused_attention
-from draftsmith.decode.errors import InputError, at_least, require
+from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
 from draftsmith.medusa.heads import LMHead, check_ids
-from draftsmith.train.checkpoint import check_finite, reading, require_config
+from draftsmith.train.checkpoint import load_heads, reading, require_config
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 TREE = "eagle_tree"
@@ -67,7 +67,15 @@ class EagleConfig(LlamaConfig):
 
     def check(self) -> "EagleConfig":
         """Return the config, or raise an InputError that names the first field that cannot be."""
-        require(self, at_least(1), "hidden_size", "target_hidden_size", "vocab_size", "draft_vocab_size")
+        sizes = ("hidden_size", "target_hidden_size", "vocab_size", "draft_vocab_size", "intermediate_size")
+        for allowed in (at_least(1), SIZE):
+            require(self, allowed, *sizes, "num_attention_heads", "num_key_value_heads", "head_dim")
+        require(self, at_most(2**12), "num_attention_heads", "head_dim")
+        require(self, at_least(1) & at_most(2**40), "max_position_embeddings")
+        require(self, finite(more_than(0)), "rms_norm_eps")
+        queries, keys = self.num_attention_heads, self.num_key_value_heads or self.num_attention_heads
+        if queries % keys:
+            raise InputError(f"num_key_value_heads: expected a divisor of {queries} heads, found {keys}")
         if self.num_hidden_layers != 1:
             raise InputError(f"num_hidden_layers: expected 1, found {self.num_hidden_layers}")
         if self.draft_vocab_size > self.vocab_size:
@@ -76,7 +84,7 @@ class EagleConfig(LlamaConfig):
                 f"{self.draft_vocab_size}"
             )
         depths = self.eagle_aux_hidden_state_layer_ids
-        if not isinstance(depths, list) or not depths or not all(isinstance(depth, int) for depth in depths):
+        if not isinstance(depths, list) or not depths or not all(type(depth) is int for depth in depths):
             raise InputError(f"eagle_aux_hidden_state_layer_ids: expected a list of depths, found {depths!r}")
         return self
 
@@ -273,27 +281,9 @@ class EagleHeads(PreTrainedModel):
 
         Raises:
             InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
-                cannot be, or tensors that are missing, not expected, of another shape or not finite.
+                cannot be, or tensors that are missing, not expected, of another shape or type, or not finite.
         """
-        options: dict[str, Any] = {"use_safetensors": True, "output_loading_info": True, "dtype": "auto"}
-        options |= {"ignore_mismatched_sizes": True, **kwargs}  # reported below, in one line
-        if "subfolder" not in kwargs:
-            require_config(path, "EAGLE-3 heads")  # the library would fall back on the defaults
-        with reading(str(path), "EAGLE-3 heads (config.json, safetensors)"):
-            loaded: Any = super().from_pretrained(path, *args, **options)
-        heads, info = loaded
-        for kind, what in (
-            ("missing_keys", "missing"),
-            ("unexpected_keys", "not expected"),
-            ("mismatched_keys", "of another shape"),
-        ):
-            if info[kind]:
-                names = sorted(key if isinstance(key, str) else key[0] for key in info[kind])
-                raise InputError(
-                    f"{path}: expected the tensors of EAGLE-3 heads, found {len(names)} {what}: "
-                    f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}"
-                )
-        check_finite(heads, path, "EAGLE-3 heads")
+        heads: EagleHeads = load_heads(cls, super().from_pretrained, path, "EAGLE-3 heads", *args, **kwargs)
         return heads.check_tokens(f"{path}: d2t")
 
     @classmethod
@@ -306,7 +296,7 @@ class EagleHeads(PreTrainedModel):
         require_config(path, "EAGLE-3 heads")
         with reading(str(path), "EAGLE-3 heads (config.json)"):
             config = EagleConfig.from_pretrained(path)
-        with torch.device("meta"):
+        with reading(str(path), "a config of EAGLE-3 heads"), torch.device("meta"):
             return cls(config)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

@@ -11,9 +11,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import read
+from draftsmith.train.checkpoint import indexed_files
 from draftsmith.train.models import DTYPES
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -41,7 +43,7 @@ def matched(
         if tensors[name].shape != tensor.shape:
             shape = tuple(tensors[name].shape)
             raise InputError(f"{directory}: expected {name} of shape {tuple(tensor.shape)}, found {shape}")
-        if (tensors[name].dtype in DTYPES.values()) != tensor.is_floating_point():
+        if tensors[name].dtype not in (DTYPES.values() if tensor.is_floating_point() else INTEGERS):
             wanted = "a floating-point type" if tensor.is_floating_point() else "integers"
             raise InputError(f"{directory}: expected {name} in {wanted}, found {dtype_name(tensors[name].dtype)}")
     ours = {name: tensors[theirs] for theirs, (name, _) in expected.items()}
@@ -82,14 +84,9 @@ def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:
     if not directory.is_dir():
         raise InputError(f"{directory}: expected a directory of {what}, found none")
     try:
-        config = parse_json(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{directory}: expected {what} with {CONFIG}, found: {error}") from error
-    except ValueError as error:
-        raise InputError(f"{path}: expected JSON, found: {error}") from error
-    if not isinstance(config, dict):
-        raise InputError(f"{path}: expected an object, found {type(config).__name__}")
-    return config
+        return read(dict[str, Any], path)
+    except FileNotFoundError as error:
+        raise InputError(f"{directory}: expected {what} with {CONFIG}, found none") from error
 
 
 def field(config: dict[str, Any], path: Path, name: str, kind: type, default: Any = ...) -> Any:
@@ -109,15 +106,15 @@ def field(config: dict[str, Any], path: Path, name: str, kind: type, default: An
 
 
 def shards(directory: Path) -> list[Path]:
-    """Return the paths of a directory's safetensors: one, or those that its index names."""
+    """Return the paths of a directory's safetensors: one, or those that its index names.
+
+    Raises:
+        InputError: the index is none, or leads out of the directory.
+    """
     index = directory / f"{WEIGHTS}.index.json"
     if not index.is_file():
         return [directory / WEIGHTS]
-    try:
-        names = parse_json(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [directory / name for name in sorted(set(names))]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{index}: expected an index of safetensors, found: {first_line(error)}") from error
+    return indexed_files(index)
 
 
 def read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:

@@ -1,5 +1,7 @@
 """EAGLE-3 heads: what they see and give, and how they are saved."""
 
+import json
+
 import pytest
 import torch
 from conftest import tiny_llama
@@ -103,6 +105,15 @@ def test_heads_are_saved_under_the_authors_names(target, tmp_path):
         (lambda t: t.update(extra=torch.zeros(1)), "found 1 not expected: extra"),
         (lambda t: t.update(d2t=torch.tensor([2, 1, 28])), "d2t: expected different ids below 31"),
         (lambda t: t["t2d"].zero_(), "d2t: expected the tokens that t2d names"),
+        *(
+            (
+                lambda t, kind=kind: t.update({"fc.weight": t["fc.weight"].to(kind)}),
+                "fc.weight of EAGLE-3 heads in floating",
+            )
+            for kind in (torch.int8, torch.float8_e4m3fn, torch.complex64)
+        ),
+        (lambda t: t.update(d2t=t["d2t"].float()), "d2t of EAGLE-3 heads in int64, found F32"),
+        (lambda t: t.update(t2d=t["t2d"].long()), "t2d of EAGLE-3 heads in bool, found I64"),
     ],
 )
 def test_files_that_are_no_heads_are_refused(target, tmp_path, change, said):
@@ -114,6 +125,36 @@ def test_files_that_are_no_heads_are_refused(target, tmp_path, change, said):
     with pytest.raises(InputError) as error:
         EagleHeads.from_pretrained(tmp_path)
     assert said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"hidden_size": 0},
+        {"num_attention_heads": 10**7},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 3},
+        {"head_dim": -1},
+        {"intermediate_size": 10**12},
+        {"rms_norm_eps": float("nan")},
+        {"max_position_embeddings": 0},
+        {"vocab_size": "many"},
+        {"eagle_aux_hidden_state_layer_ids": [1.5]},
+        {"eagle_aux_hidden_state_layer_ids": [True]},
+        {"rope_parameters": {"rope_type": "none such", "rope_theta": 1e4}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "wide"}},
+        {"hidden_act": "none such"},
+    ],
+    ids=str,
+)
+def test_configs_that_cannot_be_are_one_line(target, tmp_path, wrong):
+    EagleHeads.of_target(target).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
+    for read in (EagleHeads.from_pretrained, EagleHeads.without_weights):
+        with pytest.raises(InputError) as error:
+            read(tmp_path)
+        assert "expected" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_another_target_is_refused(target):

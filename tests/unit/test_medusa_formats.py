@@ -371,7 +371,7 @@ def test_reads_the_heads_inside_of_a_modelopt_checkpoint(tmp_path):
     with pytest.raises(InputError, match=r"model-2\.safetensors: expected safetensors, found: .*No such file"):
         import_heads(there)
     (there / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(InputError, match=r"index\.json: expected an index"):
+    with pytest.raises(InputError, match=r"index\.json: weight_map: expected a value"):
         import_heads(there)
 
 
@@ -517,7 +517,7 @@ def test_unknown_and_ambiguous_directories(tmp_path):
     with pytest.raises(InputError, match=r"config\.json: expected JSON"):
         import_heads(there)
     (there / "config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"config\.json: expected an object, found list"):
+    with pytest.raises(InputError, match=r"config\.json: expected an object, found \[\]"):
         import_heads(there)
     (there / "config.json").unlink()
     for format in (None, *FORMATS):

@@ -279,15 +279,15 @@ def pickled(directory):
 DAMAGES = {
     "missing": (
         edited(lambda tensors: tensors.pop("blocks.1.layers.0.weight")),
-        "expected the tensors of 3 heads, found 1 missing: blocks.1.layers.0.weight",
+        "expected the tensors of Medusa heads, found 1 missing: blocks.1.layers.0.weight",
     ),
     "no token map": (
         edited(lambda tensors: tensors.pop("token_map")),
-        "expected the tensors of 3 heads, found 1 missing: token_map",
+        "expected the tensors of Medusa heads, found 1 missing: token_map",
     ),
     "unexpected": (
         edited(lambda tensors: tensors.update({"blocks.0.layers.0.bias": torch.zeros(HIDDEN)})),
-        "expected the tensors of 3 heads, found 1 not expected: blocks.0.layers.0.bias",
+        "expected the tensors of Medusa heads, found 1 not expected: blocks.0.layers.0.bias",
     ),
     "fewer heads": (configured(num_heads=2), "found 2 not expected: blocks.2.layers.0.weight, lm_heads.2.weight"),
     "more heads": (configured(num_heads=4), "found 2 missing: blocks.3.layers.0.weight, lm_heads.3.weight"),
@@ -312,8 +312,21 @@ DAMAGES = {
         "expected a model directory with config.json, found none",
     ),
     "no tensors": (lambda directory: (directory / "model.safetensors").unlink(), "safetensors"),
-    "cut short": (cut_short, "expected Medusa heads"),
-    "garbage": (lambda directory: (directory / "model.safetensors").write_bytes(b"\x01" * 99), "expected Medusa heads"),
+    "integers": (
+        edited(lambda tensors: tensors.update({"lm_heads.0.weight": torch.ones(5, HIDDEN, dtype=torch.int8)})),
+        "expected lm_heads.0.weight of Medusa heads in floating point, found I8",
+    ),
+    "a token map of floats": (
+        edited(lambda tensors: tensors.update(token_map=torch.arange(5.0))),
+        "expected token_map of Medusa heads in int64, found F32",
+    ),
+    "no scale": (configured(logit_scale=float("nan")), "logit_scale: expected a finite number, more than 0, found nan"),
+    "heads without end": (configured(num_heads=10**9), "num_heads: expected at most 256, found 1000000000"),
+    "cut short": (cut_short, "Medusa heads: expected whole weights"),
+    "garbage": (
+        lambda directory: (directory / "model.safetensors").write_bytes(b"\x01" * 99),
+        "Medusa heads: expected whole",
+    ),
     "a pickle": (pickled, "safetensors"),
     "nothing": (shutil.rmtree, "Medusa heads: expected a model directory or a hub id, found nothing at"),
 }
