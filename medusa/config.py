@@ -39,7 +39,7 @@ class MedusaTrainingConfig(RecipeConfig):
     """Hydra heads: each sees the embeddings of the tokens before its own too, drafted ones included."""
     draft_vocabulary: int | None = None
     """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given. Where the
-    completions hold fewer, the tokenizer's lowest ids fill up."""
+    completions hold fewer, all of theirs."""
     divergence: str | dict[str, float] = "forward_kl"
     """What each head minimises: soft labels by forward_kl, jsd, tvd, lk_hybrid, nla, … to the target's distribution (in
     Medusa-2 to that before training); hard labels by cross_entropy on the completions' tokens; or weights by name, for

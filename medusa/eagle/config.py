@@ -29,7 +29,7 @@ class EagleTrainingConfig(RecipeConfig):
     given."""
     draft_vocabulary: int | None = None
     """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given. Where the
-    completions hold fewer, the tokenizer's lowest ids fill up."""
+    completions hold fewer, all of theirs."""
     init: str = "last_layer"
     """How the layer begins: "random", or as the target's "last_layer", which sees the state alone at first."""
     norm_before_residual: bool = False

@@ -481,16 +481,19 @@ def test_measuring_a_truncated_vocabulary_holds_no_more_than_it_may(pipeline, tm
     assert 1 < max(held) <= 4  # of 300 logits each: a part of a chunk is an eighth of it
 
 
-def test_the_most_frequent_tokens_are_kept_and_the_lowest_ids_fill_up(pipeline, caplog):
+def test_the_most_frequent_tokens_are_kept_and_none_that_no_text_holds(pipeline, caplog):
     data = training_examples([str(pipeline / "long")])
     tokens = [x for row in data for x in row["labels"] if x != IGNORED]
     ranked = sorted(set(tokens), key=lambda x: (-tokens.count(x), x))
     assert frequent_tokens(data, 9, 300).tolist() == sorted(ranked[:9])
     assert frequent_tokens(data, len(ranked), 300).tolist() == sorted(ranked)
     assert not caplog.records
-    lowest = [token for token in range(300) if token not in ranked][:4]
-    assert frequent_tokens(data, len(ranked) + 4, 300).tolist() == sorted([*ranked, *lowest])
-    assert f"the completions hold {len(ranked)} different tokens; 4 more" in caplog.text
+    assert frequent_tokens(data, len(ranked) + 4, 300).tolist() == sorted(ranked)
+    told = f"draft_vocabulary: the completions hold {len(ranked)} different tokens, which are drafted, not"
+    assert f"{told} {len(ranked) + 4}" in caplog.text
+    end = next(token for token in range(300) if token not in ranked)  # a token that ends texts, which none of these do
+    assert frequent_tokens(data, len(ranked) + 4, 300, [end]).tolist() == sorted([*ranked, end])
+    assert frequent_tokens(data, 9, 300, [end]).tolist() == sorted([*ranked[:8], end])
     with pytest.raises(InputError, match="draft_vocabulary: expected at most 300, found 301"):
         frequent_tokens(data, 301, 300)
 

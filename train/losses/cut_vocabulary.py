@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 def frequent_tokens(
     data: TrainingData, count: int, size: int, always: Sequence[int] = (), field: str = "draft_vocabulary"
 ) -> Tensor:
-    """Return the `count` tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
+    """Return the tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
 
-    Completions that hold fewer are filled up with the lowest ids, and a warning says so: tokenizers number the bytes
-    and the merges that their own corpus needed most first.
+    Completions that hold fewer than `count` give as many as they hold, and a warning says so. Others would have no
+    example to learn from; and no order of ids says which of them texts need: Gemma's first hundred are unused.
 
     Args:
         data: what is learned from.
-        count: D.
-        size: the tokenizer's number of tokens.
+        count: D at most.
+        size: how many tokens there are.
         always: tokens that are among them however rare.
         field: the option that asked for them, for messages.
 
     Raises:
-        InputError: the tokenizer has fewer tokens, or `always` has more.
+        InputError: there are fewer tokens, or `always` has more.
     """
     at_most(size).check(field, count)
     at_least(len(always)).check(field, count)
@@ -54,13 +54,10 @@ def frequent_tokens(
     for at in range(0, len(data), 1024):
         kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
         counts += np.bincount(kept[kept != IGNORED], minlength=size)
-    if (found := np.count_nonzero(counts)) < count:
-        logger.warning(
-            "%s: the completions hold %d different tokens; %d more, the tokenizer's lowest ids, make %d",
-            field, found, count - found, count,
-        )  # fmt: skip
     counts[list(always)] = np.iinfo(np.int64).max
-    ranked = np.argsort(-counts, kind="stable")[:count]
+    if (found := np.count_nonzero(counts)) < count:
+        logger.warning("%s: the completions hold %d different tokens, which are drafted, not %d", field, found, count)
+    ranked = np.argsort(-counts, kind="stable")[: min(count, found)]
     return torch.from_numpy(np.sort(ranked))
 
 
