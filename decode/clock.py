@@ -15,6 +15,13 @@ MOST_CALLS = 4
 """A call that compiles each time is left at that."""
 
 
+def speed(per_second: float | None) -> str:
+    """Write a speed in three digits at least, for some targets are slow: 0.812, 4.07, 1234; "–" where it is missing."""
+    if per_second is None:
+        return "–"
+    return f"{per_second:.0f}" if per_second >= 100 else f"{per_second:.3g}"
+
+
 def now(device: torch.device | None = None) -> float:
     """Return the time in seconds, once the device has done its work; None is the current GPU, where there is one."""
     if torch.cuda.is_available() and (device is None or device.type == "cuda"):

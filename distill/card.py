@@ -6,12 +6,29 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.decode.draft_models.parallel import mask_token_of
+from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.checkpoint import stored_tensors
+from draftsmith.train.data.generate import other_target
+from draftsmith.train.data.shards import read_manifest
 from draftsmith.train.provenance import environment
 from draftsmith.train.runs import hub_name, sglang_command, vllm_command
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
+
+
+def authors(config: DistillConfig) -> str:
+    """Say who wrote what a draft learned from: the target, another model, or whoever gave the answers."""
+    found = list[str]()
+    for path in config.completions:
+        source = (read_manifest(Path(path)) or {}).get("source")
+        if isinstance(source, dict) and source.get("answers") == "given":
+            found.append("answers that were given")
+        elif (other := other_target(path, config.target, config.trust_remote_code)) is not None:
+            found.append(f"written by `{other}`")
+        else:
+            found.append("written by the target")
+    return ", ".join(dict.fromkeys(found))
 
 
 def card(trainer: DistillTrainer, output: Path) -> ModelCard:
@@ -26,7 +43,8 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
     tensors = stored_tensors(output, "draft").values()
     terms = {config.divergence: 1.0} if isinstance(config.divergence, str) else config.divergence
     draft_length = min(config.draft_length, config.parallel or config.draft_length)
-    speculative = {"method": "draft_model", "model": "DIR", "num_speculative_tokens": draft_length}
+    served = "DIR" if trainer.cut is None else "WHOLE"
+    speculative = {"method": "draft_model", "model": served, "num_speculative_tokens": draft_length}
     if config.parallel:
         speculative["parallel_drafting"] = True
     evaluations = [entry for entry in trainer.state.log_history if "eval_alpha" in entry]
@@ -47,6 +65,8 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         draft_length=draft_length,
         mask_token=mask_token_of(trainer.draft) if config.parallel else None,
         completions=", ".join(f"`{Path(path).name}`" for path in config.completions),
+        authors=authors(config),
+        served=served,
         rows=len(trainer.train_dataset),  # type: ignore[arg-type]
         heldout=len(trainer.eval_dataset or ()),  # type: ignore[arg-type]
         steps=trainer.state.global_step,
@@ -54,5 +74,5 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         environment=environment(args.device),
         metrics=evaluations[-1] if evaluations else None,
         vllm=vllm_command(config.target, speculative),
-        sglang=sglang_command(config.target, "DIR", config.draft_length),
+        sglang=sglang_command(config.target, served, config.draft_length),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from draftsmith.decode.clock import speed
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.processes import is_first
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "samples": f"{summary.samples} ({summary.written} written now, {summary.kept} kept)",
         "tokens": f"{summary.positions}",
         "size": f"{summary.size / 1e6:.1f} MB" + ("" if size is None else f", {size:.1f} bytes a token"),
-        "speed": f"{positions / summary.seconds:.0f} tokens/s over {summary.seconds:.0f} s"
+        "speed": f"{speed(positions / summary.seconds)} tokens/s over {summary.seconds:.0f} s"
         if positions
         else "nothing to write",
     }

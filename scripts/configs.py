@@ -176,7 +176,8 @@ class MedusaTreeConfig(ModelOptions):
     eagle: str | None = None
     """In their place EAGLE-3 heads, whose config.json gets the tree."""
     nodes: int | None = None
-    """Nodes of the tree. None measures what rounds with some trees take on this machine, and lets that choose."""
+    """Nodes of the tree, the target's own token not counted; fewer where more would never be accepted in these texts.
+    None measures what rounds with some trees take on this machine, and lets that choose."""
     compiled: bool | None = None
     """For forwards that run through `torch.compile`; null: as `measure` chooses, together with `dtype: auto`."""
     output: str | None = None

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode import autoregressive_generate, speculative_generate
+from draftsmith.decode.clock import speed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.exactness import mismatch_position
@@ -128,10 +129,10 @@ def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput 
     """Print the summary; `output` is None where the user interrupted."""
     counts, kinds = progress.counts, progress.kinds
     tau, rate = counts.mean_acceptance_length(), counts.draft_acceptance_rate()
-    speed = f"{progress.tokens_per_second():.0f} tokens/s"
+    pace = f"{speed(progress.tokens_per_second())} tokens/s"
     interrupted = "" if output is not None else ", interrupted"
     tau_text = "" if tau is None else f", τ {tau:.2f}"
-    lines = [Text(f"{counts.num_emitted_tokens} tokens in {counts.num_drafts} rounds{tau_text}, {speed}{interrupted}")]
+    lines = [Text(f"{counts.num_emitted_tokens} tokens in {counts.num_drafts} rounds{tau_text}, {pace}{interrupted}")]
     if config.proposer != "none":
         drafted = f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted accepted"
         rate_text = "" if rate is None else f" ({rate:.0%} at γ = {config.draft_length})"
@@ -162,8 +163,8 @@ def _comparison(
     config: GenerateConfig, progress: Progress, drafted: list[int], plain: list[int], length: int, seconds: float
 ) -> str:
     """Compare the texts, prompts of `length` tokens included, and the speeds, of drafting and of plain decoding."""
-    speed = (len(plain) - length) / seconds
-    text = f"plain decoding: {speed:.0f} tokens/s, so {progress.tokens_per_second() / speed:.2f}× as fast here; "
+    rate = (len(plain) - length) / seconds
+    text = f"plain decoding: {speed(rate)} tokens/s, so {progress.tokens_per_second() / rate:.2f}× as fast here; "
     if config.temperature > 0:
         return text + "the texts are two samples, not to be identical"
     part = mismatch_position(torch.tensor(drafted), torch.tensor(plain))

@@ -13,6 +13,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode import Counts
+from draftsmith.decode.clock import speed
 from draftsmith.decode.speculative import Round
 
 # Corrections are underlined too: many of them are spaces, and red beside green is no difference to some eyes.
@@ -169,7 +170,7 @@ class Progress:
     def status(self) -> Text:
         """Return the running figures in one line; the names of the kinds are the legend of the colours."""
         counts, tau = self.counts, self.counts.mean_acceptance_length() or 0.0
-        parts = [Text(f"τ {tau:.2f}", "bold"), Text(f"{self.tokens_per_second():.0f} tokens/s")]
+        parts = [Text(f"τ {tau:.2f}", "bold"), Text(f"{speed(self.tokens_per_second())} tokens/s")]
         parts.append(Text(f"{counts.num_accepted_tokens}/{counts.num_draft_tokens} accepted", STYLES["accepted"]))
         parts += [Text(f"{self.kinds[kind]} {kind}", STYLES[kind]) for kind in ("corrected", "bonus")]
         if self.kinds["undrafted"]:

@@ -332,7 +332,10 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Search, print the tables, and say where the tree is."""
     config = parse_config(MedusaTreeConfig, argv, prog="draftsmith medusa-tree")
-    print_tree(search(config))
+    report = search(config)
+    print_tree(report)
+    if config.nodes is not None and (found := report["trees"]["searched"]["nodes"]) < config.nodes:
+        print(f"{found} nodes, not {config.nodes}: in these texts no more would be accepted")
     print(f"tree: {Path(_directory(config)) / 'tree.json'}")
     return 0
 

@@ -5,6 +5,7 @@ The target runs here, or on a server (`--endpoint`); or its answers are in the r
 
 from collections.abc import Sequence
 
+from draftsmith.decode.clock import speed
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -27,12 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = prepare(parse_config(PrepareConfig, argv, prog="draftsmith prepare"))
     if not is_first():
         return 0
-    share, speed = summary.repeated_ngram_share, summary.tokens_per_second
+    share, rate = summary.repeated_ngram_share, summary.tokens_per_second
     rows = {
         "completions": f"{summary.written + summary.kept} ({summary.written} written now, {summary.kept} kept)",
         "tokens": f"{summary.tokens} ({summary.cut} completions cut at max_new_tokens, {summary.empty} empty)",
         "repeated 4-grams": "none to count" if share is None else f"{share:.1%}",
-        "speed": "nothing to write" if speed is None else f"{speed:.0f} tokens/s over {summary.seconds:.0f} s",
+        "speed": "nothing to write" if rate is None else f"{speed(rate)} tokens/s over {summary.seconds:.0f} s",
     }
     if summary.uncertain:
         rows["tokenized again"] = f"{summary.uncertain} completions may differ from what the target wrote"

@@ -117,9 +117,7 @@ def export_heads(
     reason = refusal(heads, check_format(format), by_rank)
     if reason is not None:
         raise InputError(f"format: expected heads that {format} can hold, found {reason}")
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    kind = heads.dtype if dtype is None else DTYPES[dtype]
+    kind = heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
     adapted = _adapted(heads, format, kind, by_rank)
     if format == "fasterdecoding" and not adapted.config.base_model_name_or_path:
         raise InputError("target: expected its name or path, which fasterdecoding loads it by, found none")
@@ -130,6 +128,31 @@ def export_heads(
         for reader in dict.fromkeys((format, "vllm") if format in VLLM_READS else (format,)):
             prove(heads, aside, format, reader, kind, by_rank)
     return _notes(heads, format)
+
+
+def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> int:
+    """Return what the weights take as `export_heads` writes them: in vLLM's format more than here, as a rule.
+
+    Args:
+        heads: that the format can hold.
+        format: one of `FORMATS`.
+        dtype: of the weights there; that of the heads if None.
+    """
+    config, kind = heads.config, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
+    blocks = sum(p.numel() for name, p in heads.named_parameters() if not name.startswith("lm_head"))
+    if format in PREFIXES and not config.medusa_fc_bias:
+        blocks += config.num_heads * config.num_hidden_layers * config.hidden_size
+    count = 1 if config.original_lm_head and format not in PREFIXES else config.num_heads
+    rows = config.vocab_size if format == "vllm" else config.truncated_vocab_size
+    bias = int(config.lm_head_bias)
+    return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
+
+
+def check_dtype(dtype: str) -> str:
+    """Return the name of a dtype that weights can have, or raise an InputError."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    return dtype
 
 
 def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:

@@ -17,12 +17,20 @@ from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
 from draftsmith.medusa.formats.card import card
 from draftsmith.medusa.formats.eagle_importing import is_eagle
-from draftsmith.medusa.formats.export import VLLM_READS, check_output, export_heads
+from draftsmith.medusa.formats.export import (
+    VLLM_READS,
+    check_format,
+    check_output,
+    export_heads,
+    refusal,
+    written_bytes,
+)
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
 from draftsmith.scripts.engine.verification import Served, verify
 from draftsmith.scripts.export.eagle import GAMMA, export_lines, import_lines, served_eagle
+from draftsmith.scripts.summary import size
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import (
@@ -59,6 +67,7 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     format, output = str(config.format), str(config.output)
     heads = import_heads(source, "own")
     overrides: dict[str, int] = {}
+    model = None
     if config.target is not None:
         model = empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code)
         heads.check_fits(model)
@@ -67,6 +76,11 @@ def _export(config: ExportConfig, source: str) -> list[str]:
     count = heads.config.num_heads if config.draft_length is None else config.draft_length
     if count > heads.config.num_heads:
         raise InputError(f"draft_length: expected at most the {heads.config.num_heads} heads, found {count}")
+    if refusal(heads, check_format(format), config.by_rank) is None:
+        written = f"# writes {size(written_bytes(heads, format, config.dtype))} of weights to {output}"
+        if model is not None:
+            written += f"; the target's own take {size(sum(p.numel() * p.element_size() for p in model.parameters()))}"
+        print(written, flush=True)  # at once: a disk may be too small for it
     notes = export_heads(
         heads, output, format, config.dtype, by_rank=config.by_rank, readme=str(card(heads, format=format))
     )
@@ -207,7 +221,11 @@ def _serve_draft(config: ExportConfig, path: str) -> list[str]:
     if (kept_D is None) != (config.output is None):
         if config.output is not None:
             raise InputError("output: expected none with a draft model, which stays as it is, found one")
-        raise InputError("output: expected a directory for a draft whose cut head is written whole, found none")
+        assert kept_D is not None
+        raise InputError(
+            f"output: expected a new directory for a whole head, which is what servers load: {path} drafts "
+            f"{len(kept_D):,} of {draft.config.get_text_config().vocab_size:,} tokens; found none, give --output"
+        )
     if config.target is not None:
         other = load_tokenizer(config.target, field="target", trust_remote_code=code)
         target = empty_model(config.target, field="target", trust_remote_code=code)

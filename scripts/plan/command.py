@@ -25,6 +25,7 @@ from draftsmith.scripts.plan.memory_plan import GIB, MemoryPlan
 from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.job.flops import DEVICES
+from draftsmith.train.models import default_device, fast_dtype
 from draftsmith.train.teacher.distribution_shards import distribution_bytes
 
 DOES_NOT_FIT = 3
@@ -53,6 +54,14 @@ def print_table(config: Machines, title: str, held: Mapping[str, float], peak: M
     console.print(table)
 
 
+def lasting(hours: float) -> str:
+    """Write a time: in minutes below two hours, and in seconds below two minutes."""
+    unit, count = next(
+        (pair for pair in (("hours", hours), ("minutes", 60 * hours)) if pair[1] >= 2), ("seconds", 3600 * hours)
+    )
+    return f"{count:.1f} {unit}" if count < 10 else f"{count:,.0f} {unit}"
+
+
 def outlook(plan: Plan) -> list[str]:
     """Return what a run takes besides its GPUs' memory: the host's, and hours."""
     config: Machines = plan.config
@@ -60,6 +69,8 @@ def outlook(plan: Plan) -> list[str]:
     parts = ", ".join(f"{name} {gib(size)}" for name, size in host.items())
     count = min(config.gpus, config.node_gpus)
     lines = [f"the host's memory, beside {count} GPU{'s' * (count > 1)}: {gib(sum(host.values()))} ({parts})"]
+    if (note := _dtype_note(plan)) is not None:
+        lines.append(note)
     found, devices = hours(plan), f"{config.gpus} × {config.device}"
     device = DEVICES[config.device]
     assumed = f"by assumption {config.mfu:.0%} of {device.tflops:g} TFLOP/s each"
@@ -68,8 +79,25 @@ def outlook(plan: Plan) -> list[str]:
     if found is None:
         lines.append("no estimate of hours: a mixture of experts uses some of its weights a token")
     else:
-        lines.append(f"{config.tokens:,.0f} tokens on {devices}: about {found:.1f} hours ({assumed})")
+        lines.append(f"{config.tokens:,.0f} tokens on {devices}: about {lasting(found)} ({assumed})")
     return lines
+
+
+def _dtype_note(plan: Plan) -> str | None:
+    """Say that a target is planned as it is stored, which a GPU loads and this machine does not."""
+    if isinstance(plan, InferencePlan):
+        field, asked, target = "dtype", plan.config.dtype, plan.target
+    elif plan.setting.target is None:
+        return None
+    else:
+        field, asked, target = "target_dtype", plan.config.target_dtype, plan.target(plan.setting.target_dtype)
+    planned, here = str(target.dtype).removeprefix("torch."), fast_dtype(target.config, default_device().type)
+    if asked != "auto" or planned == here:
+        return None
+    return (
+        f"the target in {planned}, as it is stored and {plan.config.device}s load it; this machine loads it in {here}, "
+        f"which --{field} {here} plans"
+    )
 
 
 def report(plan: MemoryPlan | HeadsPlan, console: Console) -> bool:

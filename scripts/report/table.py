@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.text import Text
 
+from draftsmith.decode.clock import speed
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Report, Run
@@ -30,9 +31,9 @@ def print_report(report: Report, console: Console | None = None) -> None:
     for temperature, rows in dict.fromkeys([*plain, *((run.temperature, run.batch_size) for run in report.runs)]):
         setting = [f"{temperature:g}", *([str(rows)] if batched else [])]
         if (temperature, rows) in plain:
-            speed = f"{plain[temperature, rows].tokens_per_second.value:.0f}"
+            rate = speed(plain[temperature, rows].tokens_per_second.value)
             end = _first_token(report, "baseline_server", temperature, rows)
-            table.add_row(*setting, "plain", "", "", "", "1.00", speed, "1.00×", end, style="dim")
+            table.add_row(*setting, "plain", "", "", "", "1.00", rate, "1.00×", end, style="dim")
         for run in report.runs:
             if (run.temperature, run.batch_size) == (temperature, rows):
                 gains = run.gain_over_baseline_draft
@@ -43,7 +44,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
                     format_estimate(run.alpha, spread="none"),
                     format_estimate(run.draft_acceptance_rate, ".0%", spread="none"),
                     format_estimate(run.mean_acceptance_length),
-                    f"{run.tokens_per_second.value:.0f}",
+                    speed(run.tokens_per_second.value),
                     format_estimate(run.speedup, unit="×"),
                     _first_token(report, "server", temperature, rows)
                     if gains is None

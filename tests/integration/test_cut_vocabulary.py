@@ -103,7 +103,12 @@ def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tm
 def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_path):
     distilled(pipeline, tmp_path / "draft")
     flags = {"draft": str(tmp_path / "draft"), "target": str(pipeline / "target"), "format": "vllm"}
-    with pytest.raises(InputError, match="output: expected a directory for a draft whose cut head is written"):
+    card = (tmp_path / "draft" / "README.md").read_text()
+    for server in ("vllm", "sglang"):  # what serves it needs the whole head that the line before writes
+        assert f"draftsmith export --draft DIR --format {server} --output WHOLE\n" in card
+    assert '"model":"WHOLE"' in card and "--speculative-draft-model-path WHOLE" in card and '"model":"DIR"' not in card
+    expected = r"output: expected a new directory for a whole head, .*: .*draft drafts \d+ of 300 tokens; .* --output$"
+    with pytest.raises(InputError, match=expected):
         export(ExportConfig(**flags))
     lines = export(ExportConfig(**flags, output=str(tmp_path / "served")))
     assert any("what it saves is lost" in line for line in lines) and str(tmp_path / "served") in lines[-1]

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
+from draftsmith.distill.card import authors
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import IGNORED, CompletionCollator
@@ -275,12 +276,29 @@ def test_the_card_says_what_the_draft_is_and_what_it_accepts(pipeline, trained):
     rows = dict(re.findall(r"^\| (.+?) \| (.+?) \|$", text, re.MULTILINE))
     parameters = sum(tensor.numel() for tensor in load_file(output / "model.safetensors").values())
     assert rows["Parameters"] == f"{parameters:,}, float32"
-    assert rows["Data"].startswith("20 completions of `short`, `long`")
+    assert rows["Data"] == "20 completions of `short`, `long`: written by the target"
     assert rows["Training"] == f"{trainer.state.max_steps} steps of 4 samples"
     last = history(trainer, "eval_mean_acceptance_length")[-1]
     assert rows[f"Tokens a round (τ), {trainer.config.draft_length} drafted"] == f"{last:.2f}"
     assert rows["α, drafts drawn from the draft"] == f"{100 * history(trainer, 'eval_alpha')[-1]:.1f}%"
     assert "vllm serve" in text and "--speculative-algorithm STANDALONE" in text
+
+
+def test_the_card_says_who_wrote_what_it_learned_from(pipeline, tmp_path):
+    given = shutil.copytree(pipeline / "short", tmp_path / "given")
+    manifest = json.loads((given / "manifest.json").read_text())
+    assert manifest["source"]["answers"] == "target"
+    (given / "manifest.json").write_text(json.dumps(manifest | {"source": {"answers": "given"}}))
+    other = shutil.copytree(pipeline / "short", tmp_path / "other")
+    written = manifest["target"] | {"path": "another", "config.json": "0"}
+    (other / "manifest.json").write_text(json.dumps(manifest | {"target": written}))
+
+    def told(*paths):
+        return authors(configured(pipeline, tmp_path / "out", completions=[str(path) for path in paths]))
+
+    assert told(given) == "answers that were given"
+    assert told(pipeline / "short", pipeline / "long", given) == "written by the target, answers that were given"
+    assert told(other) == "written by `another`"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from draftsmith.medusa.formats.export import export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.export.command import vocabulary_override
+from draftsmith.scripts.summary import size
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model, vllm_command
 
@@ -128,6 +129,8 @@ def test_heads_for_vllm(heads_dir, pair_dirs, tmp_path, capsys):
         f"lm_heads.{h}.weight" for h in range(K)
     }
     assert {tensor.dtype for tensor in written.values()} == {torch.bfloat16}
+    bytes_of_all = sum(2 * tensor.numel() for tensor in written.values())
+    assert f"writes {size(bytes_of_all)} of weights to {output}; the target's own take " in told
     same = logits(import_heads(heads_dir).to(torch.bfloat16).float())
     assert torch.equal(logits(import_heads(output).float()), same)
 

@@ -92,6 +92,8 @@ def test_the_tree_goes_into_the_heads_and_is_drafted(pipeline, made, heads, caps
             gain = lengths["searched"] - lengths[name]
             assert own["gain_of_searched"]["value"] == pytest.approx(gain)
     out = capsys.readouterr().out
+    fewer = f"{len(loaded.tree)} nodes, not 9: in these texts no more would be accepted"
+    assert (fewer in out) == (len(loaded.tree) < 9)
     assert "depth 3" in out and f"{lengths['searched']:.2f}" in out and f"tree: {heads / 'tree.json'}" in out
     assert max(map(len, out.replace(str(heads), "").splitlines())) <= 80
 

@@ -9,6 +9,7 @@ from conftest import tiny_llama
 
 from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts import cli
+from draftsmith.scripts.plan import command as plan_command
 from draftsmith.scripts.plan.config import CachePlanConfig, MedusaPlanConfig, PreparePlanConfig
 from draftsmith.scripts.plan.duration import PROCESS, READING, host_bytes, hours
 from draftsmith.scripts.plan.heads import trace_losses
@@ -122,6 +123,22 @@ def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(target):
     assert hours(plan) == pytest.approx(1e9 * (each + of_heads) / speed)
     numbers = sum(p.numel() for p in plan.heads("shared", False).parameters())
     assert sum(host_bytes(plan).values()) == 4 * PROCESS + 4 * 4 * numbers
+
+
+def test_short_times_are_said_in_smaller_units(target, capsys, monkeypatch):
+    assert [plan_command.lasting(h) for h in (1234.5, 2, 1.9, 0.05, 0.03, 1e-5)] == [
+        "1,234 hours", "2.0 hours", "114 minutes", "3.0 minutes", "108 seconds", "0.0 seconds",
+    ]  # fmt: skip
+
+
+def test_a_target_that_is_loaded_otherwise_here_is_told_of(target, capsys, monkeypatch):
+    """A GPU loads bfloat16 as it is stored; a CPU without arithmetic for it does not."""
+    flags = ["plan", "--recipe", "cache", *argv(target, output="o", sequence_length=LENGTH), "--dtype", "auto"]
+    for here, told in (("float64", True), ("float32", False)):
+        monkeypatch.setattr(plan_command, "fast_dtype", lambda config, device, here=here: here)
+        assert cli.main(flags) == 0
+        line = f"this machine loads it in {here}, which --dtype {here} plans"
+        assert (line in capsys.readouterr().out) == told
 
 
 def test_a_target_in_few_bits_or_over_several_gpus_takes_less_of_each(target):

@@ -240,7 +240,8 @@ def test_progress_is_told_in_tokens_with_the_texts_that_have_ended(config, capsy
     with told(every=0, bars=False):
         summary = prepare(config(limit=5, max_new_tokens=12, shard_size=5))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare: ")]
-    far = [re.match(r"prepare: (\d+) of (\d+) tokens, (\d) of 5 texts, \d+ tokens/s, 0:", line) for line in lines[1:]]
+    form = r"prepare: (\d+) of (\d+) tokens, (\d) of 5 texts, [\d.]+ tokens/s, 0:"
+    far = [re.match(form, line) for line in lines[1:]]
     tokens, most, texts = zip(*(map(int, each.groups()) for each in far), strict=True)
     assert tokens == (*range(summary.tokens + 1),)  # each is told
     assert most[0] == 60 and list(most) == sorted(most, reverse=True)  # less where texts end early

@@ -5,7 +5,12 @@ from itertools import count
 import pytest
 import torch
 
-from draftsmith.decode.clock import compilations, timed_warm
+from draftsmith.decode.clock import compilations, speed, timed_warm
+
+
+def test_slow_and_fast_speeds_have_three_digits() -> None:
+    assert [speed(x) for x in (0.81234, 4.0719, 99.96, 153.4, 12345.6)] == ["0.812", "4.07", "100", "153", "12346"]
+    assert speed(None) == "–"
 
 
 @pytest.fixture

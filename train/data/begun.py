@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from draftsmith.decode.clock import speed
 from draftsmith.decode.progress import Phase
 from draftsmith.train.data.samples import Batch
 from draftsmith.train.data.shards import read_shard, write_shard
@@ -64,5 +65,5 @@ class Counted:
         if ended is not None:
             self._ended += 1
             self._phase.total = (self._phase.total or 0) - (self._most - ended)
-        speed = self._tokens / max(time.perf_counter() - self._start, 1e-9)
-        self._phase.advance(tokens, f"{self._ended} of {self._texts} texts, {speed:.0f} tokens/s")
+        rate = self._tokens / max(time.perf_counter() - self._start, 1e-9)
+        self._phase.advance(tokens, f"{self._ended} of {self._texts} texts, {speed(rate)} tokens/s")
