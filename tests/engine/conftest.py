@@ -3,9 +3,12 @@
 import os
 from collections.abc import Iterator
 
+import fated
 import pytest
 from draft_service import DraftedFor, start_draft_service
 from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
+
+fated.end_with_make()
 
 GAMMA = 4
 DRAFTING = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": GAMMA}

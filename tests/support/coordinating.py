@@ -1,7 +1,6 @@
 """The coordinator as the command starts it, and servers that answer OpenAI's API as a test tells them."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import httpx2
 from engine import end, free_port
+from fated import start
 from local_server import LocalServer
 
 START = 300
@@ -136,13 +136,7 @@ def coordinator(
     file.write_text(json.dumps({**config, "port": port}))  # which is YAML
     command = [sys.executable, "-m", "draftsmith.scripts.cli", "coordinate", "--config", str(file)]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **(environment or {})},
-            start_new_session=True,
-        )
+        process = start(command, output, {"OMP_NUM_THREADS": "1", "NO_PROXY": "127.0.0.1", **(environment or {})})
     try:
         until = time.monotonic() + START
         while b"coordinator: http" not in log.read_bytes():

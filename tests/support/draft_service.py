@@ -1,6 +1,5 @@
 """`draftsmith serve-draft` as a subprocess."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine import DRAFT, ENVIRONMENT, Served, end, wait_for
+from fated import start
 from prometheus_client.parser import text_string_to_metric_families
 
 
@@ -16,13 +16,8 @@ def start_draft_service(draft: Path, port: int, log: Path, *flags: str) -> subpr
     """Start it, and do not wait until it answers."""
     command = [sys.executable, "-m", "draftsmith.scripts.cli", "serve-draft", "--draft", str(draft)]
     with log.open("ab") as output:
-        return subprocess.Popen(
-            [*command, "--port", str(port), "--dtype", "float32", "--threads", "1", *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": ENVIRONMENT["OMP_NUM_THREADS"]},
-            start_new_session=True,
-        )
+        flags = ("--port", str(port), "--dtype", "float32", "--threads", "1", *flags)
+        return start([*command, *flags], output, {"OMP_NUM_THREADS": ENVIRONMENT["OMP_NUM_THREADS"]})
 
 
 @dataclass

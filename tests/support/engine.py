@@ -12,6 +12,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fated import start
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv-engine" / "bin" / "python"
 TARGET, DRAFT = ROOT / "assets" / "tiny-target", ROOT / "assets" / "tiny-draft"
@@ -63,19 +65,12 @@ def vllm_server(
     port = free_port()
     given = "--dtype float32 --max-model-len 512 --enforce-eager --max-num-seqs 8 --no-enable-prefix-caching --seed 0"
     given += " --kv-cache-memory-bytes 268435456"  # unless told, it takes all memory that there is
-    # Not `vllm serve`, which asks for the metadata of a package of another name than the CPU build's.
-    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(target)]
+    command = [str(PYTHON.parent / "vllm"), "serve", str(target)]
     command += ["--host", "127.0.0.1", "--port", str(port), *given.split()]
     if speculative is not None:
         command += ["--speculative-config", json.dumps(speculative)]
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, *flags],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(environment or {})},
-            start_new_session=True,
-        )
+        process = start([*command, *flags], output, {**ENVIRONMENT, **(environment or {})})
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(f"{url}/health", process, log)
