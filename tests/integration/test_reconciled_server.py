@@ -84,6 +84,19 @@ def test_a_server_that_does_as_expected(measure, tmp_path, counts_answers):
     assert "Beside the report that was expected" in page and "the same integers" in page
 
 
+def test_of_several_drafters_the_recommended_one_is_expected(measure, report):
+    settings, texts = read_rounds(str(report))
+    drafters = settings.drafters | {"heads": {"kind": "medusa", "path": "h"}}
+    texts = [replace(text, accepted=text.accepted | {"heads": text.accepted["draft"]}) for text in texts]
+    write_rounds(report.with_name("rounds.jsonl"), replace(settings, drafters=drafters), texts)
+    with simulated_server(alpha=ALPHA, draft_length=GAMMA) as server:
+        code, _, _, err = measure(server.url)
+        assert code == 2 and "drafter: expected one of the report's, draft, heads, found none" in err
+        report.write_text('{"recommendation": {"proposer": "heads"}}')
+        code, found, _, _ = measure(server.url)
+    assert code == 0 and [one["proposer"] for one in found["server"]["reconciliations"]] == ["heads"]
+
+
 def test_a_server_with_another_drafter(measure, tmp_path):
     with simulated_server(alpha=0.3, draft_length=GAMMA) as server:
         code, found, out, _ = measure(server.url)

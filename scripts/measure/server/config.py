@@ -36,7 +36,8 @@ class MeasureServerConfig(Filters):
     model: str | None = None
     """The model's name on the servers; null: the only one that they list."""
     drafter: str | None = None
-    """What the report calls the drafter; null: SGLang's algorithm, or `drafter`."""
+    """What the report calls the drafter; null: SGLang's algorithm, or `drafter`. With `expect` one of that report's;
+    null: its only one, or the one that it recommends."""
     target: str | None = None
     """The target's directory or hub id, of which the tokenizer is used: it encodes the prompts, and the servers get
     tokens. Null: plain text goes as it is, and conversations as messages that the servers template."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
+from draftsmith.decode.validation import Said, read
 from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
 from draftsmith.scripts.measure.reconcile.pairing import ServedText, texts_of, too_few
@@ -48,12 +50,32 @@ def read_expectation(config: MeasureServerConfig) -> Expectation | None:
             there = ", ".join(f"{t:g}" for t in sorted({text.temperature for text in texts}))
             raise InputError(f"temperature: expected one of the report's, {there or 'none'}, found {temperature:g}")
     measured = [name for name, about in settings.drafters.items() if about.get("kind") != "baseline_draft"]
-    drafter = config.drafter or (measured[0] if len(measured) == 1 else "")
+    drafter = config.drafter or (measured[0] if len(measured) == 1 else _recommended(config.expect)) or ""
     if drafter not in settings.drafters:
         names = ", ".join(settings.drafters)
         raise InputError(f"drafter: expected one of the report's, {names}, found {config.drafter or 'none'}")
     verifier: Verifier = "greedy" if config.expect_verifier == "greedy" else "probabilistic"
     return Expectation(config.expect, settings, texts, drafter, verifier)
+
+
+class _Chosen(Said):
+    proposer: str | None
+
+
+class _Report(Said):
+    """What is read of the report itself."""
+
+    recommendation: _Chosen
+
+
+def _recommended(report: str) -> str | None:
+    """Return the drafter that a report recommends; None where there is no report beside the rounds, or it has none."""
+    given = Path(report)
+    try:
+        path = given / "report.json" if given.is_dir() else given.with_name("report.json")
+        return read(_Report, path, "expect").recommendation.proposer
+    except FileNotFoundError:
+        return None
 
 
 def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[Asked]) -> None:
