@@ -38,6 +38,7 @@ from draftsmith.train.launch import read_data
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.runs import kept_told
 
 SCHEMA = "draftsmith.learning_curve/2"
 LAW = ("temperature", "top_k", "top_p")
@@ -67,11 +68,12 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
         name = next(name for name in settings if known["settings"].get(name) != settings[name])
         raise InputError(f"output: expected {path} of the same {name}, found it of another; give another directory")
     points = {point["share"]: point for point in known["points"]}
-    for share in config.shares:
-        if share not in points:
-            points[share] = _point(config, share, output / f"share-{share:g}")
-            known["points"] = list(points.values())
-            write_json(path, known)
+    with kept_told(lambda: f"{len(points)} of {len(config.shares)} shares are kept in {output}" if points else None):
+        for share in config.shares:
+            if share not in points:
+                points[share] = _point(config, share, output / f"share-{share:g}")
+                known["points"] = list(points.values())
+                write_json(path, known)
     chosen = [points[share] for share in config.shares]
     curves = {
         law: learning_curve(

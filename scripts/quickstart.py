@@ -24,6 +24,7 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable
+from draftsmith.train.runs import kept_told
 from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,6 +37,11 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
     output = require_writable(config.output)
+    with kept_told(lambda: _kept(output)):
+        return _stages(config, output, console)
+
+
+def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     console.rule("1/4 prepare: the target completes prompts")
     train = stdlib_prompts(config.train_prompts, heldout=False)
     heldout = stdlib_prompts(config.heldout_prompts + config.replayed_prompts, heldout=True)
@@ -78,6 +84,11 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
     report = measure(_config(MeasureConfig, "measure", fields))
     print_report(report, console)
     return report
+
+
+def _kept(output: Path) -> str | None:
+    there = [f"{name}/" for name in ("completions", "draft", "medusa") if (output / name).is_dir()]
+    return f"what is in {', '.join(there)} of {output} is kept" if there else None
 
 
 def _print_gain(trainer: RecipeTrainer, console: Console) -> None:

@@ -18,7 +18,6 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerBase,
-    Trainer,
     TrainingArguments,
     default_data_collator,
     set_seed,
@@ -28,6 +27,8 @@ from draftsmith.decode.errors import at_least, require
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import Module, stdlib_modules
 from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.job.arguments import require_possible
+from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.runs import last_checkpoint, save_model
 
@@ -51,6 +52,7 @@ class PretrainConfig:
 
     def __post_init__(self) -> None:
         require(self, at_least(2), "block_size")
+        require_possible(self.training)
 
 
 def pack(modules: list[Module], tokenizer: PreTrainedTokenizerBase, block_size: int) -> Dataset:
@@ -87,7 +89,7 @@ def pretrain(config: PretrainConfig) -> Path:
         )
     )
     args = config.training
-    trainer = Trainer(
+    trainer = CheckpointedTrainer(
         model=model,
         args=args,
         train_dataset=pack(train, tokenizer, config.block_size),

@@ -1,5 +1,6 @@
 """From a config to a finished run: what every recipe's entry point does around its model."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -7,7 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
@@ -16,6 +18,7 @@ from draftsmith.train.data.examples import TrainingData, require_apart, split_of
 from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
+from draftsmith.train.job.checkpointed import Progress
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
@@ -27,13 +30,14 @@ from draftsmith.train.models import (
     set_attention,
     vocabulary_size,
 )
-from draftsmith.train.provenance import write_run_record
+from draftsmith.train.provenance import as_json, recorded_config, write_run_record
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import interruption_told
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
+MORE = "more training.max_steps or training.num_train_epochs go on from there, resume false begins anew"
 
 
 @phase("reading completions")
@@ -109,18 +113,28 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     """
     config, args = trainer.recipe, trainer.args
     output = Path(str(args.output_dir))
+    with phase("looking for what to go on from"):
+        checkpoint = _checkpoint_to_go_on_from(trainer)
+        state = _finished(trainer, checkpoint)
+    if state is not None:
+        trainer.state = state
+        if trainer.is_world_process_zero():
+            done = f"training: all {state.global_step} steps are done, and what was trained is in {output}"
+            print(f"{done}; {MORE}", file=sys.stderr)
+        return
     with interruption_told(str(output)):
-        trainer.train(resume_from_checkpoint=_checkpoint_to_go_on_from(trainer))
-    if trainer.eval_dataset is not None:
-        trainer.evaluate()
-    with phase("saving what was trained"):
-        trainer.save_model(_internal_call=True)  # pushed once it is finished
-        trainer.save_state()
-        if args.should_save:
-            if finish is not None:
-                finish(output)
-            write_run_record(output, config, args.device)
-        trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.eval_dataset is not None:
+            trainer.evaluate()
+        with phase("saving what was trained"):
+            trainer.save_model(_internal_call=True)  # pushed once it is finished
+            trainer.save_state()
+            if args.should_save:
+                if finish is not None:
+                    finish(output)
+                trainer.job.write(output)
+                write_run_record(output, config, args.device)
+            trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
     if args.push_to_hub:
         with phase("uploading"):
             trainer.upload()
@@ -133,6 +147,27 @@ def _checkpoint_to_go_on_from(trainer: RecipeTrainer) -> str | None:
         return None
     trainer.job.require_goes_on(checkpoint)
     return str(checkpoint)
+
+
+def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | None:
+    """Return the state of a run that has ended here, if it took all steps that this one is to take.
+
+    One that ended early, by its patience, has ended too. Where checkpoints are not kept, it must have been this very
+    run: its config, and its data. All processes call this together, and the first decides.
+    """
+    output = Path(str(trainer.args.output_dir))
+
+    def found() -> TrainerState | None:
+        recorded = recorded_config(output) if trainer.recipe.resume else None
+        progress = None if recorded is None else Progress.of(output)
+        if progress is None or trainer.planned_steps() > progress.max_steps:
+            return None
+        if checkpoint is None and not (recorded == as_json(trainer.recipe) and trainer.job.is_of(output)):
+            return None
+        return TrainerState.load_from_json(str(output / TRAINER_STATE_NAME))
+
+    (state, *_) = gather_object([found()])
+    return state
 
 
 def launch(kind: type[Config], recipe: Callable[[Config], Any], argv: Sequence[str] | None, prog: str) -> None:

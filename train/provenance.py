@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import transformers
 
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.files import write_aside
+
+RUN_RECORD = "draftsmith.json"
 
 
 def environment(device: torch.device, dtype: str | None = None) -> dict[str, Any]:
@@ -49,8 +52,22 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_run_record(directory: Path, config: Any, device: torch.device) -> None:
-    """Leave `draftsmith.json` beside a trained model: the config it came from and the environment it ran in."""
-    write_json(directory / "draftsmith.json", {"config": config, "environment": environment(device)})
+    """Leave a record beside a trained model: the config it came from and the environment it ran in."""
+    write_json(directory / RUN_RECORD, {"config": config, "environment": environment(device)})
+
+
+def recorded_config(directory: Path) -> Any:
+    """Return the config in the record of a run that has ended, as JSON has it; None where there is none."""
+    try:
+        record = parse_json((directory / RUN_RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record.get("config") if isinstance(record, dict) else None
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as it is once it was written and read."""
+    return json.loads(json.dumps(value, default=_plain))
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,7 @@
 import errno
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,18 @@ def arguments_told() -> Iterator[None]:
 @contextmanager
 def interruption_told(directory: str) -> Iterator[None]:
     """Have a run that is interrupted say which checkpoint it kept."""
+    with kept_told(lambda: (last := last_checkpoint(directory)) and f"{Path(last).name} is kept in {directory}"):
+        yield
+
+
+@contextmanager
+def kept_told(kept: Callable[[], str | None]) -> Iterator[None]:
+    """Have an interruption of this block say what is kept, if anything is."""
     try:
         yield
     except KeyboardInterrupt as interruption:
-        if (kept := last_checkpoint(directory)) is not None:
-            interruption.add_note(f"{Path(kept).name} is kept in {directory}")
+        if (told := kept()) is not None:
+            interruption.add_note(told)
         raise
 
 

@@ -21,7 +21,7 @@ from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as DataSampler
-from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback, Trainer
+from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -32,6 +32,7 @@ from draftsmith.train.data.collator import IGNORED, CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.files import files_written_aside, remove, replace
+from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.first_loss import FirstLoss, Learner
 from draftsmith.train.job.flops import Work
@@ -50,7 +51,7 @@ READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_leng
 """What a model reads of a batch."""
 
 
-class RecipeTrainer(Trainer, ABC):
+class RecipeTrainer(CheckpointedTrainer, ABC):
     """`transformers.Trainer` with a frozen target, whole checkpoints, and errors that name the samples.
 
     Losses are sums over the completion tokens of a part ÷ the token count of the whole global batch: accumulation steps

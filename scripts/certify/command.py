@@ -25,6 +25,7 @@ from draftsmith.train.files import remove, require_writable
 from draftsmith.train.job.lock import locked
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import environment, git_sha, write_json
+from draftsmith.train.runs import kept_told
 
 SCHEMA = "draftsmith.certificate/1"
 CERTIFICATE, KEPT = "certificate.json", ".unfinished"
@@ -45,7 +46,8 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     with locked(output):
         servers = Servers(config, questions, ends, output / KEPT)
         servers.begin()
-        greedy, laws = _judge(servers, pair, console)
+        with kept_told(servers.kept):
+            greedy, laws = _judge(servers, pair, console)
         passed = (greedy is None or bool(greedy.passed)) and all(law.passed for law in laws)
         _say(console, "lossless, as far as tested" if passed else "not lossless")
         report = {

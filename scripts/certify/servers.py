@@ -74,12 +74,16 @@ class Servers:
                 after = await _counters(client)
                 self.counters[name] = None if before is None or after is None else after - before
 
-        try:
-            asyncio.run(work())
-        except KeyboardInterrupt as error:
-            error.add_note(f"{len(kept.texts)} texts of {name} are kept in {self.directory}")
-            raise
+        asyncio.run(work())
         return kept
+
+    def kept(self) -> str | None:
+        """Say what is kept of a run that is interrupted."""
+        there = {
+            name: len(Kept(path).texts) for name in SERVERS if (path := self.directory / f"{name}.jsonl").is_file()
+        }
+        texts = " and ".join(f"{count} texts of {name}" for name, count in there.items() if count)
+        return f"{texts} are kept in {self.directory}" if texts else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is known of them, as plain JSON types."""

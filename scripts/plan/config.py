@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-from draftsmith.decode.errors import SHARE, InputError, at_least, more_than, one_of, require
+from draftsmith.decode.errors import SHARE, InputError, at_least, finite, more_than, one_of, require
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
@@ -49,9 +49,9 @@ class Machines:
         super().__post_init__()  # type: ignore[misc]
         require(self, at_least(1), "gpus", "node_gpus")
         require(self, one_of(DEVICES), "device")
-        require(self, more_than(0), "tokens", "mfu")
+        require(self, finite(more_than(0)), "tokens", "mfu", "gpu_memory")
         require(self, SHARE, "mfu")
-        require(self, at_least(0), "reserve")
+        require(self, finite(at_least(0)), "reserve")
         if self.gpu_memory <= self.reserve:
             raise InputError(f"gpu_memory: expected more than the reserve of {self.reserve}, found {self.gpu_memory}")
         require(self, at_least(2), "sequence_length")

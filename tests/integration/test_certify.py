@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import threading
 from collections import defaultdict
 
@@ -12,6 +13,7 @@ from server_fixtures import server  # noqa: F401
 
 from draftsmith.decode import autoregressive_generate
 from draftsmith.scripts import cli
+from draftsmith.scripts.certify import command
 from draftsmith.scripts.certify.asking import Kept, Request, companions, stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.train.runs import save_model
@@ -143,6 +145,18 @@ def test_a_server_is_compared_with_a_plain_one(files, writes, tmp_path):
     found = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert found["greedy"]["identical"] and found["servers"]["server"]["counters"] is None
     assert found["servers"]["plain_server"]["counters"]["num_drafts"] == 100
+
+
+def test_an_interrupt_while_texts_are_judged_says_that_they_are_kept(files, writes, tmp_path, monkeypatch, capsys):
+    server = writes()  # noqa: F811
+    with monkeypatch.context() as patch:
+        patch.setattr(command, "judge_greedy", lambda *args: signal.raise_signal(signal.SIGINT))
+        assert certify(files, server, tmp_path / "out", "--temperature", "0") == 130
+    kept = f"6 texts of server are kept in {tmp_path / 'out' / '.unfinished'}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"interrupted: {kept}; run the same command again"
+    asked = len(completions(server))
+    assert certify(files, server, tmp_path / "out", "--temperature", "0") == 0
+    assert len(completions(server)) == asked
 
 
 def test_texts_of_two_servers_are_told_apart(files, server, tmp_path, capsys):  # noqa: F811

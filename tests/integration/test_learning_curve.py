@@ -16,7 +16,7 @@ from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.scripts import learning_curve as command
 from draftsmith.scripts.configs import LearningCurveConfig
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import PrepareConfig, prepare
 
 RECIPES = {
@@ -101,6 +101,22 @@ def test_a_run_that_chooses_a_checkpoint_by_the_held_out_text_replays_it(pipelin
         command.measure_curve(LearningCurveConfig(run, str(tmp_path / "curve"), shares=[0.3, 0.6, 1.0]))
     heard.require("reading completions", "replay", *LOADING, trains=True)
     assert all(len(evaluations(trainer)) >= 2 for trainer in trained)
+
+
+def test_an_interrupt_says_how_many_shares_are_kept(pipeline, recipe, tmp_path, monkeypatch, capsys):
+    write, trained = recipe
+    train, output = command._trained, tmp_path / "curve"
+    arguments = ["--run", write(draft=pipeline / "draft"), "--output", str(output), "--shares", "0.3,0.6,1"]
+    for finished, kept in ((0, "nothing was kept"), (2, f"2 of 3 shares are kept in {output}")):
+
+        def interrupted(*args, finished=finished):
+            if len(trained) == finished:
+                raise KeyboardInterrupt
+            return train(*args)
+
+        monkeypatch.setattr(command, "_trained", interrupted)
+        assert run(lambda: command.main(arguments)) == 130
+        assert capsys.readouterr().err.splitlines()[-1] == f"interrupted: {kept}; run the same command again"
 
 
 def test_each_held_out_directory_is_replayed_under_its_own_law(pipeline, recipe, tmp_path):

@@ -243,7 +243,7 @@ def test_progress_is_told_in_tokens_with_the_texts_that_have_ended(config, capsy
     form = r"prepare: (\d+) of (\d+) tokens, (\d) of 5 texts, [\d.]+ tokens/s, 0:"
     far = [re.match(form, line) for line in lines[1:]]
     tokens, most, texts = zip(*(map(int, each.groups()) for each in far), strict=True)
-    assert tokens == (*range(summary.tokens + 1),)  # each is told
+    assert tokens == (*range(1, summary.tokens + 1),)  # each is told
     assert most[0] == 60 and list(most) == sorted(most, reverse=True)  # less where texts end early
     assert (tokens[-1], most[-1], texts[-1]) == (summary.tokens, summary.tokens, 5)
 

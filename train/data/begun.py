@@ -57,7 +57,8 @@ class Counted:
 
     def take_up(self, tokens: int) -> None:
         """Count tokens of an interrupted run."""
-        self._phase.advance(tokens)
+        if tokens:
+            self._phase.advance(tokens)
 
     def add(self, tokens: int, ended: int | None = None) -> None:
         """Count tokens that were written; `ended` is the length of the text that they end, if they end one."""

@@ -5,13 +5,14 @@ import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.validation import file_bytes, parsed
 from draftsmith.train.provenance import write_json
 from draftsmith.train.runs import checkpoints
 
@@ -54,8 +55,27 @@ class Job:
         )
 
     def write(self, checkpoint: Path) -> None:
-        """Leave this in a checkpoint."""
+        """Leave this in a checkpoint, or beside what was trained."""
         write_json(checkpoint / RECORD, dataclasses.asdict(self))
+
+    @classmethod
+    def left_in(cls, directory: Path) -> "Job | None":
+        """Return what was left there; None where nothing was, or by an earlier version with other fields.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        file = directory / RECORD
+        try:
+            text = file_bytes(file)
+        except FileNotFoundError:
+            return None
+        fields = {field.name for field in dataclasses.fields(cls)}
+        return parsed(cls, text, str(file)) if parsed(dict[str, Any], text, str(file)).keys() == fields else None
+
+    def is_of(self, directory: Path) -> bool:
+        """Say whether this job left its record there."""
+        return Job.left_in(directory) == self
 
     def require_goes_on(self, checkpoint: Path) -> None:
         """Require that this job sees what is left of the checkpoint's data: no sample twice, and none left out.
@@ -66,9 +86,8 @@ class Job:
         Raises:
             InputError: it does not, or cannot read the optimizer's state; says what to give.
         """
-        try:
-            record = Job(**parse_json((checkpoint / RECORD).read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
+        record = Job.left_in(checkpoint)
+        if record is None:
             return  # of an earlier version: it is the user who knows
         name = checkpoint.name
         for field, found, expected in (

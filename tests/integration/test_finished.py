@@ -1,0 +1,163 @@
+"""A run that is started again where it has ended, or cannot go on: nothing is changed, and one line says why."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from pipelines import configured, eagle_configured, furthest, heads_configured, history, weights
+
+from draftsmith.decode.errors import InputError
+from draftsmith.distill import __main__ as distill
+from draftsmith.distill.config import DraftInit
+from draftsmith.medusa import __main__ as medusa
+from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.train.trainer import RecipeTrainer
+
+RECIPES = {
+    "distill": (distill.distill, configured),
+    "medusa": (medusa.train_heads, heads_configured),
+    "eagle": (eagle.train_heads, eagle_configured),
+}
+KEPT = {"save_strategy": "steps", "save_steps": 3}
+RUNS = {  # of 5 steps an epoch
+    "in the middle of an epoch": KEPT | {"max_steps": 4},
+    "behind two epochs": {"save_strategy": "epoch", "num_train_epochs": 2},
+    "without checkpoints": {"max_steps": 2},
+}
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The steps that are taken."""
+    taken = []
+    real = RecipeTrainer.training_step
+    monkeypatch.setattr(RecipeTrainer, "training_step", lambda *args, **kw: taken.append(1) or real(*args, **kw))
+    return taken
+
+
+def contents(directory: Path) -> dict[str, tuple[int, bytes]]:
+    files = (path for path in directory.rglob("*") if path.is_file())
+    return {str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+@pytest.mark.parametrize(
+    ("name", "run"), [("distill", run) for run in RUNS] + [(name, next(iter(RUNS))) for name in ("medusa", "eagle")]
+)
+def test_a_finished_run_that_is_started_again_changes_nothing(name, run, pipeline, tmp_path, steps, capsys):
+    train, config = RECIPES[name]
+    options = {"training": RUNS[run]}
+    first = train(config(pipeline, tmp_path / "out", **options))
+    before, taken = contents(tmp_path / "out"), len(steps)
+    capsys.readouterr()
+    again = train(config(pipeline, tmp_path / "out", **options))
+    assert len(steps) == taken and contents(tmp_path / "out") == before
+    assert history(again, "loss") == history(first, "loss") != []
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("training: ")]
+    assert line.startswith(f"training: all {first.state.global_step} steps are done, and what was trained is in ")
+
+
+def test_a_finished_run_goes_on_to_more_steps_and_not_back_to_fewer(pipeline, tmp_path, steps, capsys):
+    def train(name: str, count: int, **options):
+        training = KEPT | {"max_steps": count, "save_steps": 2} | options.pop("training", {})
+        return distill.distill(configured(pipeline, tmp_path / name, training=training, **options))
+
+    train("out", 4)
+    whole = train("whole", 6)
+    taken = len(steps)
+    assert history(train("out", 6), "loss") == history(whole, "loss")
+    assert len(steps) - taken == 2
+    assert furthest(weights(tmp_path / "out"), weights(tmp_path / "whole")) == 0
+    before = contents(tmp_path / "out")
+    capsys.readouterr()
+    train("out", 4)
+    assert contents(tmp_path / "out") == before and "all 6 steps are done" in capsys.readouterr().err
+    with pytest.raises(InputError, match="completions: expected 20 samples as in checkpoint-6, found 10"):
+        train("out", 6, completions=[str(pipeline / "long")])
+    # Begun anew where it is asked for, and where nothing is kept but another config's result.
+    assert len(history(train("out", 2, resume=False), "loss")) == 2
+    none = {"training": {"save_strategy": "no"}}
+    assert history(train("none", 2, **none), "loss") != history(train("none", 2, temperature=0.5, **none), "loss")
+
+
+def test_a_run_that_ended_early_has_ended(pipeline, tmp_path, steps):
+    """By its patience: nothing gets better at a learning rate of nothing."""
+    training = {"max_steps": 8, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    training |= {"load_best_model_at_end": True, "learning_rate": 0.0}
+    options = {"training": training, "patience": 1, "heldout": [str(pipeline / "heldout")]}
+    trainer = distill.distill(configured(pipeline, tmp_path / "out", **options))
+    assert 2 < trainer.state.global_step == len(steps) < 8
+    before = contents(tmp_path / "out")
+    distill.distill(configured(pipeline, tmp_path / "out", **options))
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_run_that_was_killed_behind_its_last_checkpoint_is_finished_without_a_step(
+    pipeline, tmp_path, steps, monkeypatch
+):
+    options = {"training": KEPT | {"max_steps": 3}}
+    whole = distill.distill(configured(pipeline, tmp_path / "whole", **options))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RecipeTrainer, "save_state", interrupted)
+        distill.distill(configured(pipeline, tmp_path / "cut", **options))
+    assert not (tmp_path / "cut" / "draftsmith.json").exists()
+    taken = len(steps)
+    again = distill.distill(configured(pipeline, tmp_path / "cut", **options))
+    assert len(steps) == taken and again.state.global_step == 3
+    assert history(again, "loss") == history(whole, "loss")
+    assert furthest(weights(tmp_path / "cut"), weights(tmp_path / "whole")) == 0
+
+
+def interrupted(trainer: RecipeTrainer) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def checkpoint(pipeline, tmp_path_factory):
+    """A run that stands at its second step of four."""
+    output = tmp_path_factory.mktemp("checkpoint") / "out"
+    distill.distill(configured(pipeline, output, training=KEPT | {"max_steps": 2}))
+    return output
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def changed(**fields):
+    return lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+FAULTS = {
+    "weights that are cut": ("model.safetensors", cut),
+    "no weights": ("model.safetensors", Path.unlink),
+    "an optimizer's state that is cut": ("optimizer.pt", cut),
+    "another state": ("optimizer.pt", lambda path: shutil.copy(path.with_name("scheduler.pt"), path)),
+    "a schedule that is cut": ("scheduler.pt", cut),
+    "random numbers that are cut": ("rng_state.pth", cut),
+    "a state that is no JSON": ("trainer_state.json", cut),
+    "a state without steps": ("trainer_state.json", changed(global_step=None)),
+    "a state of negative steps": ("trainer_state.json", changed(global_step=-1)),
+    "a state with a log of text": ("trainer_state.json", changed(log_history="none")),
+    "no state": ("trainer_state.json", Path.unlink),
+    "a job that is no JSON": ("job.json", cut),
+    "a job of text": ("job.json", changed(processes="two")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_checkpoint_that_is_damaged_is_named_in_one_line(fault, pipeline, checkpoint, tmp_path, steps):
+    output = Path(shutil.copytree(checkpoint, tmp_path / "out"))
+    name, damage = FAULTS[fault]
+    damage(output / "checkpoint-2" / name)
+    with pytest.raises(InputError, match=r"^\S+checkpoint-2\S*: .*expected .*, found") as error:
+        distill.distill(configured(pipeline, output, training=KEPT | {"max_steps": 4}))
+    assert "\n" not in str(error.value) and not steps
+
+
+def test_a_checkpoint_of_another_draft_is_refused(pipeline, checkpoint, tmp_path):
+    output = shutil.copytree(checkpoint, tmp_path / "out")
+    deeper, narrower = {"draft": str(pipeline / "target")}, {"draft": None, "init": DraftInit([0], hidden_size=16)}
+    for draft in (deeper, narrower):
+        with pytest.raises(InputError, match="checkpoint-2: expected a checkpoint of this run, found: "):
+            distill.distill(configured(pipeline, output, training=KEPT | {"max_steps": 4}, **draft))

@@ -1,0 +1,112 @@
+"""A Trainer that goes on from a checkpoint as it is: it takes no step beyond the last, and says what is wrong with it.
+
+The library takes one step more from a checkpoint in the middle of the last epoch, and fails on a damaged one in many
+ways, or passes over weights that are missing. Four methods that are overridden here are private in it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput
+
+from draftsmith.decode.errors import InputError, first_line, lacks_memory
+from draftsmith.decode.validation import Count, read
+
+WAY_OUT = "remove it, to go on from what is before it, or give resume false and another training.output_dir"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run was when it wrote this."""
+
+    global_step: Count
+    """Steps that were taken."""
+    max_steps: Count
+    """Steps that were to be taken."""
+    log_history: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, directory: Path) -> "Progress | None":
+        """Read what a checkpoint, or a run that has ended, says; None where there is nothing.
+
+        Raises:
+            InputError: what is there is damaged.
+        """
+        try:
+            return read(cls, directory / TRAINER_STATE_NAME)
+        except FileNotFoundError:
+            return None
+
+
+class CheckpointedTrainer(Trainer):
+    """`transformers.Trainer`, but for where it goes on from."""
+
+    _reached = -1
+    """Steps of the checkpoint that is gone on from."""
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Train, or go on from a checkpoint.
+
+        Raises:
+            InputError: a checkpoint that is damaged, or of another model.
+        """
+        if resume_from_checkpoint is not None:
+            with _told(resume_from_checkpoint):
+                progress = Progress.of(Path(resume_from_checkpoint))
+                if progress is None:
+                    raise InputError(f"expected {TRAINER_STATE_NAME}, found none")
+                self._reached = progress.global_step
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def planned_steps(self) -> int:
+        """Return how many steps the arguments ask for, of these data."""
+        return int(super().set_initial_training_values(self.args, self.get_train_dataloader())[-1] or 0)
+
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Return what the library reckons, and no epochs to go through where all steps are taken."""
+        epochs, *others, steps = super().set_initial_training_values(args, dataloader)
+        return (0 if self._reached >= (steps or 0) else epochs, *others, steps)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with _told(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        with _told(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with _told(checkpoint):
+            super()._load_rng_state(checkpoint)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Require that a checkpoint has what is trained; tied weights are there once."""
+        model: Any = self.model
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        missing, beside = set(load_result.missing_keys), load_result.unexpected_keys
+        there = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+        lacking = [name for name in missing & parameters.keys() if id(parameters[name]) not in there]
+        if lacking or beside:
+            found = f"none for {min(lacking)}" if lacking else f"{beside[0]}, which it does not have"
+            raise InputError(f"weights of another model: {found}")
+
+
+@contextmanager
+def _told(checkpoint: Any) -> Iterator[None]:
+    """Turn whatever reading a checkpoint raises into one line.
+
+    Raises:
+        InputError: names the checkpoint, and the way out.
+    """
+    try:
+        yield
+    except Exception as error:
+        if checkpoint is None or lacks_memory(error):
+            raise
+        found = f"{checkpoint}: expected a checkpoint of this run, found: {first_line(error)}"
+        raise InputError(f"{found}; {WAY_OUT}") from error
