@@ -22,6 +22,7 @@ from draftsmith.medusa import __main__ as heads_command
 from draftsmith.train import checkpoint
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.generate import load_completions
+from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.runs import last_checkpoint
 from draftsmith.train.trainer import RecipeTrainer
 
@@ -158,7 +159,9 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipel
 def test_the_library_has_every_private_method_that_is_overridden():
     """Where it renamed one, ours would never be called, and checkpoints would no longer be whole."""
     private = ("_get_train_sampler", "_save", "_save_checkpoint", "_get_output_dir", "_get_grad_norm")
-    assert all(name in vars(RecipeTrainer) and name in vars(Trainer) for name in private)
+    loads = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_issue_warnings_after_load")
+    for kind, names in ((RecipeTrainer, private), (CheckpointedTrainer, loads)):
+        assert all(name in vars(kind) and name in vars(Trainer) for name in names)
 
 
 def spoiled(pipeline: Path, directory: Path, token: int) -> str:
