@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fake_server import COUNT, OTHER_END, backed, native, older_sglang, plain, refusal, rows, sglang, vllm
+from gemma import IMAGE, gemma_tokenizer
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
@@ -139,6 +140,18 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
 )
 def test_a_completion_ends_with_the_first_end_of_sequence_token(answer, expected, remote_tokenizer):
     assert settle(answer, [4], Vocabulary(remote_tokenizer, 290, 320, [1, 2]), "prompt 'p'") == expected
+
+
+def test_text_that_spells_a_token_without_a_logit_is_cut_there():
+    """The target wrote it in pieces; ids of a server that names it are another model's."""
+    tokenizer = gemma_tokenizer()
+    size = len(tokenizer) - 1
+    vocabulary, text = Vocabulary(tokenizer, size, size, [1]), f"def add{IMAGE}(a, b)"
+    ids = tokenizer("def add", add_special_tokens=False).input_ids
+    found = settle(Answer(text, "length", None, None, None, None), [2], vocabulary, "p")
+    assert (found.ids, found.finish_reason, found.padded) == (ids, "length", True)
+    with pytest.raises(InputError, match=f"endpoint: expected ids below {size} for p, found {size}: does the server"):
+        settle(Answer("", "length", None, [5, size], None, 2), [2], vocabulary, "p")
 
 
 def test_an_end_that_is_not_told_is_the_tokenizers(remote_tokenizer):

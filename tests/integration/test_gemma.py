@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from gemma import IMAGE
-from pipelines import configured, eagle_configured, heads_configured, history
+from pipelines import configured, eagle_configured, heads_configured, history, write_completions
 from torch import Tensor
 from transformers import GemmaTokenizer
 
 from draftsmith.decode import autoregressive_generate, replay_acceptance, speculative_generate
+from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill_command
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as medusa_command
@@ -21,6 +22,7 @@ from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.teacher.cache_config import CacheConfig
@@ -76,6 +78,17 @@ def test_what_a_tokenizer_makes_anew_each_time_is_asked_for_once_a_run(work, gem
         counts.append(sorted(asked))
     assert counts[0] == counts[1]
     assert counts[0].count("vocabulary") <= 4
+
+
+def test_completions_with_a_token_that_has_no_logit_are_refused_by_cache_and_training(gemma_pipeline, tmp_path):
+    rows = vocabulary_size(gemma_pipeline / "target")
+    sample = {"id": "picture", "input_ids": [2, rows, 5], "labels": [IGNORED, rows, 5]}
+    path, target = write_completions(tmp_path / "texts", [sample]), str(gemma_pipeline / "target")
+    wrong = rf"^{path}.*: expected samples as draftsmith prepare writes them, found token {rows} beside a vocabulary"
+    with pytest.raises(InputError, match=wrong):
+        make_cache(CacheConfig(target, [path], str(tmp_path / "cache")))
+    with pytest.raises(InputError, match=wrong):
+        distill_command.distill(configured(gemma_pipeline, tmp_path / "out", completions=[path]))
 
 
 CARVED = {"draft": None, "init": DraftInit(layers=[0, 1])}

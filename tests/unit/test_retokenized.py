@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from conftest import TEXTS, tiny_llama
+from gemma import IMAGE, gemma_tokenizer, tiny_gemma
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
@@ -384,6 +385,18 @@ def test_nothing_is_drafted_past_the_drafts_positions(tokenizer):
     assert read[0] < 40 < read[-1]
     assert all(bool(proposed) <= (length <= 40) for proposed, length in zip(found, read, strict=True))
     assert any(0 < len(proposed) < 3 for proposed in found)
+
+
+def test_a_draft_is_not_fed_tokens_that_it_has_no_embedding_for(tokenizer):
+    """The target's text spells a token that the draft's tokenizer knows and the draft does not: Gemma's for images."""
+    draft = gemma_tokenizer()
+    proposer = RetokenizedProposer(tiny_gemma(), draft, tokenizer)
+    assert not proposer.renumbers
+    ids = tokenizer(f"def add{IMAGE}(a, b)").input_ids
+    assert draft.convert_tokens_to_ids(IMAGE) in draft(tokenizer.decode(ids)).input_ids
+    proposer.start(task(len(tokenizer)))
+    (found,) = proposer.propose([torch.tensor(ids)], [3])  # or its embedding would fail
+    assert len(found.tokens) <= 3
 
 
 def test_the_drafts_doubts_end_a_chain(tokenizer):
