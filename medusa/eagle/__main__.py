@@ -1,5 +1,7 @@
 """`accelerate launch -m draftsmith.medusa.eagle --config configs/eagle/tiny.yaml`."""
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,7 +9,7 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import new_heads
+from draftsmith.medusa.eagle.initial import beginning, new_heads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
@@ -34,6 +36,8 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
             count = config.draft_vocabulary
             kept = None if count is None else frequent_tokens(train, count, token_count(tokenizer, target.config))
             heads = new_heads(config, target, kept)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"init: heads {beginning(config, heads, target)[1]}", file=sys.stderr)
     if features is not None:
         check_head(target.config, tokenizer, "target")
         features.require_layers(heads.layer_ids)

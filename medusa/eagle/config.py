@@ -12,7 +12,7 @@ from draftsmith.train.teacher.cache_config import refuse_beside_cache
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
 
-INITS = ("random", "last_layer")
+INITS = ("auto", "last_layer", "random")
 SHAPE = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -30,8 +30,9 @@ class EagleTrainingConfig(RecipeConfig):
     draft_vocabulary: int | None = None
     """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given. Where the
     completions hold fewer, all of theirs."""
-    init: str = "last_layer"
-    """How the layer begins: "random", or as the target's "last_layer", which sees the state alone at first."""
+    init: str = "auto"
+    """How the layer begins: as the target's "last_layer", which sees the state alone at first; at "random"; or "auto",
+    as the last layer where ours can compute what it does (Llama, Mistral), and at random for other families."""
     norm_before_residual: bool = False
     """Begin the residual path around attention behind the state's norm."""
     norm_before_fc: bool = False

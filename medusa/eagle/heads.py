@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
@@ -87,6 +87,24 @@ class EagleConfig(LlamaConfig):
         if not isinstance(depths, list) or not depths or not all(type(depth) is int for depth in depths):
             raise InputError(f"eagle_aux_hidden_state_layer_ids: expected a list of depths, found {depths!r}")
         return self
+
+
+def rope_of(config: PretrainedConfig) -> dict[str, Any]:
+    """Return how the last layer of a model of text turns its queries and keys, as `rope_parameters` of all of a head.
+
+    Raises:
+        InputError: the config does not say.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" not in rope:  # a family whose kinds of layers turn by different angles, or not at all
+        kind = (getattr(config, "layer_types", None) or [None])[-1]
+        rope = rope.get(kind) or next((each for each in rope.values() if isinstance(each, dict)), {})
+    if "rope_theta" not in rope:
+        raise InputError(
+            f"target: expected rotary positions, whose rope_theta rope_parameters have, found none in its config "
+            f"({config.model_type})"
+        )
+    return {name: value for name, value in rope.items() if name != "partial_rotary_factor"}
 
 
 class KeysValues(NamedTuple):
@@ -241,7 +259,8 @@ class EagleHeads(PreTrainedModel):
             **shape: further fields of `EagleConfig`, such as `intermediate_size` or `norm_output`.
 
         Raises:
-            InputError: depths that the target does not have, or a token map with an id twice or beyond the vocabulary.
+            InputError: depths that the target does not have, a token map with an id twice or beyond the vocabulary, or
+                a target without rotary positions.
         """
         head, text = head_of(target), target.config.get_text_config()
         vocab_size, hidden_size = head.weight.shape
@@ -251,8 +270,7 @@ class EagleHeads(PreTrainedModel):
         if token_map is not None:
             check_ids(token_map, vocab_size, "token_map")
             token_map = None if len(token_map) == vocab_size else token_map.sort().values
-        rope = getattr(text, "rope_parameters", None) or {}
-        heads = text.num_attention_heads
+        heads, inner = text.num_attention_heads, getattr(text, "intermediate_size", None) or 4 * hidden_size
         fields = {
             "hidden_size": hidden_size,
             "vocab_size": vocab_size,
@@ -262,10 +280,10 @@ class EagleHeads(PreTrainedModel):
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
             "head_dim": getattr(text, "head_dim", None) or hidden_size // heads,
-            "intermediate_size": text.intermediate_size,
+            "intermediate_size": inner[-1] if isinstance(inner, list | tuple) else inner,
             "max_position_embeddings": text.max_position_embeddings,
             "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-            "rope_parameters": rope if "rope_theta" in rope else {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": rope_of(text),
         }
         made = cls(EagleConfig(**{**fields, **shape}))
         with torch.no_grad():

@@ -18,6 +18,11 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 
+LIKE_OURS = ("llama", "mistral")
+"""Families whose decoder layer computes what the heads' does, where it has the same weights and no more."""
+MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+NORMS = ("input_layernorm", "post_attention_layernorm")
+
 
 @phase("making the heads")
 def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: Tensor | None = None) -> EagleHeads:
@@ -29,65 +34,93 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
         token_map: as in `EagleHeads.of_target`.
 
     Raises:
-        InputError: as `EagleHeads.of_target` and `begin_as_last_layer`.
+        InputError: as `EagleHeads.of_target` and `beginning`.
     """
     torch.manual_seed(config.training.seed)  # the same weights on all processes
     shape = {name: getattr(config, name) for name in SHAPE}
     heads = EagleHeads.of_target(
         target, token_map, config.layer_ids or None, base_model_name_or_path=config.target, **shape
     ).float()
-    if config.init == "last_layer":
-        begin_as_last_layer(heads, target)
+    begin = begin_as_last_layer if beginning(config, heads, target)[0] == "last_layer" else begin_at_random
+    begin(heads, target)
     return heads
+
+
+def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrainedModel) -> tuple[str, str]:
+    """Return how heads begin, "last_layer" or "random", and a clause that says so, and why.
+
+    Raises:
+        InputError: they are to begin as a layer that they cannot be.
+    """
+    reason = None if config.init == "random" else other_layer(heads, target)
+    if config.init == "last_layer" and reason is not None:
+        raise InputError(f"init: expected auto or random for a target like this, found last_layer, and {reason}")
+    if config.init == "auto" and reason is None:
+        # The copy is exact where it sees features as the layer does, and hands on what the layer does.
+        changed = [name for name in SHAPE if getattr(config, name)]
+        reason = f"{changed[0]}, which the target's last layer has not" if changed else None
+    if config.init == "random" or reason is not None:
+        return "random", "begun at random" + (f", for {reason}" if reason else "")
+    return "last_layer", "begun as the target's last layer"
+
+
+def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
+    """Return what keeps the heads' layer from computing what the target's last does; None if nothing does.
+
+    Shapes alone are looked at, so that tensors without data will do.
+    """
+    last, text = decoder_layers(target)[-1], target.config.get_text_config()
+    weights = dict(last.named_parameters())
+    expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
+    if further := sorted(weights.keys() - expected):
+        return f"its last layer has {further[0]}, which Llama's has not"
+    for name in MAPS:
+        theirs, ours = weights.get(f"{name}.weight"), heads.midlayer.get_submodule(name).weight
+        seen = heads.config.hidden_size if name.startswith("self_attn") and "o_proj" not in name else ours.shape[1]
+        if theirs is None or not theirs.is_floating_point() or theirs.shape != (len(ours), seen):
+            return f"its last layer has another {name}"
+    if text.model_type not in LIKE_OURS:
+        return f"the layers of {text.model_type} are not known to compute what Llama's do"
+    if text.hidden_act != heads.config.hidden_act:
+        return f"its hidden_act is {text.hidden_act}, and Llama's {heads.config.hidden_act}"
+    return None
+
+
+@torch.no_grad()
+def begin_at_random(heads: EagleHeads, target: PreTrainedModel) -> None:
+    """Leave random weights as they are, and let logits begin with a spread of 1 at most: what is drafted is uniform.
+
+    The head's rows are the target's, made for states that mean something. Those of states that mean nothing would be
+    as far apart, and the first loss far above that of a uniform distribution.
+    """
+    del target
+    spread = heads.lm_head.weight.float().square().sum(-1).mean().sqrt()
+    heads.norm.weight.div_(spread.clamp(min=1.0))
 
 
 @torch.no_grad()
 def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
     """Make the heads' layer the target's last, which sees the deepest features alone; what embeddings add is learned.
 
-    Of families whose layer has more than ours, such as norms of queries and keys, only our part is taken.
-
-    Raises:
-        InputError: a family whose last layer has other maps than Llama's, or other sizes.
+    Args:
+        heads: whose layer can be that: see `other_layer`.
+        target: with its weights.
     """
     last: Any = decoder_layers(target)[-1]
     decoder: Any = target.get_decoder()
-    with whole(last, decoder):
-        _copy(heads, last, decoder.norm)
-
-
-def _copy(heads: EagleHeads, last: Any, final_norm: nn.Module) -> None:
     layer, size = heads.midlayer, heads.config.hidden_size
-    names = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    for name in names:
-        ours: Any = layer.get_submodule(name)
-        try:
-            theirs: Tensor = last.get_submodule(name).weight
-            if not theirs.is_floating_point():
-                raise RuntimeError("codes of quantised weights")
-            wide = nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0))  # embeddings come first
-            ours.weight.copy_(wide)
-        except (AttributeError, RuntimeError) as error:
-            raise InputError(
-                f"init: expected random for a target whose last layer is not of the heads' shape, found last_layer, "
-                f"and another {name}"
-            ) from error
-    # Of four norms a layer, the one before the feed-forward layer has another name.
-    before_mlp = getattr(last, "pre_feedforward_layernorm", last.post_attention_layernorm)
-    for ours, theirs_of in (
-        (layer.hidden_norm, last.input_layernorm),
-        (layer.post_attention_layernorm, before_mlp),
-        (heads.norm, final_norm),
-    ):
-        ours.weight.copy_(scale_of(theirs_of, size))
+    with whole(last, decoder):
+        for name in MAPS:
+            ours, theirs = layer.get_submodule(name), last.get_submodule(name).weight
+            ours.weight.copy_(nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0)))  # embeddings first
+        for norm, their_norm in (
+            (layer.hidden_norm, last.input_layernorm),
+            (layer.post_attention_layernorm, last.post_attention_layernorm),
+            (heads.norm, decoder.norm),
+        ):
+            norm.weight.copy_(their_norm.weight)
     heads.fc.weight.zero_()
     heads.fc.weight[:, -size:].copy_(torch.eye(size))
-
-
-def scale_of(norm: nn.Module, size: int) -> Tensor:
-    """Return what a root-mean-square norm multiplies by, (H,), however its family stores it."""
-    weight = next(norm.parameters())
-    return norm(torch.ones(size, device=weight.device, dtype=weight.dtype))  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
-from draftsmith.medusa.eagle.heads import TREE, EagleHeads
-from draftsmith.medusa.eagle.initial import new_heads
+from draftsmith.medusa.eagle.heads import TREE, EagleHeads, rope_of
+from draftsmith.medusa.eagle.initial import beginning, new_heads
 from draftsmith.medusa.heads import MedusaConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import (
@@ -199,17 +199,23 @@ def check_run(target: Side, file: str) -> Iterator[Finding]:
         if config.heads is not None:
             heads = EagleHeads.without_weights(config.heads)
             heads.check_fits(target.model)
+            begun, theta = "", heads.config.rope_parameters["rope_theta"]
+            expected = rope_of(target.model.config.get_text_config())["rope_theta"]
+            if theta != expected:
+                text = f"heads to go on from turn by a rope_theta of {theta:g}, the target's last layer by {expected:g}"
+                yield Finding("warning", "rope theta", text, "begin new ones: leave out heads")
         else:
             tokens = config.draft_vocabulary
             at_most(token_count(target.tokenizer, target.config)).check("draft_vocabulary", tokens or 0)
             kept = None if tokens is None else torch.arange(tokens)
             with torch.device("meta"):
                 heads = new_heads(config, target.model, kept)
+            begun = f", {beginning(config, heads, target.model)[1]}"
     except InputError as error:
         yield Finding("error", name, str(error).removeprefix("eagle: "), f"mend {file}")
         return
     text = f"heads of {count(heads.num_parameters())} parameters, features after layers "
-    text += f"{', '.join(map(str, heads.layer_ids))}, {config.num_steps} steps"
+    text += f"{', '.join(map(str, heads.layer_ids))}, {config.num_steps} steps{begun}"
     if Path(config.target) == Path(target.path):
         yield Finding("ok", name, text)
     else:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import TEXTS, tiny_llama
 from families import tiny_model
+from gemma import gemma_tokenizer, save_gemma, tiny_gemma
 from listening import LOADING, listened
 from rich.cells import cell_len
 from rich.console import Console
@@ -544,6 +545,23 @@ def test_a_training_run_of_eagle_heads_is_checked(fields, name, expected, plain,
     code, lines, _, _ = check(capsys, plain, eagle_run=tmp_path / "run.yaml")
     assert lines[name].startswith(expected), lines[name]
     assert code == (2 if expected.startswith("✗") else 0)
+
+
+def test_how_heads_begin_is_told_before_they_are_trained(tmp_path, capsys):
+    gemma = save_gemma(tmp_path / "gemma", gemma_tokenizer(image=False), layers=2)
+    run = {"target": str(gemma), "completions": ["c"], "layer_ids": [1]}
+    lines = []
+    for fields in ({}, {"init": "last_layer"}):
+        (tmp_path / "run.yaml").write_text(json.dumps(run | fields))
+        lines.append(check(capsys, gemma, eagle_run=tmp_path / "run.yaml")[1]["eagle run"])
+    reason = "its last layer has post_feedforward_layernorm.weight, which Llama's has not"
+    assert lines[0].startswith("✓ ") and lines[0].endswith(f"4 steps, begun at random, for {reason}")
+    assert lines[1].startswith("✗ init: expected auto or random") and reason in lines[1]
+    heads = EagleHeads.of_target(tiny_gemma(layers=2), layer_ids=[1], rope_parameters={"rope_theta": 1e4})
+    heads.save_pretrained(tmp_path / "heads")
+    (tmp_path / "run.yaml").write_text(json.dumps({**run, "layer_ids": [], "heads": str(tmp_path / "heads")}))
+    found = check(capsys, gemma, eagle_run=tmp_path / "run.yaml")[1]["rope theta"]
+    assert found.startswith("! heads to go on from turn by a rope_theta of 10000, the target's last layer by 1e+06")
 
 
 def test_learning_rates_of_wide_heads_are_compared_with_usual_ones():

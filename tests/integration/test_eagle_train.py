@@ -296,7 +296,7 @@ def test_evaluation_is_replay_round_by_round(pipeline, sharp, tmp_path):
     ("options", "said"),
     [
         ({"num_steps": 0}, "num_steps: expected at least 1, found 0"),
-        ({"init": "zeros"}, "init: expected one of random, last_layer, found 'zeros'"),
+        ({"init": "zeros"}, "init: expected one of auto, last_layer, random, found 'zeros'"),
         ({"divergence": "expected_length"}, "divergence: expected none of expected_length"),
         ({"heads": "DIR", "layer_ids": [1]}, "layer_ids: expected none beside heads"),
         ({"heads": "DIR", "norm_output": True}, "norm_output: expected none beside heads"),

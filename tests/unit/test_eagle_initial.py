@@ -1,47 +1,130 @@
-"""How EAGLE-3 heads begin: as the target's last layer."""
+"""How EAGLE-3 heads begin: as the target's last layer where they can compute what it does, else at random."""
+
+import math
 
 import pytest
 import torch
 from conftest import tiny_llama
-from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from families import tiny_model
+from gemma import tiny_gemma
+from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import begin_as_last_layer, scale_of
+from draftsmith.medusa.eagle.initial import begin_as_last_layer, beginning, new_heads
+
+VOCAB = 31
+
+
+def stirred(target: PreTrainedModel) -> PreTrainedModel:
+    """The target with norms that multiply by something, and biases that add something."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.rand_like(parameter) - 0.5)
+    return target
+
+
+def run_of(**fields: object) -> EagleTrainingConfig:
+    return EagleTrainingConfig("t", ["c"], **fields)
 
 
 @torch.no_grad()
-def test_they_compute_what_the_last_layer_does_on_what_it_sees():
-    target = tiny_llama(0, 31, layers=3)
-    for layer in target.model.layers:  # norms that multiply by something
-        layer.input_layernorm.weight.uniform_(0.5, 1.5)
-        layer.post_attention_layernorm.weight.uniform_(0.5, 1.5)
-    heads = EagleHeads.of_target(target, layer_ids=[1, 2])
-    begin_as_last_layer(heads, target)
-    ids = torch.randint(31, (2, 6))
+@pytest.mark.parametrize("name", ["llama", "mistral", "head width"])
+def test_they_compute_what_the_last_layer_does_on_what_it_sees(name):
+    wide = tiny_llama(0, VOCAB, layers=3, head_dim=24, rope_parameters={"rope_type": "default", "rope_theta": 50.0})
+    target = stirred(wide if name == "head width" else tiny_model(name))
+    depth = target.config.num_hidden_layers - 1
+    heads = new_heads(run_of(layer_ids=[depth]), target)
+    assert beginning(run_of(), heads, target) == ("last_layer", "begun as the target's last layer")
+    ids = torch.randint(VOCAB, (2, 5))
     with collected(target, heads.layer_ids) as features:
         expected = target.model(ids).last_hidden_state
-    step = heads(torch.randn(2, 6, 32), heads.fuse(features[0]), torch.arange(6)[None])
+    embeddings = torch.randn(2, 5, heads.config.hidden_size)
+    step = heads(embeddings, heads.fuse(features[0]), torch.arange(5)[None])
     torch.testing.assert_close(step.hidden, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_norm_that_stores_its_scale_less_one_is_understood():
-    norm = Gemma2RMSNorm(8)
-    with torch.no_grad():
-        norm.weight.uniform_(-0.5, 0.5)
-        torch.testing.assert_close(scale_of(norm, 8), 1 + norm.weight)
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen2", "its last layer has self_attn.k_proj.bias, which Llama's has not"),
+        ("qwen3", "its last layer has self_attn.k_norm.weight, which Llama's has not"),
+        ("gemma2", "its last layer has post_feedforward_layernorm.weight, which Llama's has not"),
+        ("gemma3", "its last layer has post_feedforward_layernorm.weight, which Llama's has not"),
+        ("phi3", "its last layer has mlp.gate_up_proj.weight, which Llama's has not"),
+        ("gpt-oss", "its last layer has mlp.experts.down_proj, which Llama's has not"),
+    ],
+)
+def test_other_families_begin_at_random_and_uniform_at_most(name, said):
+    target = stirred(tiny_model(name))
+    if not target.config.tie_word_embeddings:
+        target.get_output_embeddings().weight.data.mul_(2)  # rows that would be far apart
+    config = run_of(layer_ids=[1, 2])
+    heads = new_heads(config, target)
+    assert beginning(config, heads, target) == ("random", f"begun at random, for {said}")
+    assert loss_of(heads, target) <= math.log(target.config.vocab_size)
+    expected = f"^init: expected auto or random for a target like this, found last_layer, and {said}$"
+    with pytest.raises(InputError, match=expected):
+        new_heads(run_of(init="last_layer"), target)
 
 
-@pytest.mark.parametrize("what", ["shape", "codes"])
-def test_another_layer_is_refused(what):
-    target = tiny_llama(0, 31, layers=3)
-    heads = EagleHeads.of_target(target, intermediate_size=7 if what == "shape" else target.config.intermediate_size)
+@torch.no_grad()
+def loss_of(heads: EagleHeads, target: PreTrainedModel) -> float:
+    """The first step's divergence from the target's distribution, a token."""
+    ids = torch.randint(target.config.vocab_size, (8, 9))
+    with collected(target, heads.layer_ids) as features:
+        log_p = target(ids).logits[:, 1:].log_softmax(-1)
+    embeddings = target.get_input_embeddings()(ids[:, 1:])
+    step = heads(embeddings, heads.fuse(features[0][:, :-1]), torch.arange(8)[None])
+    log_q = heads.lm_head(step.hidden).log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+
+
+def test_layers_that_turn_by_angles_of_their_own_are_read_by_the_last_ones_kind():
+    for layers, theta in ((2, 1e6), (3, 1e4)):
+        heads = EagleHeads.of_target(tiny_gemma(layers=layers), layer_ids=[1])
+        assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": theta}
+    partial = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+    heads = EagleHeads.of_target(tiny_model("phi3", rope_parameters=partial, head_dim=8))
+    assert heads.config.rope_parameters == {"rope_type": "default", "rope_theta": 500.0}
+    target = tiny_llama(0, VOCAB)
+    target.config.rope_parameters = {"rope_type": "default"}
+    with pytest.raises(InputError, match=r"^target: expected rotary positions, whose rope_theta .* found none"):
+        EagleHeads.of_target(target)
+
+
+@pytest.mark.parametrize("what", ["shape", "codes", "activation"])
+def test_another_layer_is_not_begun_as(what):
+    target = tiny_llama(0, VOCAB, layers=3, hidden_act="gelu" if what == "activation" else "silu")
+    if what == "shape":
+        target.model.layers[-1].mlp.gate_proj = torch.nn.Linear(32, 7, bias=False)
     if what == "codes":  # of a quantised target
         attention = target.model.layers[-1].self_attn
         attention.o_proj.weight = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
-    name = "mlp.gate_proj" if what == "shape" else "self_attn.o_proj"
-    with pytest.raises(
-        InputError, match=f"^init: expected random for a target .*found last_layer, and another {name}$"
-    ):
-        begin_as_last_layer(heads, target)
+    said = {
+        "shape": "its last layer has another mlp.gate_proj",
+        "codes": "its last layer has another self_attn.o_proj",
+        "activation": "its hidden_act is gelu, and Llama's silu",
+    }[what]
+    assert beginning(run_of(), new_heads(run_of(), target), target)[1] == f"begun at random, for {said}"
+    with pytest.raises(InputError, match=f"^init: .* found last_layer, and {said}$"):
+        new_heads(run_of(init="last_layer"), target)
+
+
+def test_variants_of_the_layer_begin_at_random_unless_told():
+    target = tiny_llama(0, VOCAB, layers=3)
+    for name in ("norm_output", "norm_before_residual", "fc_norm"):
+        config = run_of(**{name: True})
+        heads = new_heads(config, target)
+        assert beginning(config, heads, target)[1] == (
+            f"begun at random, for {name}, which the target's last layer has not"
+        )
+        told = new_heads(run_of(init="last_layer", **{name: True}), target)
+        assert torch.equal(told.midlayer.mlp.up_proj.weight, target.model.layers[-1].mlp.up_proj.weight)
+    begun = new_heads(run_of(), target)
+    begin_as_last_layer(begun, target)
+    torch.testing.assert_close(begun.state_dict(), new_heads(run_of(), target).state_dict())
