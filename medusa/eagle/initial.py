@@ -22,6 +22,8 @@ LIKE_OURS = ("llama", "mistral")
 """Families whose decoder layer computes what the heads' does, where it has the same weights and no more."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 NORMS = ("input_layernorm", "post_attention_layernorm")
+SPREAD = 0.5
+"""The most that logits of a random beginning stray by: a standard deviation of σ costs σ²/2 more than none."""
 
 
 @phase("making the heads")
@@ -88,14 +90,14 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
 
 @torch.no_grad()
 def begin_at_random(heads: EagleHeads, target: PreTrainedModel) -> None:
-    """Leave random weights as they are, and let logits begin with a spread of 1 at most: what is drafted is uniform.
+    """Leave random weights as they are, and let logits begin near each other: what is drafted is nearly uniform.
 
-    The head's rows are the target's, made for states that mean something. Those of states that mean nothing would be
-    as far apart, and the first loss far above that of a uniform distribution.
+    The head's rows are the target's, made for states that mean something. Of states that mean nothing their logits
+    would be as far apart, and the first loss far above that of a uniform distribution.
     """
     del target
     spread = heads.lm_head.weight.float().square().sum(-1).mean().sqrt()
-    heads.norm.weight.div_(spread.clamp(min=1.0))
+    heads.norm.weight.div_((spread / SPREAD).clamp(min=1.0))
 
 
 @torch.no_grad()

@@ -124,4 +124,4 @@ class EagleTrainer(ChainTrainer):
         """Whose heads they are."""
         if self.config.heads is not None:
             return f"look whether {self.config.heads} were trained for this target"
-        return f"the layer does not follow these features; try another init than {self.config.init}"
+        return "the layer does not follow these features; try another init"

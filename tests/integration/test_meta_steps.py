@@ -47,6 +47,7 @@ STEPS = {
     "Hydra, packed": ("medusa", {"hydra": True} | PACKED),
     "EAGLE-3": ("eagle", {}),
     "EAGLE-3, packed": ("eagle", PACKED),
+    "EAGLE-3, cut vocabulary": ("eagle", {"draft_vocabulary": 50, "divergence": "lk_hybrid", "prompt_loss": True}),
 }
 
 
