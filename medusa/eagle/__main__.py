@@ -1,6 +1,5 @@
 """`accelerate launch -m draftsmith.medusa.eagle --config configs/eagle/tiny.yaml`."""
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,8 +35,6 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
             count = config.draft_vocabulary
             kept = None if count is None else frequent_tokens(train, count, token_count(tokenizer, target.config))
             heads = new_heads(config, target, kept)
-            if os.environ.get("RANK", "0") == "0":
-                print(f"init: heads {beginning(config, heads, target)[1]}", file=sys.stderr)
     if features is not None:
         check_head(target.config, tokenizer, "target")
         features.require_layers(heads.layer_ids)
@@ -46,6 +43,8 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
             require_packing(target, "target", config.training.per_device_train_batch_size)
         train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
     trainer = EagleTrainer(heads, target, tokenizer, config, train, heldout)
+    if config.heads is None and trainer.is_world_process_zero():
+        print(f"init: heads {beginning(config, heads, target)[1]}", file=sys.stderr)
     if features is not None:
         trainer.data_collator = FeatureCollator(trainer.data_collator, features)
 

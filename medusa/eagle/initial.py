@@ -75,16 +75,16 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
     weights = dict(last.named_parameters())
     expected = {f"{name}.weight" for name in (*MAPS, *NORMS)}
     if further := sorted(weights.keys() - expected):
-        return f"its last layer has {further[0]}, which Llama's has not"
+        return f"the target's last layer has {further[0]}, which Llama's has not"
     for name in MAPS:
         theirs, ours = weights.get(f"{name}.weight"), heads.midlayer.get_submodule(name).weight
         seen = heads.config.hidden_size if name.startswith("self_attn") and "o_proj" not in name else ours.shape[1]
         if theirs is None or not theirs.is_floating_point() or theirs.shape != (len(ours), seen):
-            return f"its last layer has another {name}"
+            return f"the target's last layer has another {name}"
     if text.model_type not in LIKE_OURS:
         return f"the layers of {text.model_type} are not known to compute what Llama's do"
     if text.hidden_act != heads.config.hidden_act:
-        return f"its hidden_act is {text.hidden_act}, and Llama's {heads.config.hidden_act}"
+        return f"the target's hidden_act is {text.hidden_act}, and Llama's {heads.config.hidden_act}"
     return None
 
 

@@ -532,7 +532,11 @@ def test_eagle_heads_are_timed_as_chains_or_trees(plain, tmp_path, tokenizer, ca
     ("fields", "name", "expected"),
     [
         ({}, "eagle run", "✓ heads of "),
-        ({}, "learning rate", "✓ 5e-05 for heads 32 wide: narrow ones take up to 1e-2"),
+        (
+            {"training": {"learning_rate": 5e-5}},
+            "learning rate",
+            "✓ 5e-05 for heads 32 wide: narrow ones take up to 1e-2",
+        ),
         ({"target": "other"}, "eagle run", "! heads of "),
         ({"layer_ids": [3]}, "eagle run", "✗ layer_ids: expected ascending depths between 1 and the target's 2 layers"),
         ({"draft_vocabulary": 301}, "eagle run", "✗ draft_vocabulary: expected at most 300, found 301 → "),
@@ -554,7 +558,7 @@ def test_how_heads_begin_is_told_before_they_are_trained(tmp_path, capsys):
     for fields in ({}, {"init": "last_layer"}):
         (tmp_path / "run.yaml").write_text(json.dumps(run | fields))
         lines.append(check(capsys, gemma, eagle_run=tmp_path / "run.yaml")[1]["eagle run"])
-    reason = "its last layer has post_feedforward_layernorm.weight, which Llama's has not"
+    reason = "the target's last layer has post_feedforward_layernorm.weight, which Llama's has not"
     assert lines[0].startswith("✓ ") and lines[0].endswith(f"4 steps, begun at random, for {reason}")
     assert lines[1].startswith("✗ init: expected auto or random") and reason in lines[1]
     heads = EagleHeads.of_target(tiny_gemma(layers=2), layer_ids=[1], rope_parameters={"rope_theta": 1e4})

@@ -51,12 +51,12 @@ def test_they_compute_what_the_last_layer_does_on_what_it_sees(name):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("qwen2", "its last layer has self_attn.k_proj.bias, which Llama's has not"),
-        ("qwen3", "its last layer has self_attn.k_norm.weight, which Llama's has not"),
-        ("gemma2", "its last layer has post_feedforward_layernorm.weight, which Llama's has not"),
-        ("gemma3", "its last layer has post_feedforward_layernorm.weight, which Llama's has not"),
-        ("phi3", "its last layer has mlp.gate_up_proj.weight, which Llama's has not"),
-        ("gpt-oss", "its last layer has mlp.experts.down_proj, which Llama's has not"),
+        ("qwen2", "the target's last layer has self_attn.k_proj.bias, which Llama's has not"),
+        ("qwen3", "the target's last layer has self_attn.k_norm.weight, which Llama's has not"),
+        ("gemma2", "the target's last layer has post_feedforward_layernorm.weight, which Llama's has not"),
+        ("gemma3", "the target's last layer has post_feedforward_layernorm.weight, which Llama's has not"),
+        ("phi3", "the target's last layer has mlp.gate_up_proj.weight, which Llama's has not"),
+        ("gpt-oss", "the target's last layer has mlp.experts.down_proj, which Llama's has not"),
     ],
 )
 def test_other_families_begin_at_random_and_uniform_at_most(name, said):
@@ -106,9 +106,9 @@ def test_another_layer_is_not_begun_as(what):
         attention = target.model.layers[-1].self_attn
         attention.o_proj.weight = torch.nn.Parameter(torch.zeros(32, 32, dtype=torch.int8), requires_grad=False)
     said = {
-        "shape": "its last layer has another mlp.gate_proj",
-        "codes": "its last layer has another self_attn.o_proj",
-        "activation": "its hidden_act is gelu, and Llama's silu",
+        "shape": "the target's last layer has another mlp.gate_proj",
+        "codes": "the target's last layer has another self_attn.o_proj",
+        "activation": "the target's hidden_act is gelu, and Llama's silu",
     }[what]
     assert beginning(run_of(), new_heads(run_of(), target), target)[1] == f"begun at random, for {said}"
     with pytest.raises(InputError, match=f"^init: .* found last_layer, and {said}$"):
