@@ -5,7 +5,7 @@ Shape suffix: H hidden.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 LIKE_OURS = ("llama", "mistral")
 """Families whose decoder layer computes what the heads' does, where it has the same weights and no more."""
 MAPS = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+BESIDE_EMBEDDINGS = MAPS[:3]
+"""These see an embedding besides, which comes first."""
 NORMS = ("input_layernorm", "post_attention_layernorm")
 SPREAD = 0.5
 """The most that logits of a random beginning stray by: a standard deviation of σ costs σ²/2 more than none."""
@@ -43,8 +45,10 @@ def new_heads(config: EagleTrainingConfig, target: PreTrainedModel, token_map: T
     heads = EagleHeads.of_target(
         target, token_map, config.layer_ids or None, base_model_name_or_path=config.target, **shape
     ).float()
-    begin = begin_as_last_layer if beginning(config, heads, target)[0] == "last_layer" else begin_at_random
-    begin(heads, target)
+    if beginning(config, heads, target)[0] == "last_layer":
+        begin_as_last_layer(heads, target)
+    else:
+        begin_at_random(heads)
     return heads
 
 
@@ -77,9 +81,10 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
     if further := sorted(weights.keys() - expected):
         return f"the target's last layer has {further[0]}, which Llama's has not"
     for name in MAPS:
-        theirs, ours = weights.get(f"{name}.weight"), heads.midlayer.get_submodule(name).weight
-        seen = heads.config.hidden_size if name.startswith("self_attn") and "o_proj" not in name else ours.shape[1]
-        if theirs is None or not theirs.is_floating_point() or theirs.shape != (len(ours), seen):
+        theirs, ours = weights.get(f"{name}.weight"), cast(nn.Linear, heads.midlayer.get_submodule(name))
+        beside = heads.config.hidden_size if name in BESIDE_EMBEDDINGS else 0
+        expected_shape = ours.out_features, ours.in_features - beside
+        if theirs is None or not theirs.is_floating_point() or theirs.shape != expected_shape:
             return f"the target's last layer has another {name}"
     if text.model_type not in LIKE_OURS:
         return f"the layers of {text.model_type} are not known to compute what Llama's do"
@@ -89,13 +94,12 @@ def other_layer(heads: EagleHeads, target: PreTrainedModel) -> str | None:
 
 
 @torch.no_grad()
-def begin_at_random(heads: EagleHeads, target: PreTrainedModel) -> None:
+def begin_at_random(heads: EagleHeads) -> None:
     """Leave random weights as they are, and let logits begin near each other: what is drafted is nearly uniform.
 
     The head's rows are the target's, made for states that mean something. Of states that mean nothing their logits
     would be as far apart, and the first loss far above that of a uniform distribution.
     """
-    del target
     spread = heads.lm_head.weight.float().square().sum(-1).mean().sqrt()
     heads.norm.weight.div_((spread / SPREAD).clamp(min=1.0))
 
@@ -113,8 +117,8 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
     layer, size = heads.midlayer, heads.config.hidden_size
     with whole(last, decoder):
         for name in MAPS:
-            ours, theirs = layer.get_submodule(name), last.get_submodule(name).weight
-            ours.weight.copy_(nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0)))  # embeddings first
+            ours, theirs = cast(nn.Linear, layer.get_submodule(name)), last.get_submodule(name).weight
+            ours.weight.copy_(nn.functional.pad(theirs, (ours.in_features - theirs.shape[1], 0)))
         for norm, their_norm in (
             (layer.hidden_norm, last.input_layernorm),
             (layer.post_attention_layernorm, last.post_attention_layernorm),
