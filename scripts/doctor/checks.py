@@ -146,9 +146,12 @@ def _tokenizers(target: Side, draft: Side) -> Finding:
 def _vocabulary(sides: list[Side]) -> Finding:
     tokenizer = sides[0].tokenizer
     text = ", ".join(f"{side.role} {side.head} logits" for side in sides)
+    alike = sides[0].tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab()
     for side in sides:
         try:
-            check_head(side.config, side.tokenizer, side.role, sides[0].config if side.role == "draft" else None)
+            check_head(
+                side.config, side.tokenizer, side.role, None if side is sides[0] or not alike else sides[0].config
+            )
         except InputError as error:
             return Finding("error", "vocabulary", str(error), "resize_token_embeddings(len(tokenizer)), and train them")
     tokens = token_count(tokenizer, sides[0].config)
@@ -160,7 +163,7 @@ def _vocabulary(sides: list[Side]) -> Finding:
             f"; {counted(len(beyond), 'added token')} without one, first {beyond[0][1]!r}: never written, and texts "
         )
         text += "that hold it are refused"
-    if len({side.head for side in sides}) > 1 and sides[0].tokenizer.get_vocab() == sides[-1].tokenizer.get_vocab():
+    if len({side.head for side in sides}) > 1 and alike:
         # SpeculativeConfig.verify_equal_vocab_size_if_draft_model, called for the method draft_model
         return Finding(
             "warning",
