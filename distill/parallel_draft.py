@@ -1,5 +1,6 @@
 """A draft that learns to draft in parallel: its mask token, and its forward over texts with masks beside them."""
 
+import functools
 import os
 import sys
 from typing import Any, cast
@@ -23,6 +24,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.vocabulary import ties_embeddings
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import set_attention, takes_bounds
+
+COMPILED_ON = {"cuda"}
+"""Devices that block masks are compiled for."""
 
 
 def make_parallel(
@@ -131,7 +135,6 @@ def _additive(model: PreTrainedModel, visible_BLL: Tensor) -> Tensor:
 
 def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, window: int) -> Any:
     """Return what flex attention skips empty blocks by: the rule of `visible_entries`, entry by entry."""
-    from torch.nn.attention.flex_attention import create_block_mask
 
     def visible(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         position_q, position_k, anchor_q, anchor_k = (
@@ -145,8 +148,19 @@ def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, w
         return seen & (position_q - position_k < window) if window else seen
 
     rows, length = positions_BL.shape
-    compiled = positions_BL.device.type == "cuda"
-    return create_block_mask(visible, rows, None, length, length, device=positions_BL.device, _compile=compiled)
+    device = positions_BL.device
+    return _create_block_mask(device.type in COMPILED_ON)(visible, rows, None, length, length, device=device)
+
+
+@functools.cache
+def _create_block_mask(compiled: bool) -> Any:
+    """Return the library's function: as it is it makes numbers for each pair of entries, compiled it does not.
+
+    Lengths change with each step, and one graph serves them all.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
 
 
 @torch.no_grad()

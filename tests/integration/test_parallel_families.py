@@ -6,6 +6,7 @@ from families import tiny_model
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
+from draftsmith.distill import parallel_draft
 from draftsmith.distill.parallel_chains import chained
 from draftsmith.distill.parallel_draft import parallel_hidden, require_masks
 from draftsmith.train.losses.output_head import last_hidden
@@ -59,3 +60,21 @@ def test_a_family_that_does_not_keep_to_the_mask_is_refused(name):
     with pytest.raises(InputError, match=rf"^parallel: expected a family .*, found {type(model).__name__} with"):
         require_masks(model)
     assert model.training
+
+
+@pytest.mark.slow
+def test_block_masks_of_all_lengths_are_one_graph(monkeypatch):
+    """Where they are compiled, the length of a row is another in each step."""
+    compile_with, counters = torch.compile, torch._dynamo.utils.counters["stats"]
+    monkeypatch.setattr(torch, "compile", lambda call, **options: compile_with(call, backend="eager", **options))
+    make = parallel_draft._create_block_mask
+    monkeypatch.setattr(parallel_draft, "_create_block_mask", make.__wrapped__)  # none is kept beyond the test
+
+    def masks() -> list[torch.Tensor]:
+        places = [torch.arange(length).expand(2, -1) for length in (264, 328, 520)]
+        return [parallel_draft._blocks(place, place.clone(), None, 0).to_dense() for place in places]
+
+    expected, before = masks(), counters["unique_graphs"]
+    monkeypatch.setattr(parallel_draft, "COMPILED_ON", {"cpu"})
+    assert all(map(torch.equal, masks(), expected))
+    assert counters["unique_graphs"] == before + 1
