@@ -6,10 +6,12 @@ alike there are told apart by what verifying some tokens takes, which is what dr
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median_high
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +19,8 @@ from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.cache import CachedModel
-from draftsmith.decode.clock import median_seconds
+from draftsmith.decode.clock import median_seconds, now
+from draftsmith.decode.errors import first_line
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
 from draftsmith.medusa import MedusaHeads
@@ -32,6 +35,8 @@ COMPILED_BELOW = 0.1
 """Seconds of a token: beyond, arithmetic and memory are all of it, and a compiler has little to win."""
 WORTH_IT = 0.95
 """Of the eager seconds: a compiled model's first tokens take half a minute."""
+HOST_BOUND = 0.9
+"""Of a token's seconds on a GPU: where the host takes as long to launch its kernels, the GPU waits for it."""
 ALIKE = 1.1
 """Times the least seconds of a token, up to which dtypes are judged by a block."""
 BLOCK = 4
@@ -140,7 +145,8 @@ def fastest_settings(
 ) -> Settings:
     """Time a token of plain decoding under what is left open, and return what is fastest.
 
-    On a GPU nothing is timed: dtype and threads are as they are, and forwards eager unless they are to be compiled.
+    On a CUDA GPU dtype and threads are as they are, and it is said whether the host is the bound; on other devices
+    nothing is timed, and forwards are eager unless they are to be compiled.
 
     Args:
         target: the target, as it was loaded.
@@ -152,6 +158,9 @@ def fastest_settings(
         trust_remote_code: as for `load_model`.
     """
     own, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
+    if target.device.type == "cuda":
+        compiled, why = compiled_on_gpu(target, compiled)
+        return Settings(own, threads or most, compiled, dict.fromkeys(drafts, own), why)
     if target.device.type != "cpu":
         return Settings(own, threads or most, bool(compiled), dict.fromkeys(drafts, own), None)
 
@@ -210,6 +219,47 @@ def fastest_settings(
     return Settings(chosen, threads, compiled, draft_dtypes, why)
 
 
+def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
+    """Return whether a GPU decodes the target through `torch.compile`, and what was timed, in words.
+
+    Nobody having asked for it, a compiler that fails is told of, and done without.
+    """
+    device, seconds, launching, failure = target.device, dict[str, float](), dict[str, float](), ""
+    for name in ("eager", "compiled"):
+        if compiled is not None and compiled != (name == "compiled"):
+            continue
+        if name == "compiled" and compiled is None and seconds["eager"] >= COMPILED_BELOW:
+            continue
+        try:
+            with phase(f"timing {name} tokens"):
+                step = _step(target, compiled=name == "compiled")
+                seconds |= median_seconds({name: step}, REPEATS, device)
+                launching[name] = _launch_seconds(step, device)
+        except Exception as error:
+            if name == "eager" or compiled:
+                raise
+            failure = f"; torch.compile failed: {first_line(error)}"
+    chosen = "compiled" if seconds.get("compiled", torch.inf) < WORTH_IT * seconds.get("eager", torch.inf) else "eager"
+    told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
+    host = launching[chosen] >= HOST_BOUND * seconds[chosen]
+    bound = (
+        f"the host is the bound, with {1e3 * launching[chosen]:.1f} to launch a token"
+        if host
+        else "the GPU is the bound"
+    )
+    return chosen == "compiled", f"milliseconds a token of plain decoding: {told}; {bound}{failure}"
+
+
+def _launch_seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Return the median seconds until a call returns, whatever its device still has to do."""
+    taken = []
+    for _ in range(REPEATS):
+        begin = now(device)
+        call()
+        taken.append(time.perf_counter() - begin)
+    return median_high(taken)
+
+
 def _step(model: PreTrainedModel, compiled: bool = False, tokens: int = 1) -> Callable[[], object]:
     """Return a forward behind a short text, compiled by its first call; of heads, the logits of all, or of a step."""
     if isinstance(model, EagleHeads):
@@ -221,8 +271,8 @@ def _step(model: PreTrainedModel, compiled: bool = False, tokens: int = 1) -> Ca
         seen = torch.zeros(1, 1, model.config.num_heads, model.config.hidden_size, dtype=model.dtype)
         return lambda: [model.logits(head, hidden, seen) for head in range(model.config.num_heads)]
     cached = CachedModel(model, rows=1, max_length=CONTEXT + tokens, block=tokens, compiled=compiled)
-    cached.prefill(torch.ones(1, CONTEXT, dtype=torch.long))
-    return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long), [CONTEXT])
+    cached.prefill(torch.ones(1, CONTEXT, dtype=torch.long, device=model.device))
+    return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long, device=model.device), [CONTEXT])
 
 
 def _with_threads(count: int, call: Callable[[], object]) -> object:

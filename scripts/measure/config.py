@@ -70,8 +70,7 @@ class MeasureConfig(Filters, PromptOptions):
     stored or float32, whichever a short timing finds faster, and each draft model likewise; on a GPU as it is stored.
     T=0 texts are identical for certain in float32 and float64 only."""
     compiled: bool | None = None
-    """Run all models, plain decoding too, through `torch.compile`; null: on a CPU where a short timing finds it faster,
-    on a GPU not."""
+    """Run all models, plain decoding too, through `torch.compile`; null: where a short timing finds it faster."""
     threads: int | None = field(default=None, kw_only=True)
     """CPU threads; null: as many as a short timing finds fastest."""
     lossless_tokens: int | None = None

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from pages import shell_blocks
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.bench import (
@@ -14,6 +15,7 @@ from draftsmith.scripts.bench import (
     data,
     decode,
     divergence,
+    gpu,
     medusa,
     objectives,
     parallel,
@@ -243,3 +245,31 @@ def test_completions_are_written_mapped_and_read(tmp_path):
     assert first["samples"] == mapped["samples"] > 100 and first["rows"] == mapped["rows"] < first["samples"]
     assert mapped["filled"] > 0.9 and mapped["batch_tokens_per_second"] > 0
     assert list((tmp_path / "completions" / ".mapped").glob("*.arrow"))
+
+
+def test_the_page_of_the_first_run_on_a_gpu_has_its_commands():
+    page = ROOT / "docs" / "gpu-first-run.md"
+    lines = [words for block in shell_blocks(page) for words in block.lines]
+    assert lines[2:] == [shlex.split(command.line) for command in gpu.COMMANDS] and len(gpu.COMMANDS) == 10
+
+
+def test_a_first_run_keeps_what_came_of_each_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written = tmp_path / "left.txt"
+    commands = (
+        gpu.Command(f"python -c \"print('loss: 3'); open('{written}', 'w')\"", (r"loss: \d",), ("left.txt",)),
+        gpu.Command("python -c 'print(1); exit(2)'", ("2",), ("none.txt",)),
+        gpu.Command("draftsmith-of-another-name", ()),
+    )
+    monkeypatch.setattr(gpu, "COMMANDS", commands)
+    assert gpu.main(["--output", "kept/first-run.json", "--numbers", "[1, 2, 3]"]) == 1
+    kept = json.loads((tmp_path / "kept/first-run.json").read_text())
+    found = kept["commands"]
+    assert [(found[n]["passed"], found[n]["exit_code"]) for n in "123"] == [(True, 0), (False, 2), (False, None)]
+    assert found["2"]["missing"] == ["2", "none.txt"] and found["2"]["last_lines"] == ["1"]
+    assert kept["environment"]["gpu"] is None and kept["environment"]["torch"]
+    said = capsys.readouterr().out
+    assert "no CUDA GPU was found" in said and "FAILED, exit code 2" in said and "without 2, none.txt" in said
+    assert gpu.main(["--numbers", "[1]"]) == 0 and (tmp_path / "runs/gpu/first-run.json").is_file()
+    with pytest.raises(InputError, match="numbers: expected at least 1 and at most 3, found 4"):
+        gpu.main(["--numbers", "[4]"])

@@ -129,7 +129,54 @@ def test_a_run_that_goes_on_has_the_settings_that_it_began_with(pair, monkeypatc
     assert changed == replace(chosen, dtype="float32", threads=1)
 
 
-def test_a_gpu_is_not_timed(monkeypatch):
+FAILED = RuntimeError("no triton\nhere")
+
+
+@pytest.mark.parametrize(
+    ("compiled", "eager", "with_compiler", "launching", "chosen", "told"),
+    [
+        (None, 0.010, 0.006, 0.0059, True, "compiled 6.0; the host is the bound, with 5.9 to launch a token"),
+        (None, 0.010, 0.0099, 0.004, False, "compiled 9.9; the GPU is the bound"),
+        (None, 0.010, FAILED, 0.004, False, "eager 10.0; the GPU is the bound; torch.compile failed: no triton"),
+        (None, 0.2, None, 0.1, False, "eager 200.0; the GPU is the bound"),
+        (False, 0.010, None, 0.010, False, "eager 10.0; the host is the bound"),
+        (True, None, 0.010, 0.001, True, "plain decoding: compiled 10.0; the GPU is the bound"),
+    ],
+)
+def test_on_a_gpu_compiled_forwards_have_to_pay_and_the_bound_is_told(
+    monkeypatch, compiled, eager, with_compiler, launching, chosen, told
+):
+    seconds = {"eager": eager, "compiled": with_compiler}
+
+    def median(calls, repeats, device):
+        (name,) = calls
+        if isinstance(seconds[name], Exception):
+            raise seconds[name]
+        return {name: seconds[name]}
+
+    monkeypatch.setattr(settings, "_step", lambda model, compiled: None)
+    monkeypatch.setattr(settings, "median_seconds", median)
+    monkeypatch.setattr(settings, "_launch_seconds", lambda step, device: launching)
+    found, why = settings.compiled_on_gpu(tiny_llama(0), compiled)
+    assert found == chosen and why.startswith("milliseconds a token of plain decoding: ") and told in why
+
+
+def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(monkeypatch):
+    def failing(model, compiled):
+        raise RuntimeError("no triton")
+
+    monkeypatch.setattr(settings, "_step", failing)
+    with pytest.raises(RuntimeError, match="no triton"):
+        settings.compiled_on_gpu(tiny_llama(0), True)
+
+
+def test_launching_is_timed_by_a_real_forward():
+    model = tiny_llama(0)
+    found, why = settings.compiled_on_gpu(model, False)
+    assert not found and "eager" in why and "is the bound" in why
+
+
+def test_other_devices_are_not_timed(monkeypatch):
     model = tiny_llama(0)
     monkeypatch.setattr(settings, "median_seconds", lambda *args: pytest.fail("timed"))
     monkeypatch.setattr(type(model), "device", torch.device("meta"))
