@@ -364,8 +364,11 @@ class LearningCurveConfig:
     """Multiples of the text to forecast τ for."""
     draft_length: int = 4
     """γ of the replayed τ; Medusa heads and parallel drafts draft no more tokens than they have learned to."""
+    luck: float = 0.05
+    """By how much τ of equal runs of other seeds differs, a standard deviation, as far as you know it."""
 
     def __post_init__(self) -> None:
+        require(self, more_than(0), "luck")
         require(self, one_of(("distill", "medusa", "eagle")), "recipe")
         self.shares, self.times = (sorted(numbers(getattr(self, n), float, n)) for n in ("shares", "times"))
         require(self, more_than(0) & at_most(1), "shares")

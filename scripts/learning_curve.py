@@ -81,6 +81,8 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
             [point["replayed"][law]["tokens"] for point in chosen],
             [point["replayed"][law]["rounds"] for point in chosen],
             config.times,
+            config.luck,
+            config.draft_length + 1,
         )
         for law in chosen[0]["replayed"]
     }
@@ -181,10 +183,16 @@ def says(curve: LearningCurve) -> list[str]:
     if not curve.grows:
         return ["τ does not rise with the text: more of it is not what this draft lacks"]
     words = {2.0: "twice"}
-    return [
+    said = [
         f"τ at {words.get(times, f'{times:g} times')} the text: {format_estimate(found, spread='interval')}"
         for times, found in curve.forecasts.items()
     ]
+    if curve.residual is None:
+        return [
+            f"{sentence}, without an interval: of three amounts none is left to tell how far the curve is off"
+            for sentence in said
+        ]
+    return said
 
 
 def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
@@ -214,7 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for law, curve in found["curves"].items():
         for size, length in zip(curve["sizes"], curve["lengths"], strict=True):
             rows[f"{law}: τ of {size:.0f} tokens"] = format_estimate(Estimate(**length), spread="interval")
-        rows[f"{law}: the curve misses them by"] = f"{curve['residual']:.3f} (root mean square)"
+        if curve["residual"] is not None:
+            rows[f"{law}: the curve misses them by"] = f"{curve['residual']:.3f}"
+        rows[f"{law}: runs differ by luck by"] = f"{curve['luck']:.3f}"
         rows |= {f"{law}: forecast {number}": words for number, words in enumerate(curve["says"], 1)}
     print_summary(rows, "learning curve", Path(config.output))
     return 0

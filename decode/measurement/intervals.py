@@ -127,20 +127,6 @@ def rate_ratio(
     return _estimates(_quotient, [numerators], [denominators], [other_numerators], [other_denominators])[0]
 
 
-def figures(statistic: Callable[..., Values], *columns: ArrayLike) -> list[Estimate]:
-    """Estimate S figures that are made of several sums over the same n prompts.
-
-    Args:
-        statistic: of each column's sums, (R, M), to the figures, (R, S).
-        columns: M rows of n values each.
-    """
-    arrays = [np.asarray(values, dtype=np.float64) for values in columns]
-    prompts = arrays[0].shape[1]
-    values = statistic(*(rows.sum(-1)[None] for rows in arrays))[0]
-    lows, highs = _bounds(statistic, arrays, len(values))
-    return [_estimate(value, low, high, prompts) for value, low, high in zip(values, lows, highs, strict=True)]
-
-
 def ratio_interval(numerators: Sequence[float], denominators: Sequence[float], confidence: float) -> Interval | None:
     """Return the interval of `ratio` at any confidence level, by Student's t."""
     return _students(_ratio, numerators, denominators, confidence=confidence)

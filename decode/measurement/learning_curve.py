@@ -1,9 +1,15 @@
 """How τ grows with the text that is learned from: a saturating curve through a few amounts, and what more would bring.
 
-τ(n) = τ∞ − c·n^(−b), the power law with a limit that the error of models follows (Hestness et al. 2017, section 2). For
-each b on a grid τ∞ and c are a straight line's, so that the least squares are found at once for all resamples.
+τ(n) = τ∞ − c·n^(−b), the power law with a limit that the error of models follows (Hestness et al. 2017, section 2).
 
-Shape suffixes: K amounts of text, n prompts, R resamples, G exponents.
+A few amounts say little of three numbers, and less of what lies beyond them: many curves pass near them. So all are
+weighed (Bayes) that fit within what may be chance: other prompts, whose covariance the jackknife tells, and the luck of
+a training run, by which τ of equal runs of other seeds differs. Flat priors are on τ of the least and of the greatest
+amount, with τ not falling between them, and on the logarithm of b; the variance of luck has a scaled inverse chi-square
+with few degrees of freedom about what is known of it, so that points that miss the curve by more say so. How often the
+intervals hold what comes: `python -m draftsmith.scripts.bench.gate`.
+
+Shape suffixes: K amounts of text, n prompts, G exponents, L sizes of luck, R draws.
 """
 
 from collections.abc import Sequence
@@ -11,46 +17,66 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import log_ndtr, ndtr, ndtri
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.intervals import Estimate, Values, figures, ratio
+from draftsmith.decode.measurement.intervals import LEAST as LEAST_PROMPTS
+from draftsmith.decode.measurement.intervals import Estimate, Values, ratio
 
 EXPONENTS = np.geomspace(0.01, 2.0, 150)
 """b: at the least τ grows as the logarithm of n; at the most all but the first amount are near the limit."""
+LIMITED = 0.05
+"""Below this b no limit is in sight: up to ten times the text the curve is a logarithm's to a few percent."""
 LEAST = 3
 """Amounts of text that a curve of three numbers needs."""
+LUCK = 0.05
+"""The standard deviation of τ over seeds: what runs of three seeds on the embedded target showed at T=0 at the most."""
+LUCKS = np.geomspace(0.25, 8.0, 12)
+"""Sizes of luck that are weighed, times what is known of it."""
+FREEDOM = 4
+"""Degrees of freedom of what is known of luck: a half or twice as much is no surprise."""
+DRAWS = 20_000
 
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """τ against the text that was learned from. The intervals are over prompts: they don't hold the luck of a run."""
+    """τ against the text that was learned from. Forecasts are of one further run, with its luck and other prompts."""
 
     sizes: list[float]
     """Tokens learned from, ascending."""
     lengths: list[Estimate]
-    """τ of each."""
+    """τ of each; the interval is over prompts."""
     limit: Estimate
-    """τ∞."""
+    """τ∞; without a value where the points don't tell a limit from growth without one."""
     exponent: Estimate
     """b."""
-    residual: float
-    """The root mean square of τ minus the curve: with what the intervals hold, the luck of the runs."""
+    residual: float | None
+    """How far τ misses the best curve: √(Σ ÷ (K − 3)), for three numbers were fitted; None of three amounts."""
+    luck: float
+    """The standard deviation of τ over runs that differ in the seed alone, as the points and what was known have it."""
     grows: bool
     """Whether τ rises with the text at all. If not, the curve is flat, and no more text is called for."""
     forecasts: dict[float, Estimate]
-    """τ by times the largest amount."""
+    """τ by times the largest amount; of three amounts without an interval."""
 
 
 def learning_curve(
-    sizes: Sequence[float], tokens: ArrayLike, rounds: ArrayLike, times: Sequence[float] = (2.0,)
+    sizes: Sequence[float],
+    tokens: ArrayLike,
+    rounds: ArrayLike,
+    times: Sequence[float] = (2.0,),
+    luck: float = LUCK,
+    most: float = float("inf"),
 ) -> LearningCurve:
-    """Fit τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ for more text.
+    """Weigh the curves τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ for more text.
 
     Args:
         sizes: tokens that were learned from, K different numbers.
         tokens: of each replayed prompt, by what was learned from each amount, (K, n).
         rounds: likewise, expected rounds; τ is Σ tokens ÷ Σ rounds.
         times: multiples of the largest amount to forecast.
+        luck: the standard deviation of τ over equal runs of other seeds, as far as it is known.
+        most: what τ cannot exceed, γ + 1.
 
     Raises:
         InputError: fewer than three amounts, one twice or none above 0, or tables that do not fit.
@@ -69,37 +95,108 @@ def learning_curve(
     tokens_Kn, rounds_Kn = (table[order] for table in tables)
     if not (rounds_Kn.sum(1) > 0).all():
         raise InputError("rounds: expected some for each amount, found none")
-    ahead = np.asarray([1.0, *times])
+    prompts, tau_K = tokens_Kn.shape[1], tokens_Kn.sum(1) / rounds_Kn.sum(1)
+    x_K = n_K / n_K[-1]
+    level, slope, b = _least_squares(x_K, tau_K)
+    left_K = tau_K - (level - slope * x_K**-b)
+    drawn = _drawn(x_K, tau_K, _covariance(tokens_Kn, rounds_Kn), luck)
+    told = prompts >= LEAST_PROMPTS and len(n_K) > LEAST
 
-    def fitted(tokens_RK: Values, rounds_RK: Values) -> Values:
-        """Return τ∞, b and the curve at multiples of the largest amount, (R, 2 + 1 + times)."""
-        limit_R, slope_R, b_R = _fit(n_K / n_K[-1], tokens_RK / rounds_RK)
-        curve = limit_R[:, None] - slope_R[:, None] * ahead ** -b_R[:, None]
-        return np.column_stack([limit_R, b_R, curve])
+    def estimate(values_R: Values, value: float | None = None) -> Estimate:
+        low, middle, high = (float(end) for end in np.quantile(values_R, [0.025, 0.5, 0.975]))
+        value = middle if value is None else value
+        return Estimate(value, (min(low, value), max(high, value)) if told else None, prompts)
 
-    limit, exponent, _, *forecasts = figures(fitted, tokens_Kn, rounds_Kn)
-    tau_K = tokens_Kn.sum(1) / rounds_Kn.sum(1)
-    (level,), (slope,), (b,) = _fit(n_K / n_K[-1], tau_K[None])
-    left_K = tau_K - (level - slope * (n_K / n_K[-1]) ** -b)
+    flat = None if slope > 0 else float(tau_K.mean())
+    chance_R = np.random.default_rng(1).standard_normal(DRAWS) * drawn.luck_R
+    limited = np.mean(drawn.exponent_R < LIMITED) <= 0.025
     return LearningCurve(
         n_K.tolist(),
         [ratio(t, r) for t, r in zip(tokens_Kn.tolist(), rounds_Kn.tolist(), strict=True)],
-        limit,
-        exponent,
-        float(np.sqrt((left_K**2).mean())),
-        bool(slope > 0),
-        dict(zip(map(float, times), forecasts, strict=True)),
+        estimate(np.minimum(drawn.at(np.inf), most), flat)
+        if limited or flat is not None
+        else Estimate(None, None, prompts),
+        estimate(drawn.exponent_R),
+        float(np.sqrt((left_K**2).sum() / (len(n_K) - LEAST))) if len(n_K) > LEAST else None,
+        float(np.median(drawn.luck_R)),
+        slope > 0,
+        {float(ahead): estimate(np.minimum(drawn.at(ahead) + chance_R, most), flat) for ahead in times},
     )
 
 
-def _fit(n_K: Values, tau_RK: Values) -> tuple[Values, Values, Values]:
-    """Return τ∞, c and b of each row by least squares, (R,) each; c = 0 where τ does not rise."""
-    x_GK = n_K ** -EXPONENTS[:, None]
+@dataclass(frozen=True)
+class _Drawn:
+    """Curves that are drawn as likely as they are."""
+
+    least: float
+    """The least amount ÷ the greatest."""
+    first_R: Values
+    """τ of the least amount."""
+    rise_R: Values
+    """By how much τ of the greatest is above it."""
+    exponent_R: Values
+    luck_R: Values
+
+    def at(self, times: float) -> Values:
+        """Return τ of so many times the greatest amount, (R,)."""
+        return self.first_R + self.rise_R * _risen(self.least, self.exponent_R, times)
+
+
+def _risen(least: float, b: Values, times: float | Values) -> Values:
+    """Return the part of the rise from the least to the greatest amount that a curve has made at an amount."""
+    risen: Values = (least**-b - np.power(times, -b)) / (least**-b - 1)
+    return risen
+
+
+def _drawn(x_K: Values, tau_K: Values, prompts_KK: Values, luck: float) -> _Drawn:
+    """Draw curves: by exponent and luck what is left is a line's, whose two numbers are normal, cut where τ falls."""
+    design_GK2 = np.ones((len(EXPONENTS), len(x_K), 2))
+    design_GK2[:, :, 1] = _risen(x_K[0], EXPONENTS[:, None], x_K)
+    lucks_L = luck * LUCKS
+    inverse_LKK = np.linalg.inv(prompts_KK + lucks_L[:, None, None] ** 2 * np.eye(len(x_K)))
+    weighted_GL2K = np.swapaxes(design_GK2, 1, 2)[:, None] @ inverse_LKK
+    precision_GL22 = weighted_GL2K @ design_GK2[:, None]
+    covariance_GL22 = np.linalg.inv(precision_GL22)
+    mean_GL2 = (covariance_GL22 @ (weighted_GL2K @ tau_K)[..., None])[..., 0]
+    left_GLK = tau_K - (design_GK2[:, None] @ mean_GL2[..., None])[..., 0]
+    misfit_GL = np.einsum("glk,lkj,glj->gl", left_GLK, inverse_LKK, left_GLK)
+    deviation_GL = np.sqrt(covariance_GL22[..., 1, 1])
+    log_GL = 0.5 * (np.linalg.slogdet(inverse_LKK)[1] - np.linalg.slogdet(precision_GL22)[1] - misfit_GL)
+    log_GL += log_ndtr(mean_GL2[..., 1] / deviation_GL)
+    log_GL -= FREEDOM * (np.log(lucks_L) + 0.5 * (luck / lucks_L) ** 2)
+    weights_GL = np.exp(log_GL - log_GL.max())
+
+    generator = np.random.default_rng(0)
+    g_R, l_R = np.divmod(
+        generator.choice(weights_GL.size, DRAWS, p=weights_GL.ravel() / weights_GL.sum()), len(lucks_L)
+    )
+    mean_R2, covariance_R22, deviation_R = mean_GL2[g_R, l_R], covariance_GL22[g_R, l_R], deviation_GL[g_R, l_R]
+    below_R = ndtr(-mean_R2[:, 1] / deviation_R)
+    uniform_R = np.clip(below_R + (1 - below_R) * generator.random(DRAWS), 1e-300, 1 - 1e-16)
+    rise_R = np.maximum(mean_R2[:, 1] + deviation_R * ndtri(uniform_R), 0.0)
+    lean_R = covariance_R22[:, 0, 1] / deviation_R**2
+    rest_R = np.sqrt(np.maximum(covariance_R22[:, 0, 0] - lean_R * covariance_R22[:, 0, 1], 0.0))
+    first_R = mean_R2[:, 0] + lean_R * (rise_R - mean_R2[:, 1]) + rest_R * generator.standard_normal(DRAWS)
+    return _Drawn(float(x_K[0]), first_R, rise_R, EXPONENTS[g_R], lucks_L[l_R])
+
+
+def _covariance(tokens_Kn: Values, rounds_Kn: Values) -> Values:
+    """Return how τ of the amounts vary together with the prompts, by the jackknife, (K, K)."""
+    prompts = tokens_Kn.shape[1]
+    rest_Kn = rounds_Kn.sum(1, keepdims=True) - rounds_Kn
+    if not (rest_Kn > 0).all():
+        return np.zeros((len(tokens_Kn), len(tokens_Kn)))
+    without_Kn = (tokens_Kn.sum(1, keepdims=True) - tokens_Kn) / rest_Kn
+    without_Kn -= without_Kn.mean(1, keepdims=True)
+    covariance: Values = (prompts - 1) / prompts * without_Kn @ without_Kn.T
+    return covariance
+
+
+def _least_squares(x_K: Values, tau_K: Values) -> tuple[float, float, float]:
+    """Return τ∞, c and b of the best curve; c = 0 where τ does not rise."""
+    x_GK = x_K ** -EXPONENTS[:, None]
     x_GK, mean_G = x_GK - x_GK.mean(1, keepdims=True), x_GK.mean(1)
-    mean_R = tau_RK.mean(1)
     # τ falls by c where n^(−b) rises by 1, and the line passes through both means.
-    c_RG = np.maximum(-(tau_RK - mean_R[:, None]) @ x_GK.T / (x_GK**2).sum(1), 0.0)
-    explained_RG = c_RG**2 * (x_GK**2).sum(1)
-    best_R = explained_RG.argmax(1)
-    c_R = np.take_along_axis(c_RG, best_R[:, None], 1)[:, 0]
-    return mean_R + c_R * mean_G[best_R], c_R, EXPONENTS[best_R]
+    c_G = np.maximum(-x_GK @ (tau_K - tau_K.mean()) / (x_GK**2).sum(1), 0.0)
+    best = int((c_G**2 * (x_GK**2).sum(1)).argmax())
+    return float(tau_K.mean() + c_G[best] * mean_G[best]), float(c_G[best]), float(EXPONENTS[best])
