@@ -7,12 +7,13 @@ import torch
 
 from draftsmith.scripts.bench.common import Figures, run_benchmark
 from draftsmith.scripts.bench.gate import BenchGateConfig
+from draftsmith.scripts.bench.gate.counts import alarm_figures
 from draftsmith.scripts.bench.gate.curves import curve_figures
 from draftsmith.scripts.bench.gate.speedups import gate_figures
 from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
 
-FIGURES = {"gate": gate_figures, "learning_curve": curve_figures}
+FIGURES = {"gate": gate_figures, "learning_curve": curve_figures, "reconcile": alarm_figures}
 
 
 def bench(config: BenchGateConfig) -> Figures:

@@ -10,8 +10,15 @@ rounds.
 from collections.abc import Sequence
 
 import numpy as np
+from scipy import stats
 
-from draftsmith.decode.measurement.intervals import Interval, difference_interval, ratio, ratio_interval
+from draftsmith.decode.measurement.intervals import (
+    Interval,
+    confidence_of_each,
+    difference_interval,
+    ratio,
+    ratio_interval,
+)
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
 from draftsmith.scripts.measure.reconcile.causes import causes_of
 from draftsmith.scripts.measure.reconcile.pairing import Asked, Pairing, ServedText, first_difference, paired, too_few
@@ -20,7 +27,9 @@ from draftsmith.scripts.report.reconciliation import Departure, PositionShares, 
 from draftsmith.scripts.report.types import Verifier
 
 FALSE_ALARM = 0.01
-"""At most so often a server that does as expected is said to depart, under sampling, at any position."""
+"""So often a server that does as expected is said to depart, under sampling, at any position."""
+Columns = tuple[Sequence[float], Sequence[float]]
+"""Accepted tokens and drafts of each text."""
 
 
 def reconcile(
@@ -149,15 +158,17 @@ def _intervals(pairing: Pairing, expected: Sequence[ServerCounts], counted: Serv
 
     Over prompts, and paired where the server's counts are known prompt by prompt. Elsewhere the server's share is taken
     to be as uncertain as one that is drawn from the expected rounds: its interval over prompts, wider by √2 because the
-    texts are others than those expected.
+    texts are others than those expected. Few texts may be alike by chance, at deep positions above all: no interval is
+    narrower than that of as many independent steps.
     """
     depth, own = pairing.asked.draft_length, [one.counts for one in pairing.served]
-    confidence = 1 - FALSE_ALARM / depth
+    confidence = confidence_of_each(1 - FALSE_ALARM, depth)
     wanted = [_shares(expected, j) for j in range(depth)]
     if all(counts is not None for counts in own):
         columns = [_shares([counts for counts in own if counts is not None], j) for j in range(depth)]
         return [
-            difference_interval(*one, *other, confidence=confidence) for one, other in zip(columns, wanted, strict=True)
+            _no_narrower(difference_interval(*one, *other, confidence=confidence), one, other, confidence)
+            for one, other in zip(columns, wanted, strict=True)
         ]
     generator = np.random.default_rng(0)
     drawn = [_drawn(pairing, text, generator) for text in pairing.expected]
@@ -169,11 +180,24 @@ def _intervals(pairing: Pairing, expected: Sequence[ServerCounts], counted: Serv
             intervals.append(None)
             continue
         half, difference = (bounds[1] - bounds[0]) / 2 * 2**0.5, share - expected_share
-        intervals.append((difference - half, difference + half))
+        bounds = difference - half, difference + half
+        intervals.append(_no_narrower(bounds, of_all[j], wanted[j], confidence))
     return intervals
 
 
-def _shares(counts: Sequence[ServerCounts], position: int) -> tuple[list[float], list[float]]:
+def _no_narrower(interval: Interval | None, counted: Columns, expected: Columns, confidence: float) -> Interval | None:
+    """Return an interval no narrower than a binomial's of the same share and as many steps."""
+    accepted, drafts = (sum(of) for of in counted)
+    if interval is None or not drafts:
+        return interval
+    share = (accepted + sum(expected[0])) / (drafts + sum(expected[1]))
+    deviation = (max(share * (1 - share), 0.0) / drafts) ** 0.5
+    middle, half = (interval[0] + interval[1]) / 2, (interval[1] - interval[0]) / 2
+    half = max(half, float(stats.t.ppf((1 + confidence) / 2, len(expected[0]) - 1)) * deviation)
+    return middle - half, middle + half
+
+
+def _shares(counts: Sequence[ServerCounts], position: int) -> Columns:
     """Return the accepted tokens and the drafts of each text."""
     accepted = [c.num_accepted_tokens_per_pos for c in counts]
     return [of[position] if position < len(of) else 0.0 for of in accepted], [c.num_drafts for c in counts]
