@@ -85,10 +85,11 @@ class CheckpointedTrainer(Trainer):
             super()._load_rng_state(checkpoint)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Require that a checkpoint has what is trained; tied weights are there once."""
+        """Require that a checkpoint has what is trained: tied weights are there once, frozen ones need not be."""
         model: Any = self.model
         parameters = dict(model.named_parameters(remove_duplicate=False))
         missing, beside = set(load_result.missing_keys), load_result.unexpected_keys
+        missing -= set(getattr(model, "_keys_to_ignore_on_save", None) or ())
         there = {id(parameter) for name, parameter in parameters.items() if name not in missing}
         lacking = [name for name in missing & parameters.keys() if id(parameters[name]) not in there]
         if lacking or beside:
