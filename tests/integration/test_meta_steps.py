@@ -14,6 +14,7 @@ from pipelines import configured, eagle_configured, heads_configured
 from torch import Tensor, nn
 from transformers import TrainingArguments
 
+from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.distill import __main__ as distilling
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as heads
@@ -55,8 +56,8 @@ def without_data(value: Any, seen: set[int] | None = None) -> Any:
     """Return what holds tensors with tensors that have no data; arrays, and what belongs on the host, stay."""
     if isinstance(value, Tensor):
         return value.to("meta")
-    if isinstance(value, nn.Module):
-        return value.to("meta")
+    if isinstance(value, nn.Module):  # in the precision that GPUs learn in
+        return value.to("meta", torch.bfloat16)
     if isinstance(value, dict):
         return {key: without_data(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
@@ -108,7 +109,9 @@ def test_a_step_looks_at_no_value(on_meta, name):
     trainer, loader = on_meta(name)
     batch = without_data(next(loader))
     (batch,), tokens = trainer.get_batch_samples(iter([batch]), 1, torch.device("meta"))
-    loss = trainer.training_step(trainer.model, batch, tokens)
+    with AsOnCuda() as kernels:
+        loss = trainer.training_step(trainer.model, batch, tokens)
     assert loss.device.type == "meta" and loss.shape == ()
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
+    assert kernels.chosen and "math" not in kernels.chosen
     assert trained and all(p.grad is not None for p in trained)
