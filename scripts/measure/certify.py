@@ -7,7 +7,7 @@ from torch import Tensor
 
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
-from draftsmith.decode.progress import each
+from draftsmith.decode.progress import each, phase
 from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import rows_of
@@ -71,7 +71,8 @@ def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinishe
         unfinished: what an earlier run has tested is there, and this one's tests go there.
     """
     while any(certificate == UNTESTED for certificate in measured.lossless.values()):
-        best = build_report(measured, require_law=False).recommendation
+        with phase("the setting whose law is to be tested"):
+            best = build_report(measured, require_law=False).recommendation
         method = Method(best.proposer or "", best.draft_length or 0)
         waiting = [key for key, of in measured.lossless.items() if of == UNTESTED and key[2] == method]
         if not best.go or not waiting:
