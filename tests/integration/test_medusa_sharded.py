@@ -105,7 +105,7 @@ def assert_same_heads(one: Path, two: Path, ranks: list[dict]) -> None:
     assert all(tensor.numel() for tensor in found.values())
     assert not list(two.glob(".*partial")) and not list(two.glob("pytorch_model*"))
     logits = head_logits(two)
-    assert logits[logits.isfinite()].std() > 0.1
+    assert logits[logits.isfinite()].std() > 0.01  # no empty tensors; heads of a random target begin quiet
     for rank in ranks:
         torch.testing.assert_close(rank["logits"], logits, atol=1e-6, rtol=1e-6)
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DraftInit
 from draftsmith.train.data.shards import write_shard
+from draftsmith.train.losses.beginning import SCALES
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 
@@ -214,8 +215,9 @@ def test_a_carved_draft_starts_from_the_target_and_its_adapters_are_merged(groun
     # Neither embeddings nor norms are trained: they are the target's, wherever the padding is not silenced.
     target, draft = weights(ground / "padded"), weights(output / "lora")
     rows = len(tokenizer)
-    for name in ("model.embed_tokens.weight", "model.norm.weight"):
-        assert torch.equal(draft[name][:rows], target[name][:rows])
+    assert torch.equal(draft["model.embed_tokens.weight"][:rows], target["model.embed_tokens.weight"][:rows])
+    scales = draft["model.norm.weight"] / target["model.norm.weight"]  # one for all, as the texts asked for
+    assert scales[0] in SCALES and (scales == scales[0]).all()
     name = "model.layers.0.self_attn.q_proj.weight"
     assert 0 < (draft[name] - target[name]).abs().max() < 0.1
 
