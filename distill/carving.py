@@ -88,5 +88,5 @@ def gain_of(norm: nn.Module, size: int) -> Tensor:
     """Return what a norm multiplies by, (H,), however its family stores it."""
     parameter = next(norm.parameters())
     signs = torch.ones(size, dtype=parameter.dtype, device=parameter.device)
-    signs[1::2] = -1  # of mean 0 and mean square 1 (nearly so, of an odd number)
-    return (norm(signs) - norm(-signs)) / 2 * signs
+    signs[1::2] = -1  # of mean 0 (nearly so, of an odd number), and so large that the norm's epsilon is nothing
+    return (norm(1024 * signs) - norm(-1024 * signs)) / 2 * signs

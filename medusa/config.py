@@ -109,7 +109,7 @@ class MedusaTrainingConfig(RecipeConfig):
         """Heads that go on from others are changed less; in joint training the rate is the backbone's."""
         if self.joint:
             return Defaults(rate=1e-3 if self.backbone == "lora" else 3e-4)
-        return Defaults(rate=1e-2 if self.heads is None else 2e-3)
+        return Defaults(rate=4e-3 if self.heads is None else 1e-3)
 
     @property
     def joint(self) -> bool:

@@ -24,6 +24,7 @@ from torch.utils.data import Sampler as DataSampler
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.training_args import OptimizerNames
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
@@ -124,8 +125,8 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         """Where a checkpoint is being written."""
 
         if not told and self.is_world_process_zero():
-            rate = f"{self.args.learning_rate:g}"
-            print(f"optimizer: {'Muon' if self.muon else self.args.optim}, learning rate {rate}", file=sys.stderr)
+            name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
+            print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
 
     @property
     def job(self) -> Job:

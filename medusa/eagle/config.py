@@ -78,7 +78,7 @@ class EagleTrainingConfig(RecipeConfig):
     @property
     def defaults(self) -> Defaults:
         """Heads that go on from others are changed less."""
-        return Defaults(rate=1e-2 if self.heads is None else 2e-3)
+        return Defaults(rate=4e-3 if self.heads is None else 1e-3)
 
     @cached_property
     def objective(self) -> "Objective":

@@ -219,7 +219,7 @@ def test_a_carved_draft_starts_from_the_target_and_its_adapters_are_merged(groun
     scales = draft["model.norm.weight"] / target["model.norm.weight"]  # one for all, as the texts asked for
     assert scales[0] in SCALES and (scales == scales[0]).all()
     name = "model.layers.0.self_attn.q_proj.weight"
-    assert 0 < (draft[name] - target[name]).abs().max() < 0.1
+    assert 0 < (draft[name] - target[name]).abs().max() < 0.2
 
 
 @under(*WHOLLY)
