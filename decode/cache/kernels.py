@@ -87,7 +87,10 @@ def cuda_kernel(
 
 
 class AsOnCuda(TorchFunctionMode):
-    """A context in which attention runs by the math kernel where CUDA would, on any device, with or without data."""
+    """A context in which attention runs by the math kernel where CUDA would, on any device, with or without data.
+
+    What a backward computes once more does not meet it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
