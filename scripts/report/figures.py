@@ -5,7 +5,7 @@ from typing import TypeGuard, TypeVar
 
 from markupsafe import Markup
 
-from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.decode.measurement.intervals import LEAST, Estimate
 from draftsmith.scripts.report.charts import Form, Mark, Series, Style, check_chart, dot_chart, limits, line_chart
 from draftsmith.scripts.report.types import Curve, Report, Run
 
@@ -86,15 +86,21 @@ def position_panels(report: Report, style: Mapping[str, Style]) -> list[Panel]:
     return _lines(panels, "conditional acceptance", "position", "conditional acceptance", span=(-0.03, 1.03))
 
 
+def small_categories(report: Report) -> list[str]:
+    """Return the categories of too few prompts for an interval, of which a chart would show chance."""
+    return [name for name, count in report.prompts.categories.items() if count < LEAST]
+
+
 def category_panels(report: Report, style: Mapping[str, Style], draft_length: int | None) -> list[Panel]:
     """Draw τ of each category at one γ, and the speed-up where it was measured, a panel for each temperature."""
     drawn: list[tuple[str, str, list[Mark]]] = []
+    small = small_categories(report)
     for temperature in _temperatures(report):
         marks = [
             Mark(category, style[curve.proposer.name], length)
             for curve in _curves(report, temperature)
             for category, figures in curve.by_category.items()
-            if has_value(length := at_length(figures.mean_acceptance_length, draft_length))
+            if category not in small and has_value(length := at_length(figures.mean_acceptance_length, draft_length))
         ]
         drawn.append(("τ", f"T = {temperature:g}", marks))
     for temperature, batch in _settings(report):
@@ -105,7 +111,7 @@ def category_panels(report: Report, style: Mapping[str, Style], draft_length: in
                 marks += [
                     Mark(category, style[name], figures.speedup)
                     for category, figures in by_category.items()
-                    if has_value(figures.speedup)
+                    if category not in small and has_value(figures.speedup)
                 ]
             drawn.append(("speed-up", f"T = {temperature:g}, {setting_words(report, batch)}", marks))
     panels = []

@@ -15,7 +15,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from draftsmith.decode.measurement.certificate import Certificate
-from draftsmith.decode.measurement.intervals import Estimate, format_estimate
+from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_estimate
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
@@ -26,6 +26,8 @@ from draftsmith.train.files import write_aside
 NONE = "–"
 BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
+MUCH_REPEATED = 0.25
+"""The share of repeated n-grams from which the page warns: a quarter is more than code or tables have by themselves."""
 KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "parallel_draft": "parallel draft"}
 KINDS |= {"medusa": "Medusa heads", "eagle": "EAGLE-3 heads", "prompt_lookup": "n-grams"}
 KINDS |= {"server": "what drafts on the server"}
@@ -58,6 +60,9 @@ def render_page(report: Report) -> str:
         environment=asdict(report.environment),
         style=style,
         opening=opening,
+        repeated=_repeated(report),
+        small_categories=figures.small_categories(report),
+        least=LEAST,
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
         lossless=partial(lossless, report=report),
@@ -155,6 +160,13 @@ def _opening(report: Report) -> Opening:
         return Opening("", None)
     run = max(timed, key=lambda run: run.speedup.value or 0.0)
     return Opening("Fastest setting measured", run, run.predicted_speedup, run.speedup)
+
+
+def _repeated(report: Report) -> float | None:
+    """Return the greatest share of repeated n-grams, if it is one to be warned of."""
+    shares = [run.repeated_ngram_share or 0.0 for run in (*report.plain_runs(), *report.runs)]
+    most = max(shares, default=0.0)
+    return most if most >= MUCH_REPEATED else None
 
 
 def _latency(report: Report, temperature: float, concurrency: int) -> Latency | None:

@@ -561,3 +561,30 @@ def test_a_table_s_title_is_shown_as_it_is():
     table = figures_table(["a long column's heading, as wide as the title"], "", name)
     Console(width=80, file=shown).print(table)
     assert name in shown.getvalue()
+
+
+def words_of(report) -> str:
+    return Page(render_page(TYPED.validate_python(report))).text
+
+
+def test_each_gate_says_whether_it_passed_and_the_sentence_how_it_was_judged():
+    report = minimal()
+    parts = [{"what": "speed-up above 1.2", "passed": False}, {"what": "lossless text", "passed": True}]
+    gate = {"min_speedup": 1.2, "min_gain": None, "min_alpha": None, "confidence": 0.95, "passed": False}
+    report["gate"] = gate | {"failures": ["too slow"], "parts": parts}
+    report["recommendation"]["judged"] = "The best of 4 settings was taken."
+    words = words_of(report)
+    assert "✗ speed-up above 1.2: no, ✓ lossless text." in words and "The best of 4 settings was taken." in words
+
+
+def test_text_that_repeats_itself_is_warned_of():
+    report = minimal()
+    for share, warned in ((0.3, True), (0.1, False)):
+        report["runs"][0]["repeated_ngram_share"] = share
+        assert ("Text that repeats itself: of the n-grams 30" in words_of(report)) is warned
+
+
+def test_categories_of_few_prompts_are_counted_and_not_drawn():
+    report = minimal()
+    report["prompts"]["categories"] = {"code": 1, "prose": 4}
+    assert "fewer than 5 prompts tell nothing for certain: 2 categories" in words_of(report)
