@@ -371,9 +371,9 @@ def test_every_round_is_written_down_for_servers_to_be_compared_with(measured, r
     ("content", "found"),
     [
         (None, "expected a report with rounds.jsonl beside it, found none at"),
-        ("{}", "expected the rounds of a report in"),
-        ('{"schema": "other/1"}', "expected the rounds of a report in"),
-        ("", "expected the rounds of a report in"),
+        ("{}", r".*rounds.jsonl:1: schema: expected a value, found none"),
+        ('{"schema": "other/1"}', r".*rounds.jsonl:1: schema: expected 'draftsmith.rounds/1', found 'other/1'"),
+        ("", r".*rounds.jsonl:1: expected JSON, found"),
     ],
 )
 def test_rounds_that_cannot_be_read_are_named(tmp_path, content, found):
@@ -725,8 +725,8 @@ def test_costs_of_anything_else_are_refused_before_decoding(measured, root, tmp_
         ({"drafters": {"stock": drafters["stock"]}}, "costs: expected those of draft in "),
         ({"drafters": others}, f"expected those of draft's parameters {drafters['draft']['parameters']} in "),
         ({"tables": costs["tables"][1:]}, "costs: expected those at T=0 in "),
-        ({"schema": "draftsmith.report/1"}, "costs: expected schema draftsmith.costs/1 in "),
-        ({"tables": [{}]}, "costs: expected a table of costs, found one with"),
+        ({"schema": "draftsmith.report/1"}, "schema: expected 'draftsmith.costs/1', found 'draftsmith.report/1'"),
+        ({"tables": [{}]}, "costs.json: tables[0]"),
     ]:
         (tmp_path / "costs.json").write_text(json.dumps(costs | wrong))
         assert named in fails(capsys, argv)
