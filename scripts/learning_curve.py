@@ -5,7 +5,6 @@ completions of the run, each directory under the law that it was sampled from. A
 text would bring, one for each law.
 """
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,11 +15,13 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
 from draftsmith.decode import Proposer, Tree, replay_acceptance
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.learning_curve import LearningCurve, learning_curve
+from draftsmith.decode.validation import Amount, Count, Share, read
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -41,6 +42,31 @@ from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import kept_told
 
 SCHEMA = "draftsmith.learning_curve/2"
+
+
+class Replayed(TypedDict):
+    """What replay says of one law's held-out texts: tokens and expected rounds of each."""
+
+    tokens: list[Count]
+    rounds: list[Amount]
+
+
+class Point(TypedDict):
+    """What training on a share left."""
+
+    share: Share
+    tokens_learned: Count
+    replayed: dict[str, Replayed]
+
+
+class Known(TypedDict):
+    """What `learning_curve.json` keeps."""
+
+    schema: str
+    settings: dict[str, Any]
+    points: list[Point]
+
+
 LAW = ("temperature", "top_k", "top_p")
 """The settings that held-out text was sampled by, as far as replay knows them; it refuses text of another law."""
 
@@ -58,7 +84,7 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
     settings = {name: settings[name] for name in ("run", "recipe", "flags", "draft_length")}
     known: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "points": []}
     if path.is_file():
-        known = json.loads(path.read_text("utf-8"))
+        known = dict(read(Known, path))
     if known.get("schema") != SCHEMA:
         raise InputError(
             f"output: expected schema {SCHEMA!r} in {path}, found {known.get('schema')!r}; remove that file, and what "

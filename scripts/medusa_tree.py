@@ -1,6 +1,5 @@
 """`draftsmith medusa-tree`: the tree that heads or a parallel draft should draft, searched on target text."""
 
-import json
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -35,6 +34,7 @@ from draftsmith.decode.progress import each, phase
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
+from draftsmith.decode.validation import read
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.proposer import MedusaProposer
 from draftsmith.medusa.replay import text_states
@@ -284,7 +284,7 @@ def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None
     if config.output is None:
         path = directory / "config.json"
         key = {"heads": "medusa_choices", PARALLEL: TREE, EAGLE: EAGLE_TREE}[_searched(config)[0]]
-        write_json(path, json.loads(path.read_text(encoding="utf-8")) | {key: report["choices"]})
+        write_json(path, read(dict[str, Any], path) | {key: report["choices"]})
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:

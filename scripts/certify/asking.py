@@ -5,10 +5,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import parse_json
+from draftsmith.decode.measurement import LEAST_TOKENS
+from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parsed, require_tokens
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
 from draftsmith.train.data.prompts import Prompt
@@ -16,6 +17,8 @@ from draftsmith.train.data.templates import with_system_prompt
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 IDS, TEXT, CHAT = "ids", "text", "chat"
+FURTHER = 16
+"""Times the texts that would be enough if none ended early: beyond, they are too short to be asked for more."""
 PATHS = {IDS: "/v1/completions", TEXT: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 
@@ -63,6 +66,29 @@ def stages(config: CertifyConfig, prompts: int) -> list[list[Request]]:
     return [[request for _, _, request in sorted(spread, key=lambda item: item[:2])]]
 
 
+def further(
+    config: CertifyConfig, prompts: int, temperature: float, texts: Sequence[tuple[list[int], str]]
+) -> list[Request]:
+    """Return what is asked for because texts ended early: as many more as hold the least that a test needs.
+
+    Args:
+        config: says how many tokens.
+        prompts: their number.
+        temperature: of the texts.
+        texts: that are there.
+
+    Returns:
+        None of them where there are tokens enough, or texts so short that more would not help.
+    """
+    there = sum(len(tokens) for tokens, _ in texts)
+    most = FURTHER * config.texts
+    lacking = LEAST_TOKENS - there
+    if temperature == 0 or lacking <= 0 or len(texts) >= most:
+        return []
+    wanted = len(texts) + -(-lacking * len(texts) // max(there, len(texts)))
+    return [Request(temperature, i, i // 2 % prompts) for i in range(len(texts), min(wanted, most))]
+
+
 def companions(count: int) -> dict[str, list[tuple[int, int]]]:
     """Return pairs of texts of one temperature that were under way together, by their places: see `stages`."""
     return {
@@ -71,19 +97,29 @@ def companions(count: int) -> dict[str, list[tuple[int, int]]]:
     }
 
 
+LINE: Any = tuple[Amount, Count, list[TokenId], Literal["stop", "length"]]
+"""Temperature and place of a text, its tokens, and why it ended."""
+
+
 class Kept:
     """The texts that a server has written, a line each in a file: token ids and why each ended."""
 
-    def __init__(self, path: Path):
-        """Read what an earlier run left; a line that a kill cut off is asked for again."""
+    def __init__(self, path: Path, most: int):
+        """Read what an earlier run left; a line that a kill cut off, or that is no text, is asked for again.
+
+        Args:
+            path: the file.
+            most: tokens of a text.
+        """
         self._path = path
         self.texts: dict[tuple[float, int], tuple[list[int], str]] = {}
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        for line in file_bytes(path).split(b"\n") if path.exists() else []:
             try:
-                temperature, place, tokens, reason = parse_json(line)
-                self.texts[temperature, place] = tokens, reason
-            except (ValueError, TypeError):
+                temperature, place, tokens, reason = parsed(LINE, line, str(path))
+            except InputError:
                 continue
+            if len(tokens) <= most:
+                self.texts[temperature, place] = tokens, reason
 
     def add(self, request: Request, tokens: list[int], reason: str) -> None:
         """Write down one text."""
@@ -104,6 +140,7 @@ async def ask(
     questions: Sequence[Question],
     asked: Sequence[Request],
     ends: Sequence[int],
+    vocab_size: int | None,
     kept: Kept,
     finished: Callable[[int], None],
 ) -> None:
@@ -116,6 +153,7 @@ async def ask(
         questions: the prompts.
         asked: the texts, in the order in which they are sent.
         ends: ids that end a text; none where they are not known here.
+        vocab_size: what ids must be below; None where it is not known here.
         kept: the server's texts.
         finished: is told the tokens of each text as it comes.
 
@@ -131,6 +169,8 @@ async def ask(
             body = _body(config, client.name, model, question, request, ends)
             answer = await client.complete(body, PATHS[question.kind])
             tokens = _tokens(config, client, question, answer)
+            if vocab_size is not None:
+                require_tokens(tokens, vocab_size, f"{client.name}: {client.url}")
             kept.add(request, tokens, answer.finish_reason or "")
             finished(len(tokens))
         finally:

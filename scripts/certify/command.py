@@ -44,7 +44,8 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     questions, pair = _load(config)
     ends = [] if pair is None else end_of_sequence_ids(pair.target.generation_config, pair.tokenizer)
     with locked(output):
-        servers = Servers(config, questions, ends, output / KEPT)
+        size = None if pair is None else pair.target.config.get_text_config().vocab_size
+        servers = Servers(config, questions, ends, size, output / KEPT)
         servers.begin()
         with kept_told(servers.kept):
             greedy, laws = _judge(servers, pair, console)

@@ -12,7 +12,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
-from draftsmith.scripts.certify.asking import Kept, Question, Request, ask
+from draftsmith.scripts.certify.asking import Kept, Question, Request, ask, further
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Client
 from draftsmith.train.data.shards import settle_manifest
@@ -35,6 +35,8 @@ class Servers:
     questions: Sequence[Question]
     ends: Sequence[int]
     """Ids that end a text; none where they are not known here."""
+    vocab_size: int | None
+    """What ids must be below; None where the target is not here."""
     directory: Path
     """Where texts are kept."""
     models: dict[str, str] = field(default_factory=dict)
@@ -55,8 +57,18 @@ class Servers:
         settle_manifest(self.directory, self._manifest())
 
     def texts(self, name: str, stages: Sequence[Sequence[Request]]) -> Kept:
-        """Ask a server for all texts that it has not written yet, stage after stage."""
-        kept = Kept(self.directory / f"{name}.jsonl")
+        """Ask a server for all texts that it has not written yet, stage after stage; for more where they end early."""
+        kept = self._asked(name, stages)
+        for temperature in sorted({request.temperature for stage in stages for request in stage}):
+            while more := further(self.config, len(self.questions), temperature, kept.of(temperature)):
+                before = self.counters[name]
+                kept = self._asked(name, [more])
+                after = self.counters[name]
+                self.counters[name] = None if before is None or after is None else before + after
+        return kept
+
+    def _asked(self, name: str, stages: Sequence[Sequence[Request]]) -> Kept:
+        kept = Kept(self.directory / f"{name}.jsonl", self.config.max_new_tokens)
         if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
             self.counters[name] = None
             return kept
@@ -69,7 +81,15 @@ class Servers:
                 with phase(f"{name} writes", most, "tokens", there) as bar:
                     for stage in stages:
                         await ask(
-                            self.config, client, self.models[name], self.questions, stage, self.ends, kept, bar.advance
+                            self.config,
+                            client,
+                            self.models[name],
+                            self.questions,
+                            stage,
+                            self.ends,
+                            self.vocab_size,
+                            kept,
+                            bar.advance,
                         )
                 after = await _counters(client)
                 self.counters[name] = None if before is None or after is None else after - before

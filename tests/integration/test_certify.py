@@ -309,13 +309,13 @@ def test_temperatures_can_be_mixed():
 
 
 def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
-    kept = Kept(tmp_path / "texts.jsonl")
+    kept = Kept(tmp_path / "texts.jsonl", 4)
     kept.add(Request(1.0, 0, 0), [1, 2], "length")
     with (tmp_path / "texts.jsonl").open("a") as file:
         file.write("\n[1.0, 1, [3")
-    again = Kept(tmp_path / "texts.jsonl")
+    again = Kept(tmp_path / "texts.jsonl", 4)
     again.add(Request(1.0, 2, 0), [4], "stop")
-    assert Kept(tmp_path / "texts.jsonl").of(1.0) == [([1, 2], "length"), ([4], "stop")]
+    assert Kept(tmp_path / "texts.jsonl", 4).of(1.0) == [([1, 2], "length"), ([4], "stop")]
 
 
 def test_seeds_differ(files, writes, tmp_path):

@@ -18,7 +18,7 @@ from draftsmith.decode.errors import InputError
 
 CUT = "length"
 """How an answer ended that was cut."""
-PARTS = {"text", "input_text", "output_text"}
+PARTS = ("text", "input_text", "output_text")
 
 
 def is_logged(record: Any) -> bool:

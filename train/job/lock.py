@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import parse_json
 from draftsmith.train.files import require_writable
 
 NAME = ".lock"
@@ -76,7 +77,7 @@ def _locked_file(path: Path, field: str) -> IO[str] | None:
 
 def _read(text: str) -> dict[str, object]:
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:  # it has been locked this instant
         found = {}
     return found if isinstance(found, dict) else {}
