@@ -204,6 +204,8 @@ class Texts:
                 try:
                     reader = pa.ipc.open_file(pa.memory_map(str(file)))
                     batches += [reader.get_batch(number) for number in range(reader.num_record_batches)]
+                    if reader.schema != SAMPLES:
+                        raise pa.ArrowInvalid("other columns")
                     for batch in batches[before:]:
                         batch.validate(full=True)  # where each sample begins: a wrong place would be read blindly
                 except (OSError, pa.ArrowException) as error:
