@@ -275,11 +275,16 @@ READERS: dict[str, Reader] = {
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),
     "learning_curve.json": Reader(lines(CURVE), lambda path: read(Known, path)),
-    "a checkpoint's job": Reader(lines(JOB), lambda path: read(TrainingJob, path)),
+    "a checkpoint's job": Reader(lines(JOB), lambda path: TrainingJob.left_in(path.parent)),
     "prompts.jsonl": Reader(lines(*PROMPTS), lambda path: read_prompts(str(path), answers="kept")),
     "a config": Reader(YAML, config_of, faults=(damaged, misworded, misworded)),
 }  # fmt: skip
-NAMES = {"rounds.jsonl": "rounds.jsonl", "prompts.jsonl": "prompts.jsonl", "a config": "config.yaml"}
+NAMES = {
+    "a checkpoint's job": "job.json",
+    "rounds.jsonl": "rounds.jsonl",
+    "prompts.jsonl": "prompts.jsonl",
+    "a config": "config.yaml",
+}
 """What a file must be called, where that matters."""
 
 
