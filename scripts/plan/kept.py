@@ -1,7 +1,7 @@
 """`python -m draftsmith.scripts.plan.kept`: what the steps of EAGLE-3 heads keep for their backward, counted twice.
 
-Once as `draftsmith plan` counts, which lets attention run by the CPU's kernels where CUDA has one that holds no scores.
-And once from the tensors that autograd saves, where attention runs by CUDA's own operators, on tensors without data.
+Once as `draftsmith plan` counts, where attention runs by the CPU's kernels, which hold no scores either. And once from
+the tensors that autograd saves, where attention runs by CUDA's own operators, on tensors without data.
 """
 
 import sys
