@@ -1,9 +1,12 @@
 """The report in a few lines of markdown, which a pull request can show."""
 
+import logging
 import os
 
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.scripts.report.types import Report
+
+logger = logging.getLogger(__name__)
 
 
 def markdown(report: Report) -> str:
@@ -53,5 +56,8 @@ def append_summary(report: Report) -> None:
     """Append the summary to a GitHub job's, where there is one."""
     steps = os.environ.get("GITHUB_STEP_SUMMARY")
     if steps:
-        with open(steps, "a", encoding="utf-8") as file:
-            file.write(markdown(report))
+        try:
+            with open(steps, "a", encoding="utf-8") as file:
+                file.write(markdown(report))
+        except OSError as error:  # the report is written all the same
+            logger.warning("GITHUB_STEP_SUMMARY: expected a file to append to at %s, found: %s", steps, error.strerror)

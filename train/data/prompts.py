@@ -32,6 +32,8 @@ from draftsmith.train.checkpoint import reading
 from draftsmith.train.data.templates import for_template, require_no_template, trimmed
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
 
+MOST_CHARACTERS = 2**24
+"""Of a text: four million tokens, more than any model's context holds, and a minute of a tokenizer's time."""
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
@@ -339,6 +341,8 @@ def _text(value: Any, where: str, field: str, *, may_be_empty: bool = False) -> 
         raise InputError(f"{where}: {field}: expected a string, found {_kind(value)}")
     if not may_be_empty and not value.strip():
         raise InputError(f"{where}: {field}: expected some text, found an empty string")
+    if len(value) > MOST_CHARACTERS:
+        raise InputError(f"{where}: {field}: expected at most {MOST_CHARACTERS} characters, found {len(value)}")
     try:
         value.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, which no tokenizer takes
