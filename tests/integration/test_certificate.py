@@ -176,6 +176,35 @@ def test_a_small_margin_that_rounding_does_not_reach_is_a_departure(twins):
     assert (entry.near_ties, entry.departures, entry.passed) == (0, 1, False), entry
 
 
+def test_a_server_of_more_near_ties_than_rounding_explains_departs():
+    """Each token that a lossy server takes is within the 8 units of a tie: their number gives it away."""
+    model = tiny_llama(3, 17, layers=1, hidden=64, scale=18.0).to(torch.bfloat16)
+    prompts = random_prompts(24, 17)
+    expected = [text[4:].tolist() for text in plain_texts(model, prompts, max_new_tokens=12)]
+    lossy, places = expected, 0
+    for i, text in enumerate(expected):
+        for place in range(len(text)):
+            scores = scores_after(model, prompts[i], text[:place]).flatten().float()
+            units = torch.finfo(torch.bfloat16).eps * scores.abs().max()
+            best = scores.topk(2)
+            if 1.5 < (best.values[0] - best.values[1]) / units < 7:
+                lossy, places = with_token(lossy, i, place, int(best.indices[1])), places + 1
+                break
+    assert places >= 6
+    entry = certify_greedy(model, expected, lossy, prompts, same_kernels=False)
+    assert entry.near_ties == places and entry.passed is False, entry
+    assert entry.reason.startswith(f"{places} near ties are more than rounding explains, which turns ")
+    # One that rounding does turn passes still, where the least margin of all is turned.
+    margins = {}
+    for i, text in enumerate(expected):
+        for place in range(len(text)):
+            best = scores_after(model, prompts[i], text[:place]).flatten().float().topk(2)
+            margins[float(best.values[0] - best.values[1])] = i, place, int(best.indices[1])
+    one = with_token(expected, *margins[min(margins)])
+    entry = certify_greedy(model, expected, one, prompts, same_kernels=False)
+    assert entry.near_ties == 1 and entry.passed is True, entry
+
+
 def sampled(target, proposer, **options):
     own = {"draft_length": 2, "batch_size": 100, "max_new_tokens": NEW, "sampling": WARPED} | options
     return certify_sampled(target, proposer, random_prompts(100), TOKENS, **own)
