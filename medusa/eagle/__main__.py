@@ -8,11 +8,12 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import beginning, new_heads
+from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
+from draftsmith.train.losses.beginning import few_texts
 from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import check_head, load_config, load_tokenizer, whole_weights
 from draftsmith.train.teacher.feature_reader import FeatureCollator, find_features
@@ -33,8 +34,12 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
         target = load_target(config, tokenizer) if features is None else features.load_target(config)
         if heads is None:
             count = config.draft_vocabulary
-            kept = None if count is None else frequent_tokens(train, count, token_count(tokenizer, target.config))
-            heads = new_heads(config, target, kept)
+            tokens = token_count(tokenizer, target.config)
+            heads = new_heads(config, target, None if count is None else frequent_tokens(train, count, tokens))
+            # A cache has no features of other texts than its own, and a state that is handed on must not be scaled.
+            looks = features is None and config.target_device != "auto" and not config.norm_output
+            if looks and beginning(config, heads, target)[0] == "last_layer":
+                quieten(heads, target, few_texts(train), config.num_steps, tokens)
     if features is not None:
         check_head(target.config, tokenizer, "target")
         features.require_layers(heads.layer_ids)

@@ -7,6 +7,9 @@ import torch
 from pipelines import training_data
 
 from draftsmith.medusa.beginning import quieten
+from draftsmith.medusa.eagle import initial as eagle_initial
+from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.initial import begin_as_last_layer
 from draftsmith.medusa.heads import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.losses import beginning
@@ -70,3 +73,20 @@ def test_copies_of_a_loud_head_are_quietened_each_as_it_needs(tokenizer, capsys)
             scale = (lm_head.weight.norm() / first.norm()).item()
             assert any(math.isclose(scale, each, rel_tol=1e-5) for each in SCALES[1:])
         assert line.startswith("init: the target's head × ") and line.count("\n") == 1
+
+
+def test_a_loud_last_layer_is_quietened_as_all_steps_need(tokenizer):
+    from conftest import tiny_llama
+
+    target = tiny_llama(0, len(tokenizer), layers=4)
+    with torch.no_grad():
+        target.get_output_embeddings().weight.mul_(60)
+    heads = EagleHeads.of_target(target)
+    begin_as_last_layer(heads, target)
+    before = heads.norm.weight.clone()
+    texts = [
+        Text(row, row) for row in torch.randint(len(tokenizer), (3, 20), generator=torch.Generator().manual_seed(0))
+    ]
+    eagle_initial.quieten(heads, target, texts, 3, len(tokenizer))
+    scales = heads.norm.weight.detach() / before
+    assert float(scales[0]) in SCALES[1:] and bool((scales == scales[0]).all())
