@@ -100,7 +100,9 @@ class Servers:
     def kept(self) -> str | None:
         """Say what is kept of a run that is interrupted."""
         there = {
-            name: len(Kept(path).texts) for name in SERVERS if (path := self.directory / f"{name}.jsonl").is_file()
+            name: len(Kept(path, self.config.max_new_tokens).texts)
+            for name in SERVERS
+            if (path := self.directory / f"{name}.jsonl").is_file()
         }
         texts = " and ".join(f"{count} texts of {name}" for name, count in there.items() if count)
         return f"{texts} are kept in {self.directory}" if texts else None

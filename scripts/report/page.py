@@ -164,8 +164,10 @@ def _opening(report: Report) -> Opening:
 
 def _repeated(report: Report) -> float | None:
     """Return the greatest share of repeated n-grams, if it is one to be warned of."""
-    shares = [run.repeated_ngram_share or 0.0 for run in (*report.plain_runs(), *report.runs)]
-    most = max(shares, default=0.0)
+    shares = [run.repeated_ngram_share for run in report.plain_runs()] + [
+        run.repeated_ngram_share for run in report.runs
+    ]
+    most = max((share for share in shares if share is not None), default=0.0)
     return most if most >= MUCH_REPEATED else None
 
 
