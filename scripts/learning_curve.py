@@ -47,7 +47,7 @@ SCHEMA = "draftsmith.learning_curve/2"
 class Replayed(TypedDict):
     """What replay says of one law's held-out texts: tokens and expected rounds of each."""
 
-    tokens: list[Count]
+    tokens: list[Amount]
     rounds: list[Amount]
 
 
