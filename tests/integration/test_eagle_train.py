@@ -214,7 +214,7 @@ def test_a_run_goes_on_to_the_bit(pipeline, tmp_path):
         return command.train_heads(eagle_configured(pipeline, tmp_path / name, optimizer="muon", training=training))
 
     whole = run("whole", 4)
-    for name in ("model.safetensors", "checkpoint-4", "draftsmith.json"):  # as if it had been ended behind the second step
+    for name in ("model.safetensors", "checkpoint-4", "draftsmith.json"):  # as if it had ended behind step 2
         path = tmp_path / "whole" / name
         path.rename(tmp_path / name)
     rest = run("whole", 4)
