@@ -27,7 +27,7 @@ from draftsmith.decode.planner import FixedLength, Plan, as_plan
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, tokens_of
 from draftsmith.decode.rows import Departure, Row, TextBatch, Texts
 from draftsmith.decode.rules import Rule, as_rule
-from draftsmith.decode.verification import NO_TOKEN, Verdict
+from draftsmith.decode.rules.verification import NO_TOKEN, Verdict
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from transformers import PreTrainedModel
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
 from draftsmith.decode.rules import Rule, as_rule
+from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.speculative import Observer, Round, speculative_generate
-from draftsmith.decode.verification import Verdict
 
 PARTS = ("draft", "target", "accept", "sync", "rest")
 # The rows of a trace: what a span is of. The first forward of the target holds the prompts.

@@ -18,10 +18,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.decode import rules
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
+from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa.heads import MedusaHeads

@@ -12,8 +12,8 @@ from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parsed, require_tokens
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
+from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.data.templates import with_system_prompt
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 IDS, TEXT, CHAT = "ids", "text", "chat"

@@ -14,7 +14,7 @@ from draftsmith.decode.proposers.renumbered import matching_ids
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.heads import check_eagle, check_medusa
 from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side, counted
-from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer
 
 CHEAP = 0.5  # a draft of more than this share of the target's parameters hardly pays

@@ -16,7 +16,7 @@ from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.findings import Finding
 from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
-from draftsmith.train.data.chat_masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 

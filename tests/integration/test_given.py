@@ -9,7 +9,7 @@ import pytest
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train.data import generate as completions
-from draftsmith.train.data.chat_masks import LATER, mask_conversation
+from draftsmith.train.data.chat.masks import LATER, mask_conversation
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer

@@ -21,20 +21,18 @@ from draftsmith.decode import (
     InputError,
     Proposal,
     Tree,
-    acceptance,
     autoregressive_generate,
     cache,
     generation,
     sampling,
     speculative_generate,
-    verification,
 )
 from draftsmith.decode.measurement import exactness, repetition
 from draftsmith.decode.proposers import draft_model, draft_tree
 from draftsmith.decode.proposers.base import Task
-from draftsmith.decode.rules import Rule
+from draftsmith.decode.rules import Rule, acceptance, verification
+from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.sampling import Sampler
-from draftsmith.decode.verification import Verdict
 from draftsmith.scripts.measure import build
 from draftsmith.scripts.measure.side_by_side import Group, Row
 from draftsmith.train import models

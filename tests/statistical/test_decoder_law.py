@@ -20,11 +20,12 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from draftsmith.decode import DraftModelProposer, DynamicTree, PromptLookupProposer, Tree, acceptance, speculative
+from draftsmith.decode import DraftModelProposer, DynamicTree, PromptLookupProposer, Tree, speculative
 from draftsmith.decode.measurement.distribution_test import (
     distribution_test,
     sample_texts,
 )
+from draftsmith.decode.rules import acceptance
 from draftsmith.decode.sampling import Sampler, draw_rows
 
 FALSE_ALARM = 1e-4

@@ -37,15 +37,14 @@ from draftsmith.decode import (
     PromptLookupProposer,
     RunAheadProposer,
     Tree,
-    acceptance,
     cache,
     early_exit,
     speculative,
-    verification,
 )
 from draftsmith.decode.proposers import draft_tree, run_ahead
 from draftsmith.decode.proposers.draft_model import stop_below_confidence
 from draftsmith.decode.proposers.renumbered import renumbered
+from draftsmith.decode.rules import acceptance, verification
 from draftsmith.decode.sampling import Sampler, draw_rows, uniforms
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads

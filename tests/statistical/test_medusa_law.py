@@ -15,9 +15,10 @@ from statistical.test_decoder_law import LAWS
 from trained_heads import own_texts, train_heads
 from transformers import LogitsProcessorList
 
-from draftsmith.decode import Tree, verification
+from draftsmith.decode import Tree
 from draftsmith.decode.measurement.distribution_test import distribution_test, sample_texts
 from draftsmith.decode.proposers import draft_tree
+from draftsmith.decode.rules import verification
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 

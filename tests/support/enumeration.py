@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from draftsmith.decode import Exact, Proposer, acceptance, rules, speculative_generate, verification
+from draftsmith.decode import Exact, Proposer, speculative_generate
 from draftsmith.decode.proposers import draft_model, draft_tree, parallel_draft, unigram
-from draftsmith.decode.rules import Rule
+from draftsmith.decode.rules import Rule, acceptance, verification
+from draftsmith.decode.rules import rule as rules
 
 Text = tuple[int, ...]
 State = tuple[Text, tuple[Any, ...]]

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from draftsmith.decode.acceptance import accept_exact, accept_exact_chains, accept_greedy, residual
+from draftsmith.decode.rules.acceptance import accept_exact, accept_exact_chains, accept_greedy, residual
 from draftsmith.decode.sampling import uniforms
 from draftsmith.decode.tree import Tree
 

@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.data import chat_masks as masks
-from draftsmith.train.data.chat_masks import has_generation_markers, mask_conversation
+from draftsmith.train.data.chat import masks
+from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.tokenizer import END_OF_TEXT, train_bpe
 

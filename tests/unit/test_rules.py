@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, Tree, Typical, acceptance, rules
-from draftsmith.decode.acceptance import accept_exact, accept_greedy, accept_siblings
+from draftsmith.decode import Cascade, Exact, InputError, Proposal, Threshold, Tree, Typical
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
-from draftsmith.decode.rules import RULES, as_rule
+from draftsmith.decode.rules import RULES, acceptance, as_rule
+from draftsmith.decode.rules import rule as rules
+from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy, accept_siblings
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
 

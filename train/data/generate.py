@@ -27,7 +27,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import load_generation_config
 from draftsmith.train.data.begun import BegunShard, Counted
-from draftsmith.train.data.chat_masks import ClosingTokens, mask_conversation
+from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig

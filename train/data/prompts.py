@@ -29,7 +29,7 @@ from draftsmith.decode.draft_models.vocabulary import require_logits
 from draftsmith.decode.errors import InputError, at_least, first_line
 from draftsmith.decode.validation import parse_json
 from draftsmith.train.checkpoint import reading
-from draftsmith.train.data.templates import for_template, require_no_template, trimmed
+from draftsmith.train.data.chat.templates import for_template, require_no_template, trimmed
 from draftsmith.train.endpoint.request_logs import CUT, conversation, has_answer, is_logged
 
 MOST_CHARACTERS = 2**24

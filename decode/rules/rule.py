@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftsmith.decode.acceptance import accept_exact, accept_greedy
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Proposal
-from draftsmith.decode.sampling import Sampler, draw
-from draftsmith.decode.tree import ROOT, Tree
-from draftsmith.decode.verification import (
+from draftsmith.decode.rules.acceptance import accept_exact, accept_greedy
+from draftsmith.decode.rules.verification import (
     NO_TOKEN,
     Generator,
     Processed,
@@ -21,6 +19,8 @@ from draftsmith.decode.verification import (
     greedy_verdicts,
     tree_verdicts,
 )
+from draftsmith.decode.sampling import Sampler, draw
+from draftsmith.decode.tree import ROOT, Tree
 
 READ_AT_ONCE = {"cpu"}
 """Devices whose values cost nothing to look at: a single chain is verified token by token there, as `verify` does."""

@@ -34,7 +34,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import reading
-from draftsmith.train.data.templates import for_template, require_no_template
+from draftsmith.train.data.chat.templates import for_template, require_no_template
 
 MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 REWRITTEN = "the chat template leaves out some of what the assistant wrote"

@@ -1,8 +1,8 @@
 """The exact rule for a whole batch: what the target's logits say about the drafts of all rows, in few transfers.
 
-Where processors look at the tokens before a position, each row is verified by itself (`draftsmith.decode.acceptance`
-has the rule). Where they look at the scores alone, chains and greedy trees take one transfer to the host, and sampled
-trees one for each depth that is looked at.
+Where processors look at the tokens before a position, each row is verified by itself, as `acceptance` beside this file
+says. Where they look at the scores alone, chains and greedy trees take one transfer to the host, and sampled trees one
+for each depth that is looked at.
 """
 
 import warnings
@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.acceptance import accept_exact_chains, accept_greedy, accept_siblings
 from draftsmith.decode.cache import padded
 from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
+from draftsmith.decode.rules.acceptance import accept_exact_chains, accept_greedy, accept_siblings
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import ROOT
 

@@ -1,0 +1,5 @@
+"""Which drafted tokens are accepted: rules, and the exact one's arithmetic for a row and for a batch."""
+
+from draftsmith.decode.rules.rule import RULES, Cascade, Exact, Rule, Threshold, Typical, as_rule
+
+__all__ = ["RULES", "Cascade", "Exact", "Rule", "Threshold", "Typical", "as_rule"]
