@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any, get_type_hints
 
 import pytest
@@ -104,8 +105,8 @@ def known_flags() -> frozenset[str]:
     for command in (*cli.COMMANDS, "draftsmith.scripts.check_lossless"):
         names.update(field_names(config_class(command)))
     names.update(field_names(config_class("measure", "--server")))
-    for path in (ROOT / "scripts" / "bench").glob("*.py"):
-        for name, value in vars(import_module(f"{BENCHMARKS}{path.stem}")).items():
+    for module in iter_modules([str(ROOT / "scripts" / "bench")]):
+        for name, value in vars(import_module(BENCHMARKS + module.name)).items():
             if name.startswith("Bench") and is_dataclass(value):
                 names.update(field_names(value))
     return frozenset(f"--{name}" for name in names)
