@@ -84,6 +84,8 @@ LAUNCHED = TRAINING | {name: f"scripts.{name}" for name in ("prepare", "cache")}
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """What `accelerate launch` is told on each of several machines."""
+VERSIONS = ("draftsmith", "torch", "transformers")
+"""What `--version` is of."""
 NO_FILE = "<N/A>"
 """How torch's launcher calls the file of a process that left no message."""
 USAGE = "\n".join(
@@ -108,11 +110,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 bad input; a failure of ours raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
+        return run(lambda: print(USAGE))
     if arguments[0] in ("-V", "--version", "version"):
-        print(", ".join(f"{name} {version(name)}" for name in ("draftsmith", "torch", "transformers")))
-        return 0
+        return run(lambda: print(", ".join(f"{name} {version(name)}" for name in VERSIONS)))
     name, *rest = arguments
     if name not in COMMANDS:
         print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)

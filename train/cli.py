@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence, Set
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,7 +30,18 @@ BELOW_MOST = Range("a whole number below 2 to the power of 62", lambda value: ab
 """All whole numbers: the libraries take 64 bits, and a sum must not pass them."""
 MOST_NODES = 100_000
 """Values of a config file."""
-REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+KINDS = {
+    "str": "text",
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "list": "a list",
+    "NoneType": "null",
+}
+"""What the parser's types are in words; all others are fields and their values."""
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
+REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
 """What a disk says that cannot be written."""
 
 Config = TypeVar("Config")
@@ -99,16 +111,55 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
             _require_unique_keys(file or following)
     try:
         parsed = parser.parse_args(arguments)
+        for name in (f.name for f in fields if f.name == "training" or dataclasses.is_dataclass(f.type)):
+            if not isinstance(parsed.get(name, {}), jsonargparse.Namespace | dict):
+                raise InputError(f"{name}: expected fields and their values, found {parsed[name]!r}")
         return vars(parser.instantiate(parsed) if whole else parsed)
+    except InputError:
+        raise
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
-        raise InputError(" ".join(str(error).split())) from error
+        raise InputError(_plain(" ".join(str(error).split()))) from error
+
+
+def _plain(said: str, within: str = "") -> str:
+    """Return what the parser refuses as a line of ours: the field, what is expected there, and what is found.
+
+    Args:
+        said: its message, on one line.
+        within: the fields that hold the one it is about, each with a dot behind it.
+    """
+    match = re.match(r'(?:Parser key "([^"]+)": )?(.*)', said)
+    assert match is not None  # of anything
+    key, said = match.groups()
+    name = f"{within}{key or ''}".rstrip(".")
+    if inner := re.search(r"Problem with given class_path '[^']*': (.*)", said):
+        end = " - Expected a <class 'NoneType'> " if said.startswith("Does not validate") else "$"
+        return _plain(re.split(end, inner[1])[0], f"{name}.")
+    if member := re.match(r"(.*) is not a valid \w+, please select one of \[(.*)\]", said):  # of TrainingArguments
+        return f"training: expected one of {member[2]}, found {member[1]!r}"
+    if inner := re.match(r"Unable to load config '.*' - (Parser key \".*)", said):
+        return _plain(inner[1], within)
+    types = found = ""
+    if several := re.match(r"Does not validate .* Subtypes: \[(.*?)\] Errors: .*?Given value:(.*)", said):
+        types, found = several.groups()
+    elif one := re.match(r"Expected a (<class '[\w.]+'>)\. Got value:(.*)", said):
+        types, found = one.groups()
+    elif fields := re.match(r"Not a valid subclass of \S+ Got value:(.*) Subclass types", said):
+        types, found = "fields", fields[1]
+    elif file := re.match(r'Unable to load config "(.*)"', said):
+        types, found = "fields", file[1]
+    else:
+        return f"{name}: {said}" if name else said
+    bare = re.sub(r"<class '([^']*)'>", r"\1", re.sub(r"\[.*?\](?=, |$)", "", types))
+    kinds = dict.fromkeys(KINDS.get(kind, "fields and their values") for kind in bare.split(", "))
+    return f"{name}: expected {' or '.join(kinds)}, found {found.strip()[:MOST_SHOWN] or 'nothing'}"
 
 
 def _require_unique_keys(file: str) -> None:
     """Require that a YAML file has each key once: the parser would take the last, and leave the others unsaid.
 
     Raises:
-        InputError: names the key and its lines. A file that cannot be read or parsed is left to the parser.
+        InputError: names the key and its lines, or what is no YAML. A file that cannot be read is left to the parser.
     """
     import yaml  # type: ignore[import-untyped]
 
@@ -116,8 +167,16 @@ def _require_unique_keys(file: str) -> None:
         root = yaml.compose(Path(file).read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except RecursionError as error:
         raise InputError(f"config: expected YAML in {file}, found: nested too deeply") from error
-    except (OSError, ValueError, yaml.YAMLError):
+    except (UnicodeDecodeError, yaml.reader.ReaderError) as error:
+        raise InputError(f"config: expected YAML in UTF-8 in {file}, found other bytes or characters") from error
+    except yaml.MarkedYAMLError as error:
+        where = f"{file}, line {error.problem_mark.line + 1}" if error.problem_mark else file
+        raise InputError(f"config: expected YAML in {where}, found: {error.problem}") from error
+    except (OSError, ValueError):
         return
+    if not isinstance(root, yaml.MappingNode):
+        found = "nothing" if root is None else "a list" if isinstance(root, yaml.SequenceNode) else "a value alone"
+        raise InputError(f"config: expected fields and their values in {file}, found {found}")
     _require_bounded(root, file)
     nodes = [root]
     seen: set[int] = set()  # an alias is the node that it names
@@ -155,7 +214,7 @@ def _require_bounded(root: Any, file: str) -> None:
             sizes[id(node)] = 1 + sum(map(size, parts))
         return sizes[id(node)]
 
-    if root is not None and size(root) > MOST_NODES:
+    if size(root) > MOST_NODES:
         raise InputError(f"config: expected at most {MOST_NODES} values in {file}, aliases written out, found more")
 
 
@@ -220,6 +279,9 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
         What the command returns, or 0; 2 for an `InputError`, a disk that cannot be written and a lack of memory; 130,
         143 and 141, as a shell has it, where it is interrupted or terminated, or the reader of its output ends.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: what is printed goes nowhere, and no file of ours takes its number
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -248,7 +310,8 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
             raise
         code = 2
     if line:
-        say(line, code)
+        with suppress(BrokenPipeError):
+            say(line, code)
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter must not try once more as it ends

@@ -1,12 +1,44 @@
 """Files of ours are written aside, then renamed: no reader sees half of one."""
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftsmith.decode.errors import InputError
+
+NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "no space left", errno.EFBIG: "files may grow no larger"}
+"""What a disk says that takes no more, in words."""
+
+
+def no_room(error: Exception) -> OSError | None:
+    """Return the error of a disk that takes no more; None where it is another.
+
+    safetensors' and torch.save's exceptions are none of the system's: they have its text, or say that they failed.
+    """
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return error
+    found = next((code for code in NO_ROOM if os.strerror(code) in str(error)), None)
+    if found is None and re.search("PytorchStreamWriter failed|inline_container.*unexpected pos", str(error)):
+        found = errno.ENOSPC
+    return None if found is None else OSError(found, os.strerror(found))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Raise a disk's errors as what they are, with the file that was written."""
+    try:
+        yield
+    except Exception as error:
+        refused = no_room(error) or error
+        if isinstance(refused, OSError) and refused.errno is not None:  # a full disk names no file
+            refused.filename = refused.filename or str(path)
+        if refused is error:
+            raise
+        raise refused from error
 
 
 def require_writable(path: str | Path, *files: str, field: str = "output") -> Path:
@@ -54,12 +86,9 @@ def written_aside(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(aside)
     try:
-        yield aside
-        replace(aside, path)
-    except OSError as error:
-        if error.errno is not None:  # a full disk names no file
-            error.filename = error.filename or str(path)
-        raise
+        with _naming(path):
+            yield aside
+            replace(aside, path)
     finally:
         remove(aside)
 
@@ -74,9 +103,10 @@ def files_written_aside(directory: Path) -> Iterator[Path]:
     remove(aside)
     aside.mkdir(parents=True)
     try:
-        yield aside
-        for path in aside.iterdir():
-            replace(path, directory / path.name)
+        with _naming(directory):
+            yield aside
+            for path in aside.iterdir():
+                replace(path, directory / path.name)
     finally:
         remove(aside)
 

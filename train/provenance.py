@@ -41,7 +41,7 @@ def git_sha() -> str | None:
 
     describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=+"]
     try:
-        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(describe, capture_output=True, encoding="utf-8", check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 

@@ -1,6 +1,5 @@
 """What a training run leaves on disk, how the next run finds it, and the lines that serve it."""
 
-import errno
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
 from draftsmith.decode.validation import parse_json
-from draftsmith.train.files import write_aside, written_aside
+from draftsmith.train.files import no_room, write_aside, written_aside
 
 
 def checkpoints(output_dir: str) -> list[Path]:
@@ -107,10 +106,7 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors and torch.save have further exceptions, with the system's text or without it.
-        full = isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-        text = str(error)
-        if not (full or "No space left" in text or "File too large" in text or "PytorchStreamWriter failed" in text):
+        if no_room(error) is None:
             raise
         kept = last_checkpoint(str(directory))
         raise InputError(

@@ -267,10 +267,6 @@ def put_in_place(directory: Path) -> Iterator[Path]:
             yield aside
     except (OSError, SafetensorError) as error:
         raise InputError(f"output: expected to write in {directory}, found: {' '.join(str(error).split())}") from error
-    except RuntimeError as error:
-        if "PytorchStreamWriter" not in str(error):
-            raise
-        raise InputError(f"output: expected to write in {directory}, found no space left") from error
 
 
 def _equal_layers(block: torch.nn.Module) -> bool:

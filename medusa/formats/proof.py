@@ -112,7 +112,7 @@ def read_apart(reader: str, directory: Path, hidden_NH: Tensor, embeddings_NKH: 
         save_file({"hidden": hidden_NH, "embeddings": embeddings_NKH}, inputs)
         # -P keeps the folder of the file, which has other modules, out of the path.
         command = [sys.executable, "-P", str(Path(readers.__file__)), reader, str(directory), str(inputs), str(output)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode:
             messages = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
             raise RuntimeError(f"export: expected a fresh process to read {reader}, found: {messages[-1]}")

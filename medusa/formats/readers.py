@@ -22,7 +22,7 @@ from torch.nn.functional import linear, silu
 
 def own(directory: Path, hidden_NH: Tensor, embeddings_NKH: Tensor) -> Iterator[Tensor]:
     """Read a directory of `MedusaHeads.save_pretrained`."""
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = {k: v for path in directory.glob("model*.safetensors") for k, v in load_file(path).items()}
     for k in range(config["num_heads"]):
         x = hidden_NH
@@ -47,7 +47,7 @@ def vllm(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
     shared one is cut by counts as a weight that was not loaded.
     """
     config = {"hidden_size": 4096, "num_heads": 5, "num_hidden_layers": 1}
-    config |= json.loads((directory / "config.json").read_text())
+    config |= json.loads((directory / "config.json").read_text(encoding="utf-8"))
     for key in list(config):
         if "num" in key and "heads" in key:
             config["num_heads"] = config.pop(key)
@@ -102,7 +102,7 @@ def _vllm_name(name: str) -> str:
 
 def fasterdecoding(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
     """Read as FasterDecoding's `MedusaModel` does, whose heads share one block over all of their layers."""
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     heads, layers = config["medusa_num_heads"], config["medusa_num_layers"]
     assert config["base_model_name_or_path"]
     tensors = torch.load(directory / "medusa_lm_head.pt", map_location="cpu", weights_only=True)
@@ -115,7 +115,7 @@ def fasterdecoding(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Te
 
 def modelopt(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
     """Read as the Medusa plugin of ModelOpt does."""
-    config = json.loads((directory / "config.json").read_text())["medusa"]
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))["medusa"]
     tensors = load_file(directory / "model.safetensors")
     layers = config["num_medusa_layers"]
     for k in range(config["num_medusa_heads"]):
@@ -132,7 +132,7 @@ def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iter
     A round begins at each of T places: step 0 sees features up to there, step k the layer's own k states besides.
     Embeddings are those of the tokens behind; T takes the place of N.
     """
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     tensors = {
         name: tensor for path in directory.glob("model*.safetensors") for name, tensor in load_file(path).items()
     }

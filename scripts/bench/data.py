@@ -86,7 +86,7 @@ def write_completions(config: BenchDataConfig, directory: Path) -> None:
             number, written = number + 1, written + len(ids)
             bar.update(len(ids))
     manifest = {"schema": SCHEMA, "settings": {}, "target": {}, "versions": {}, "shards": number}
-    (directory / MANIFEST).write_text(json.dumps(manifest))
+    (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
 
 
 def read(config: BenchDataConfig, directory: str) -> dict[str, float]:

@@ -118,7 +118,7 @@ def compare(
     for side, records in prompts.items():
         write_prompts(config.prompts(side), records)
     complete(config, prompts, config.target, config.completions)
-    results: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     target = load_model(config.target, field="target", device="cpu")
     train = training_examples([str(config.completions / side) for side in ("sampled", "greedy")])
     for seed, variant in product(config.seeds, config.variants):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,13 +185,18 @@ def _run(command: list[str], log: Path, timeout: float) -> str:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    lines = [line for line in plain(log.read_text(encoding="utf-8", errors="replace")).splitlines() if line.strip()]
     return f"{ended}: {' '.join(lines[-1].split())[:300]}" if lines else ended
+
+
+def plain(text: str) -> str:
+    """Return text without the codes by which a terminal colours it or goes to its line's start."""
+    return re.sub(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b[@-Z\\^_]|[\x00-\x08\x0b-\x1f\x7f]", "", text.replace("\r", "\n"))
 
 
 def _answer(result: Result, job: Job) -> Answer | EngineFailure:
     if result.error is not None:
-        return EngineFailure(result.error)
+        return EngineFailure(" ".join(plain(result.error).split()))
     texts = result.token_ids
     if len(texts) != len(job.prompts) or any(len(text) > job.max_tokens for text in texts):
         return EngineFailure(

@@ -45,6 +45,14 @@ class Served:
         return int(self.speculative["num_speculative_tokens"])
 
 
+def room(served: Sequence[Served], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:
+    """Return the positions that vLLM needs: it drafts no further than its context reaches.
+
+    A round's drafts beyond the last token must fit.
+    """
+    return max(map(len, prompts)) + max_new_tokens + 2 * max(each.draft_length for each in served) + 2
+
+
 def verify(
     python: Path,
     target: str,
@@ -77,9 +85,8 @@ def verify(
         InputError: models that cannot be loaded.
     """
     gamma = max(each.draft_length for each in served)
-    # vLLM drafts no further than its context reaches: a round's drafts beyond the last token must fit.
-    room = max(map(len, prompts)) + max_new_tokens + 2 * gamma + 2
-    common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens, "max_model_len": room}
+    common: dict[str, Any] = {"prompts": prompts, "max_tokens": max_new_tokens}
+    common["max_model_len"] = room(served, prompts, max_new_tokens)
     common |= {"max_num_seqs": BATCH, "trust_remote_code": trust_remote_code, "overrides": overrides or {}}
     jobs = [
         Job(target, speculative=None if each is None else dict(each.speculative), **common) for each in (None, *served)

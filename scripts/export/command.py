@@ -28,7 +28,7 @@ from draftsmith.medusa.formats.export import (
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
-from draftsmith.scripts.engine.verification import Served, verify
+from draftsmith.scripts.engine.verification import Served, room, verify
 from draftsmith.scripts.export.eagle import GAMMA, export_lines, import_lines, served_eagle
 from draftsmith.scripts.summary import size
 from draftsmith.train.cli import parse_config, run
@@ -122,8 +122,15 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
         return model, drafter(model)
 
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "timeout": config.timeout}
+    model_config = load_config(target, field="target", trust_remote_code=code)
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and (needed := room(served, prompts, config.max_new_tokens)) > positions:
+        raise InputError(
+            f"max_new_tokens: expected prompts of at most {PROMPT_TOKENS} tokens, their texts and two rounds' drafts "
+            f"within the target's {positions} positions, found {needed}"
+        )
     if config.draft is None:
-        options["overrides"] = vocabulary_override(load_config(target, field="target", trust_remote_code=code))
+        options["overrides"] = vocabulary_override(model_config)
     return verify(python, target, served, prompts, load, trust_remote_code=code, **options)
 
 

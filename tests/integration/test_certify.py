@@ -1,5 +1,6 @@
 """`draftsmith certify` against a server in vLLM's streaming shape: right ones pass, faults fail, failures keep."""
 
+import asyncio
 import json
 import random
 import signal
@@ -12,10 +13,13 @@ from conftest import tiny_llama
 from server_fixtures import server  # noqa: F401
 
 from draftsmith.decode import autoregressive_generate
+from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.scripts.certify import command
-from draftsmith.scripts.certify.asking import Kept, Request, companions, stages
+from draftsmith.scripts.certify.asking import Kept, Question, Request, ask, companions, stages
 from draftsmith.scripts.certify.config import CertifyConfig
+from draftsmith.scripts.serving.client import Answer
+from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.runs import save_model
 
 NEW, END, SAMPLED = 16, 5, 2200
@@ -315,6 +319,19 @@ def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
     again = Kept(tmp_path / "texts.jsonl", 4)
     again.add(Request(1.0, 2, 0), [4], "stop")
     assert Kept(tmp_path / "texts.jsonl", 4).of(1.0) == [([1, 2], "length"), ([4], "stop")]
+
+
+def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
+    class Wrong:
+        name, url = "server", "http://127.0.0.1"
+
+        async def complete(self, body, path):
+            return Answer(token_ids=[1, 300], finish_reason="stop")
+
+    kept, questions = Kept(tmp_path / "texts.jsonl", 4), [Question(Prompt("a", "x", None, None), [1])]
+    with pytest.raises(InputError, match=r"^server: http://127\.0\.0\.1: .*300"):
+        asyncio.run(ask(config(), Wrong(), "m", questions, [Request(0.0, 0, 0)], [], 300, kept, lambda tokens: None))
+    assert not kept.texts
 
 
 def test_seeds_differ(files, writes, tmp_path):

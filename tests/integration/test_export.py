@@ -22,6 +22,7 @@ from draftsmith.medusa.formats import proof, readers
 from draftsmith.medusa.formats.export import export_heads
 from draftsmith.medusa.formats.importing import import_heads
 from draftsmith.scripts import cli
+from draftsmith.scripts.export import command
 from draftsmith.scripts.export.command import vocabulary_override
 from draftsmith.scripts.summary import size
 from draftsmith.train.models import load_model
@@ -262,6 +263,15 @@ def test_bad_flags_are_one_line_and_2(capsys, flags, message, tmp_path, monkeypa
     _, err = ran(capsys, *flags, code=2)
     assert err.startswith("error: ") and message in err
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_target_has_no_positions_for_is_seen_before_the_engine(pair_dirs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "engine_python", lambda _: Path("python"))
+    monkeypatch.setattr(command, "verify", lambda *_, **__: pytest.fail("the engine was started"))
+    target, draft = pair_dirs
+    flags = ["--draft", draft, "--target", target, "--format", "vllm", "--verify", "vllm", "--limit", "1"]
+    _, err = ran(capsys, *flags, "--max_new_tokens", str(2**20), code=2)
+    assert err.startswith("error: max_new_tokens: expected prompts of at most 128 tokens, their texts and two rounds'")
 
 
 def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys):

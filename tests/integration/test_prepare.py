@@ -112,6 +112,14 @@ def test_samples_are_prompt_and_completion_with_an_exact_mask(config):
     assert summary.cut == sum(row["finish_reason"] == "length" for row in rows(cfg))
 
 
+def test_ids_that_meet_their_samples_numbers_are_refused(config, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "x", "id": "a"}\n{"prompt": "y", "id": "a#2"}\n')
+    with pytest.raises(InputError, match=r"^prompts: expected ids .* behind them, found 'a#2' of 'a#2' and of 'a'$"):
+        prepare(config(prompts=str(path), samples=2, temperature=1.0))
+    assert prepare(config(prompts=str(path))).written == 2
+
+
 def test_a_batched_row_is_the_row_completed_alone(config):
     together, alone = (
         config("together", temperature=0.0, batch_size=COUNT),

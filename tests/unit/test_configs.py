@@ -9,7 +9,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig
+from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig, QuickstartConfig
 from draftsmith.scripts.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -108,7 +108,17 @@ def test_an_unknown_key_is_refused(path, tmp_path):
         (CACHE + "batch_size: 0\n", "batch_size: expected at least 1, found 0"),
         (CACHE + "temperature: 0\n", "temperature: expected a finite number, more than 0"),
         (DISTILL + "training: {no_such_key: 1}\n", "no_such_key"),
-        (DISTILL + "training: {max_steps: many}\n", "max_steps"),
+        (DISTILL + "training: {max_steps: many}\n", r"^training\.max_steps: expected a whole number, found many$"),
+        (DISTILL + "training: 5\n", "^training: expected fields and their values, found 5$"),
+        (DISTILL + "training: {save_strategy: never}\n", "^training: expected one of 'no', .*, found 'never'$"),
+        (DISTILL + "training: {fsdp_config: 5}\n",
+         r"^training\.fsdp_config: expected fields and their values or text or null, found 5$"),
+        (DISTILL + "heldout: {a: 1}\n", r"^heldout: expected a number or a list, found \{'a': 1\}$"),
+        (DISTILL + "init: 5\n", "^init: expected fields and their values, found 5$"),
+        (DISTILL + "init: {layers: x}\n", r"^init\.layers: expected a whole number or a list or null, found x$"),
+        (CACHE + "k: [1\n", r"^config: expected YAML in .*config\.yaml, line \d, found: "),
+        ("- 1\n", r"^config: expected fields and their values in .*config\.yaml, found a list$"),
+        (CACHE + "output: \x01\n", r"^config: expected YAML in UTF-8 in .*config\.yaml, found other"),
         (DISTILL + "training: {eval_strategy: steps, eval_steps: 1}\n", "heldout: expected completion directories"),
         (DISTILL + "divergence: kl\n", "divergence: expected one of"),
         (DISTILL + "heldout: 1.5\n", "heldout: expected a value between 0 and 1, found 1.5"),
@@ -117,7 +127,7 @@ def test_an_unknown_key_is_refused(path, tmp_path):
         (DISTILL + "source_weights: [1, 2]\n", "source_weights: expected one for each of 1 completions, found 2"),
         (DISTILL + "source_weights: [0]\n", "source_weights: expected a finite number, more than 0, found 0"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_value_is_refused_by_name_and_in_one_line(text, named, tmp_path):
     with pytest.raises(InputError, match=named) as error:
         parse(DistillConfig if text.startswith(DISTILL) else CacheConfig, text, tmp_path)
@@ -190,6 +200,8 @@ def test_a_key_twice_is_refused(text, named, flag, tmp_path):
 
 MEASURE = ["--target", "t", "--draft", "d", "--prompts", "p", "--output", "o"]
 TREE = ["--target", "t", "--heads", "h", "--completions", "[c]"]
+TRAIN = ["--target", "t", "--completions", "[c]", "--training.use_cpu", "true"]
+PAIRS = ["--pairs", "[]"]
 GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
 
 
@@ -212,6 +224,14 @@ GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
         (MedusaTreeConfig, [*TREE, "--nodes", "1000000"], "nodes: expected at least 1 and at most 1024"),
         (MedusaTreeConfig, [*TREE, "--rows", "100000"], "rows: expected at least 1 and at most 1024"),
         (MedusaTreeConfig, [*TREE, "--seed", "-1"], "seed: expected at least 0"),
+        (EagleTrainingConfig, [*TRAIN, "--num-steps", "100000"], "num_steps: expected at most 256, found 100000"),
+        (EagleTrainingConfig, [*TRAIN, "--decay", "1e300"], "decay: expected at most 10, found 1e.300"),
+        (MedusaTrainingConfig, [*TRAIN, "--decay", "1e300"], "decay: expected at most 10, found 1e.300"),
+        (QuickstartConfig, ["--steps", "-1"], "steps: expected at least 1, found -1"),
+        (CoordinatorConfig, ["--pairs", "[5]"], "pairs: expected fields and their values, found 5$"),
+        (CoordinatorConfig, [*PAIRS, "--rules", "[{pair: 5}]"], r"rules\.pair: expected text or null, found 5$"),
+        (CoordinatorConfig, [*PAIRS, "--log", "{path: [1]}"], r"log\.path: expected text, found \[1\]$"),
+        (CoordinatorConfig, [*PAIRS, "--log", "[1]"], r"log: expected fields and their values or null, found \[1\]$"),
     ],
 )  # fmt: skip
 def test_numbers_that_no_run_can_use_are_refused(cls, flags, named):

@@ -85,7 +85,7 @@ def test_jobs_go_out_and_answers_come_back(tmp_path):
 
 
 def test_the_death_of_an_engine_keeps_the_answers_before_it(tmp_path):
-    dies = engine(tmp_path / "python", [ANSWERED], "print('out of\\n  memory'); sys.exit(9)")
+    dies = engine(tmp_path / "python", [ANSWERED], r"print('out of\n\x1b[1;31m  memory\x1b[0m\x1b[K'); sys.exit(9)")
     first, second = run_jobs(dies, JOBS).answers
     assert isinstance(first, Answer) and isinstance(second, EngineFailure)
     assert str(second) == "exit code 9: memory"

@@ -2,13 +2,16 @@
 
 import errno
 import os
+import resource
 import stat
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.train.files import files_written_aside, require_writable, write_aside, written_aside
+from draftsmith.train.files import NO_ROOM, files_written_aside, require_writable, write_aside, written_aside
 
 
 def names(directory) -> list[str]:
@@ -118,3 +121,17 @@ def test_a_directory_that_can_be_written_in_is_left_as_it_was(tmp_path):
     require_writable(tmp_path / "a" / "b")
     require_writable(tmp_path / "a")
     assert names(tmp_path) == ["a"] and names(tmp_path / "a") == []
+
+
+@pytest.mark.parametrize("writer", [lambda path, t: save_file({"t": t}, path), lambda path, t: torch.save(t, path)])
+def test_a_limit_of_sizes_is_the_disks_own_error(tmp_path, writer):
+    """Libraries have exceptions of their own for it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(OSError) as error, written_aside(tmp_path / "it") as aside:
+            writer(aside, torch.zeros(100_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error.value.errno in NO_ROOM and error.value.filename == str(tmp_path / "it")
+    assert names(tmp_path) == []

@@ -11,6 +11,7 @@ from tokenizers.processors import TemplateProcessing
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams, repeated_ngram_share
+from draftsmith.train.data import prompts
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.tokenizer import END_OF_TEXT, train_bpe
 
@@ -170,6 +171,12 @@ def test_errors_name_file_and_line(name, text, message, tmp_path):
     with pytest.raises(InputError) as error:
         read_prompts(source)
     assert str(error.value) == message.format(path=source)
+
+
+def test_a_prompt_that_no_machine_reads_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "MOST_CHARACTERS", 3)
+    with pytest.raises(InputError, match=r":1: prompt: expected at most 3 characters, found 4$"):
+        read_prompts(write(tmp_path, "p.jsonl", '{"prompt": "abcd"}'))
 
 
 def test_errors_about_files_that_are_not_there_or_not_what_they_say(tmp_path):

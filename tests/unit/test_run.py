@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from draftsmith.decode.errors import InputError
+from draftsmith.scripts import cli
 from draftsmith.train.cli import run
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import write_aside
@@ -48,6 +49,8 @@ WAY_OUT = "; try a smaller batch, length or model"
          f"{MEMORY} for 2.00 GiB{WAY_OUT}"),
         (raising(OSError(errno.ENOSPC, "No space left on device", "a/b")), 2,
          "error: output: expected to write a/b, found: No space left on device"),
+        (raising(OSError(errno.EFBIG, "File too large", "a/b")), 2,
+         "error: output: expected to write a/b, found: File too large"),
         (raising(OSError(errno.ENOSPC, "No space left on device")), 2,
          "error: output: expected to write standard output, found: No space left on device"),
     ],
@@ -69,6 +72,23 @@ def test_a_full_disk_behind_a_pipe_is_told(monkeypatch, capsys):
         assert run(lambda: print("a table")) == 2
         monkeypatch.undo()
     assert "expected to write standard output, found: No space left" in capsys.readouterr().err
+
+
+class Gone(io.StringIO):
+    """A pipe that nobody reads."""
+
+    def write(self, _: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+def test_a_reader_that_left_or_was_never_there_is_no_failure(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Gone())
+    assert [cli.main([flag]) for flag in ("--help", "--version")] == [141, 141]
+    monkeypatch.setattr(sys, "stderr", Gone())
+    assert run(raising(InputError("limit: expected 1, found 0"))) == 2
+    for name in ("stdout", "stderr"):  # `>&-`
+        monkeypatch.setattr(sys, name, None)
+    assert run(lambda: print("a table")) == 0
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])

@@ -1,11 +1,14 @@
 """Cached laws: what a bucket knows of a law, and what the disk keeps of it."""
 
 import errno
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
@@ -19,6 +22,7 @@ from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.data.shards import COLUMNS, read_shard, write_shard
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_sum
 from draftsmith.train.losses.divergences import DIVERGENCES
@@ -229,10 +233,9 @@ def found_in(pipeline: Path, *caches: Path, vocab_size: int = 300, **options):
 @pytest.fixture(scope="module")
 def whole(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "cache"
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(teacher_cache.tqdm, "write", said.append)
-        return make_cache(configured(pipeline, output)), output, said
+    with redirect_stdout(io.StringIO()) as said:
+        summary = make_cache(configured(pipeline, output))
+    return summary, output, said.getvalue().splitlines()
 
 
 def by_hand(pipeline: Path, sample: dict, sampler: Sampler, k: int) -> CachedDistributions:
@@ -382,6 +385,27 @@ def test_less_space_than_the_estimate_is_refused(pipeline, tmp_path, monkeypatch
     with pytest.raises(InputError, match=r"^output: expected 0\.0 MB of free space for .*, found 0\.0 MB; free"):
         make_cache(configured(pipeline, tmp_path / "cache"))
     assert not list((tmp_path / "cache").glob("*.parquet"))
+
+
+def beyond(shard: pa.Table) -> pa.Table:
+    ids = [[2**30] * len(row) for row in shard["input_ids"].to_pylist()]
+    return shard.set_column(3, COLUMNS.field(3), pa.array(ids, COLUMNS.field(3).type))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (lambda shard: shard.slice(0, 0), "expected samples, found none$"),
+        (beyond, "found token 1073741824 beside a vocabulary"),
+    ],
+    ids=["no rows", "ids beyond the vocabulary"],
+)
+def test_completions_that_no_target_wrote_are_refused(pipeline, tmp_path, changed, message):
+    shutil.copytree(pipeline / "short", tmp_path / "short")
+    file = tmp_path / "short" / "shard-00000.parquet"
+    write_shard(file, changed(read_shard(file)))
+    with pytest.raises(InputError, match=rf"shard-00000\.parquet: .*{message}"):
+        make_cache(configured(pipeline, tmp_path / "cache", completions=[str(tmp_path / "short")]))
 
 
 def test_a_full_disk_is_told_in_one_line_and_keeps_what_is_there(pipeline, whole, tmp_path, monkeypatch):

@@ -183,6 +183,13 @@ def _prompts(
         for n, temperature in enumerate(config.plan(), 1)
         for p, own in zip(read, ids, strict=True)
     ]
+    named = dict[str, str]()  # with several samples of a prompt, "a" may become another's "a#2"
+    for sample, prompt in zip(samples, read * len(config.plan()), strict=True):
+        if (first := named.setdefault(sample.prompt.id, prompt.id)) != prompt.id:
+            raise InputError(
+                f"prompts: expected ids that differ with their samples' numbers behind them, found "
+                f"{sample.prompt.id!r} of {first!r} and of {prompt.id!r}"
+            )
     longest = max(samples, key=lambda sample: len(sample.ids))
     if limit is not None and len(longest.ids) + new_tokens > limit:
         raise InputError(

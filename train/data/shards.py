@@ -1,6 +1,5 @@
 """A directory of completions on disk: its manifest, its shards, both written so that a kill harms nothing."""
 
-import errno
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing_extensions import TypedDict
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import Amount, Count, Share, read
-from draftsmith.train.files import remove, write_aside
+from draftsmith.train.files import NO_ROOM, remove, write_aside
 from draftsmith.train.job.lock import locked
 
 SCHEMA = "draftsmith.completions/1"
@@ -123,10 +122,11 @@ def output_directory(output: Path, kept: Callable[[], str], first: bool = True) 
         error.add_note(f"{kept()} are kept in {output}")
         raise
     except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+        if error.errno is None or error.errno not in NO_ROOM:
             raise
         raise InputError(
-            f"output: no space left for {output}: {kept()} are kept; free some space and run the same command again"
+            f"output: {NO_ROOM[error.errno]} for {output}: {kept()} are kept; "
+            "free some space and run the same command again"
         ) from error
 
 

@@ -153,6 +153,8 @@ def _make_cache(config: CacheConfig, processes: Processes) -> CacheSummary:
 
 def _source(number: int, file: Path, shards: Shards, vocab_size: int) -> Source:
     texts = texts_of(file, vocab_size)
+    if not texts:
+        raise InputError(f"{file}: expected samples, found none")
     positions = sum(shards.positions(text) for text in texts)
     return Source(file, f"{number:03d}-{file.name}", checksums_of(texts), positions)
 

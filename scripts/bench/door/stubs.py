@@ -59,7 +59,7 @@ async def door(config: BenchDoorConfig, ports: list[int]) -> AsyncIterator[int]:
     }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "coordinator.yaml"
-        file.write_text(json.dumps(settings))  # which is YAML
+        file.write_text(json.dumps(settings), encoding="utf-8")  # which is YAML
         process = subprocess.Popen(
             [sys.executable, "-m", "draftsmith.scripts.cli", "coordinate", "--config", str(file)],
             stdout=subprocess.PIPE,
