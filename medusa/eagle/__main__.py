@@ -2,13 +2,14 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.medusa.eagle.card import card
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten
+from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten, seen_before, seen_now
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
@@ -32,17 +33,18 @@ def train_heads(config: EagleTrainingConfig) -> EagleTrainer:
             heads = EagleHeads.from_pretrained(config.heads).float()
         train, heldout = read_data(config)
         target = load_target(config, tokenizer) if features is None else features.load_target(config)
+        count, tokens = config.draft_vocabulary, token_count(tokenizer, target.config)
         if heads is None:
-            count = config.draft_vocabulary
-            tokens = token_count(tokenizer, target.config)
             heads = new_heads(config, target, None if count is None else frequent_tokens(train, count, tokens))
-            # A cache has no features of other texts than its own, and a state that is handed on must not be scaled.
-            looks = features is None and config.target_device != "auto" and not config.norm_output
-            if looks and beginning(config, heads, target)[0] == "last_layer":
-                quieten(heads, target, few_texts(train), config.num_steps, tokens)
-    if features is not None:
-        check_head(target.config, tokenizer, "target")
-        features.require_layers(heads.layer_ids)
+        if features is not None:
+            check_head(target.config, tokenizer, "target")
+            features.require_layers(heads.layer_ids)
+        # A state that is handed on must not be scaled.
+        looks = config.heads is None and config.target_device != "auto" and not config.norm_output
+        if looks and beginning(config, heads, target)[0] == "last_layer":
+            look = partial(seen_now, target, heads.layer_ids)
+            look = look if features is None else partial(seen_before, target, features)
+            quieten(heads, look, few_texts(train), config.num_steps, tokens)
     if config.packing:
         if features is None:
             require_packing(target, "target", config.training.per_device_train_batch_size)

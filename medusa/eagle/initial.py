@@ -3,7 +3,7 @@
 Shape suffix: H hidden.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -24,6 +24,7 @@ from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.losses.beginning import SCALES, Text, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 LIKE_OURS = ("llama", "mistral")
 """Families whose decoder layer computes what the heads' does, where it has the same weights and no more."""
@@ -137,24 +138,22 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def quieten(heads: EagleHeads, target: PreTrainedModel, texts: Sequence[Text], steps: int, tokens: int) -> None:
+def quieten(heads: EagleHeads, seen_of: Callable[[Text], Seen], texts: Sequence[Text], steps: int, tokens: int) -> None:
     """Multiply the last norm by the number that makes the loss of all steps the least on some texts.
 
     The layer is the target's, but what it sees is not, and its own output in later steps: it is surer than it is right.
-    The same number on all processes; one forward of the target on at most eight texts.
+    The same number on all processes; at most eight texts.
 
     Args:
         heads: begun as the target's last layer.
-        target: with its weights.
+        seen_of: what the target leaves of a text: `seen_now`, or `seen_before`.
         texts: what to look at.
         steps: K.
         tokens: of the tokenizer; the target's head may have more rows.
     """
     states, labels = [], []
     for text in texts:
-        ids_1T = text.ids_T[None].to(target.device)
-        seen = seen_by(target, heads.layer_ids, partial(last_hidden, target, input_ids=ids_1T))
-        seen = Seen(*(part.to(heads.device) for part in seen))
+        seen = Seen(*(part.to(heads.device) for part in seen_of(text)))
         places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
         places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
         states += states_of_steps(heads, seen, None, places_N, steps)
@@ -167,6 +166,19 @@ def quieten(heads: EagleHeads, target: PreTrainedModel, texts: Sequence[Text], s
     losses = losses_of_scales(torch.cat(states), head, labels_N[:, None])[:, 0]
     scale: float = broadcast_object_list([SCALES[int(losses.argmin())]])[0]
     heads.norm.weight.mul_(scale)
+
+
+def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> Seen:
+    """Run the target on a text; `depths` are those of `seen_by`."""
+    ids_1T = text.ids_T[None].to(target.device)
+    return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))
+
+
+def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> Seen:
+    """Look up what a cache has of a text; `target` has its embeddings."""
+    states = index.states_of(text.sample)
+    hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
+    return Seen(hidden, target.get_input_embeddings()(text.ids_T[None]), features)
 
 
 @contextmanager

@@ -362,17 +362,17 @@ def test_adapters_go_where_they_are_asked_for(tokenizer, tmp_path):
 def test_adapters_resume_and_the_best_are_kept(pipeline, tmp_path):
     """Four steps at once, and from a checkpoint after two: the same draft, its adapters merged; the best is the first.
 
-    Acceptance rises, so the smallest is the first, and has to be found again.
+    Acceptance falls, so the greatest is the first, and has to be found again.
     """
     training = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
-    training |= {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": False}
+    training |= {"load_best_model_at_end": True, "metric_for_best_model": "alpha", "greater_is_better": True}
     options = {"draft": None, "init": DraftInit(1, lora=LoraOptions(4)), "heldout": [str(pipeline / "heldout")]}
     whole = distill(configured(pipeline, tmp_path / "whole", training=training, **options))
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "parts" / "checkpoint-2")
     parts = distill(configured(pipeline, tmp_path / "parts", training=training, **options))
     assert history(parts, "loss") == history(whole, "loss") and len(history(whole, "loss")) == 4
     first, second, last = history(whole, "eval_alpha")
-    assert first < second and last == first
+    assert first > second and last == first
     assert furthest(weights(tmp_path / "whole"), weights(tmp_path / "parts")) == 0
     names = load_file(tmp_path / "whole" / "model.safetensors").keys()
     assert names == load_file(pipeline / "draft" / "model.safetensors").keys()

@@ -1,6 +1,7 @@
 """How loud a beginning should be: losses of scales, and what few texts are looked at."""
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -87,6 +88,7 @@ def test_a_loud_last_layer_is_quietened_as_all_steps_need(tokenizer):
     texts = [
         Text(row, row) for row in torch.randint(len(tokenizer), (3, 20), generator=torch.Generator().manual_seed(0))
     ]
-    eagle_initial.quieten(heads, target, texts, 3, len(tokenizer))
+    look = partial(eagle_initial.seen_now, target, heads.layer_ids)
+    eagle_initial.quieten(heads, look, texts, 3, len(tokenizer))
     scales = heads.norm.weight.detach() / before
     assert float(scales[0]) in SCALES[1:] and bool((scales == scales[0]).all())

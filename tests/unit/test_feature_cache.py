@@ -45,7 +45,7 @@ def whole(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "cache"
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_writer.tqdm, "write", said.append)
+        patch.setattr(cache_writer, "print", said.append, raising=False)
         return make_cache(configured(pipeline, output)), output, said
 
 
@@ -149,7 +149,7 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkey
         with pytest.raises(Killed):
             make_cache(configured(pipeline, output))
     assert len(list(output.glob("*.parquet"))) == 1
-    monkeypatch.setattr(cache_writer.tqdm, "write", lambda line: None)
+    monkeypatch.setattr(cache_writer, "print", lambda line: None, raising=False)
     summary = make_cache(configured(pipeline, output))
     assert (summary.kept, summary.written, summary.samples) == (10, 10, 20)
     assert contents(output) == contents(whole[1])

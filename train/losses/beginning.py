@@ -6,8 +6,9 @@ zero they become uniform. Shape suffixes: T positions of a text, N positions of 
 of a position, S scales.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,10 @@ class Text:
     ids_T: Tensor
     labels_T: Tensor
     """The tokens that are a completion's, −100 elsewhere."""
+    sample: Mapping[str, Any] = field(default_factory=dict)
+    """The row of `TrainingData` that it is of."""
+    start: int = 0
+    """Where in it."""
 
     def ahead(self, count: int) -> Tensor:
         """Return for each position the token so many further, (T,), −100 where it is none to learn."""
@@ -45,7 +50,7 @@ def few_texts(data: TrainingData) -> list[Text]:
         learned = (labels != IGNORED).nonzero()
         end = int(learned[0, 0]) + POSITIONS if len(learned) else 0
         piece = slice(max(0, end - CONTEXT), end)
-        texts.append(Text(torch.tensor(sample["input_ids"])[piece], labels[piece]))
+        texts.append(Text(torch.tensor(sample["input_ids"])[piece], labels[piece], sample, piece.start))
     return [text for text in texts if len(text.ids_T) > 1]
 
 

@@ -242,7 +242,8 @@ def _with_outside(log_p_NE: Tensor, log_mass_N: Tensor) -> Tensor:
 
 def _like(log_p_NE: Tensor, log_q_NE: Tensor) -> Tensor:
     """Return log q of the outcomes of p: where there is one more, outside of what is drafted, q is 0 there."""
-    return torch.nn.functional.pad(log_q_NE, (0, log_p_NE.shape[1] - log_q_NE.shape[1]), value=LOWEST)
+    more = log_p_NE.shape[1] - log_q_NE.shape[1]
+    return torch.nn.functional.pad(log_q_NE, (0, more), value=LOWEST) if more else log_q_NE
 
 
 def _where_possible(values_N: Tensor, log_mass_N: Tensor | None) -> Tensor:

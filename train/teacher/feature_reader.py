@@ -3,7 +3,7 @@
 Shape suffixes: B rows, T tokens of a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +48,11 @@ class FeatureIndex(SampleIndex):
     def load_target(self, config: RecipeConfig) -> PreTrainedModel:
         """Load what training needs of the target beside its features, into the host's memory: see `load_ends`."""
         return load_ends(self.ends, config.target, trust_remote_code=config.trust_remote_code)
+
+    def states_of(self, sample: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the states of a row of `TrainingData`, (1, T, …), as `cached_states` does those of a batch."""
+        alone = FeatureCollator(lambda rows: {"input_ids": torch.tensor([rows[0]["input_ids"]])}, self)
+        return cached_states(alone([dict(sample)])["teacher"])
 
     def require_layers(self, layer_ids: Sequence[int]) -> None:
         """Require that the features are those of some heads.
