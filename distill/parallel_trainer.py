@@ -144,8 +144,8 @@ class ParallelTrainer(DistillTrainer):
         counts_B = torch.bincount(row_N, minlength=rows)
         number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a place in its row
 
-        table_BNKF: Tensor | None = None
-        inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool, device=self.args.device)
+        table_EF: Tensor | None = None
+        inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool)
         further = self.length - 1
         for part in range(further):
             lengths_N = torch.where(number_N % further == part, further, -1)
@@ -165,22 +165,28 @@ class ParallelTrainer(DistillTrainer):
 
             beside = self._with_masks(inputs, chains)
             features_EF = model(**beside, inside=inside_model(self.draft, taken, parallel_hidden)).float()
-            if table_BNKF is None:
-                table_BNKF = features_EF.new_zeros(*inside_BNK.shape, features_EF.shape[1])
+            if table_EF is None:
+                table_EF = features_EF.new_zeros(inside_BNK.numel(), features_EF.shape[1])
             anchors_E = on_host.places_E - on_host.offsets_E
-            at = row_N[anchors_E], number_N[anchors_E], on_host.offsets_E
-            table_BNKF[at], inside_BNK[at] = features_EF, True
-        assert table_BNKF is not None
-        return self._sums(table_BNKF, inside_BNK)
+            at_E = (row_N * inside_BNK.shape[1] + number_N)[anchors_E] * self.length + on_host.offsets_E
+            inside_BNK.view(-1)[at_E] = True
+            table_EF.index_copy_(0, at_E.to(table_EF.device), features_EF)
+        assert table_EF is not None
+        return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
 
     def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
         """Return what `replay_sums` does, from the features of each place's chain."""
-        losses = []
-        offsets_NK = torch.arange(self.length, device=inside_BNK.device).expand(inside_BNK.shape[1:])
-        for table_NKF, inside_NK in zip(table_BNKF, inside_BNK, strict=True):
-            offsets_E = offsets_NK[inside_NK]
-            features_EF, weights_E = table_NKF[inside_NK][:, 4:], self._decayed_K[offsets_E]
-            losses.append(self.objective.shortfall(features_EF, offsets_E > 0, weights_E, offsets_E == 0))
+        anchors_K = torch.arange(self.length, device=inside_BNK.device) == 0
+        losses = [
+            self.objective.shortfall(table_EF[:, 4:], follows_E, weights_E, starts_E)
+            for table_EF, follows_E, weights_E, starts_E in zip(
+                table_BNKF.flatten(1, 2),
+                (inside_BNK & ~anchors_K).flatten(1),
+                (inside_BNK * self._decayed_K).flatten(1),
+                (inside_BNK & anchors_K).flatten(1),
+                strict=True,
+            )
+        ]
         plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
         a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
         rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)

@@ -172,11 +172,13 @@ class DistillTrainer(RecipeTrainer):
             return chunked_features(self.evaluated, labels_N, hidden_NH, head, teacher, self.evaluation_sizes)
 
         features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
-        features_BTK = features_NK.new_zeros(*chosen_BT.shape, features_NK.shape[1])
-        features_BTK[chosen_BT] = features_NK
+        features_BTK = features_NK.new_zeros(*inputs["input_ids"].shape, features_NK.shape[1])
+        features_BTK.flatten(0, 1).index_copy_(0, positions.flat_N, features_NK)
+        features_BTK = features_BTK[:, :-1]
+        follows_BT = chosen_BT & torch.nn.functional.pad(chosen_BT[:, :-1], (1, 0))
         losses = [
-            self.objective.shortfall(features_TK[chosen_T][:, 4:], _following(chosen_T))
-            for features_TK, chosen_T in zip(features_BTK, chosen_BT, strict=True)
+            self.objective.shortfall(features_TK[:, 4:], follows_T, chosen_T.float(), chosen_T)
+            for features_TK, follows_T, chosen_T in zip(features_BTK, follows_BT, chosen_BT, strict=True)
         ]
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
@@ -225,8 +227,3 @@ class DistillTrainer(RecipeTrainer):
         if "teacher" in inputs:  # read from a cache, in the order of the chosen positions
             return cached_distributions(inputs["teacher"])
         return LiveDistributions(positions.take(self.target_hidden(inputs)), self.target_head)
-
-
-def _following(chosen_T: Tensor) -> Tensor:
-    """Say which of a sample's chosen positions come right after a chosen one, (N,) bool."""
-    return LossPositions(chosen_T.nonzero()[:, 0]).follow()

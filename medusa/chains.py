@@ -138,9 +138,10 @@ class ChainTrainer(RecipeTrainer, ABC):
             features_NK = features(index, features_of)
             # The round that begins with a token drafts from the state of the token two before it.
             spread = a.new_zeros(*shape, features_NK.shape[1] + 1)
-            learned = at.learned[index].bool()
+            learned = at.learned[index].bool()[:, None]
             ones = features_NK.new_ones(len(features_NK), 1)
-            spread.flatten(0, 1)[(at.flat - index)[learned]] = torch.cat([features_NK, ones], dim=1).float()[learned]
+            values = torch.cat([features_NK, ones], dim=1).float().where(learned, 0.0)
+            spread.flatten(0, 1).index_add_(0, (at.flat - index).clamp(min=0), values)  # zeros where it does not learn
             a[..., index] = spread[:, :-1, 0]
             each = [self.objective.shortfall(row[:, 3:-1], weights_N=row[:, -1]) for row in spread]
             loss += self.config.decay**index * torch.stack(each)

@@ -65,7 +65,7 @@ def replay_sums(features_BTK: Tensor, inside_BT: Tensor, draft_length: int) -> T
     # Completions begin at different columns: shift each to the left, so that the chain starts at its first token.
     order_BT = torch.argsort(~inside_BT, dim=1, stable=True)
     lengths_B = inside_BT.sum(1)
-    a_BT = torch.where(inside_BT, features_BTK[..., 0], 0.0).gather(1, order_BT)[:, : int(lengths_B.max())]
+    a_BT = torch.where(inside_BT, features_BTK[..., 0], 0.0).gather(1, order_BT)
     rounds_B = expected_rounds(a_BT, lengths_B, draft_length)
     sums_B3 = torch.where(inside_BT[..., None], features_BTK[..., 1:], 0.0).sum(1)
     return torch.cat([lengths_B[:, None], rounds_B[:, None], sums_B3], dim=1).float()

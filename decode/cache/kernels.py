@@ -12,12 +12,12 @@ of torch 2.13 (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`) for GPUs 
 cuDNN's kernel takes masks beside groups, but only newer GPUs prefer it, and only for some widths: it is not relied on.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 HALF = (torch.float16, torch.bfloat16)
 WIDEST = 256
@@ -86,25 +86,32 @@ def cuda_kernel(
     return "math"
 
 
-class AsOnCuda(TorchFunctionMode):
+class AsOnCuda:
     """A context in which attention runs by the math kernel where CUDA would, on any device, with or without data.
 
-    What a backward computes once more does not meet it.
+    PyTorch's function itself is another meanwhile, so that what a backward computes once more meets it, too. That is
+    for traces and tests: no other thread may attend in the meantime.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.chosen: list[str] = []
         """The kernel of each call, in turn."""
+        self._entered: list[Any] = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        self.chosen.append(cuda_kernel(*args, **(kwargs or {})))
-        if self.chosen[-1] != "math":
-            return func(*args, **(kwargs or {}))
-        with sdpa_kernel(SDPBackend.MATH):
-            return func(*args, **(kwargs or {}))
+    def __enter__(self) -> "AsOnCuda":
+        attend = nn.functional.scaled_dot_product_attention
+        self._entered.append(attend)
+
+        def chosen(*args: Any, **options: Any) -> Tensor:
+            self.chosen.append(cuda_kernel(*args, **options))
+            with sdpa_kernel(SDPBackend.MATH) if self.chosen[-1] == "math" else nullcontext():
+                return attend(*args, **options)
+
+        nn.functional.scaled_dot_product_attention = chosen  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        nn.functional.scaled_dot_product_attention = self._entered.pop()
 
 
 def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.parallel_draft import parallel_hidden
 from draftsmith.scripts.plan.model_states import Precision
@@ -35,7 +36,10 @@ from draftsmith.train.teacher.distributions import CachedDistributions, LiveDist
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the storages that operations allocate, while they live, on fake tensors and on real ones."""
+    """Counts the bytes of the storages that operations allocate, while they live, on fake tensors and on real ones.
+
+    Attention runs by the math kernel, which holds all scores, where CUDA would.
+    """
 
     def __init__(self, given: Iterable[Tensor] = ()):
         super().__init__()
@@ -47,6 +51,15 @@ class LiveBytes(TorchDispatchMode):
         """Not counted, and kept: a storage's number is that of another once it is released."""
         for tensor in self._given:
             self._sizes[tensor.untyped_storage()._cdata] = 0
+        self._kernels = AsOnCuda()
+
+    def __enter__(self) -> "LiveBytes":
+        self._kernels.__enter__()
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kernels.__exit__(*error)
 
     def restart(self) -> None:
         """Look for the peak from here on."""

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from draftsmith.decode.cache.kernels import ALIGNED, AsOnCuda, additive_mask, computing_dtype, cuda_kernel
+from draftsmith.decode.cache.kernels import ALIGNED, additive_mask, computing_dtype, cuda_kernel
 from draftsmith.decode.errors import at_least, require
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.steps import Seen, states_of_steps
@@ -53,7 +54,7 @@ class CudaOperators(TorchFunctionMode):
             return func(*args, **kwargs)
         kernel = cuda_kernel(*args, **kwargs)
         if kernel == "math":
-            with AsOnCuda():
+            with sdpa_kernel(SDPBackend.MATH):
                 return func(*args, **kwargs)
         return _fused(kernel, *args, **kwargs)
 

@@ -1,6 +1,7 @@
-"""Training steps on tensors without data: a value that is looked at, for which a GPU would make the host wait, raises.
+"""Training and evaluation on tensors without data: a value that is looked at, which a GPU's host waits for, raises.
 
 A step is what the trainer itself does with a batch that is on the device: the models' forwards, the loss, the backward.
+Of an evaluation's batch, which is replayed, the host sums the chain of rounds from one copy of their probabilities.
 """
 
 from collections.abc import Callable
@@ -115,3 +116,33 @@ def test_a_step_looks_at_no_value(on_meta, name):
     trained = [p for p in trainer.model.parameters() if p.requires_grad]
     assert kernels.chosen and "math" not in kernels.chosen
     assert trained and all(p.grad is not None for p in trained)
+
+
+EVALUATIONS = {
+    "draft": 1,
+    "draft, cached": 1,
+    "draft, cut vocabulary": 1,
+    "parallel": 2,  # of blocks of masks, and plain ones
+    "parallel, cached": 2,
+    "Medusa": 1,
+    "Medusa, cut vocabulary": 1,
+    "Hydra": 1,
+    "EAGLE-3": 1,
+    "EAGLE-3, cut vocabulary": 1,
+}
+
+
+@pytest.mark.parametrize(("name", "copies"), EVALUATIONS.items())
+def test_an_evaluation_looks_at_no_value_but_the_rounds(on_meta, monkeypatch, name, copies):
+    trainer, loader = on_meta(name)
+    batch = without_data(next(iter(trainer.get_eval_dataloader())))
+    looked_at = []
+
+    def copied(tensor: Tensor) -> Tensor:
+        looked_at.append(tensor)
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(Tensor, "cpu", copied)
+    _, sums, _ = trainer.prediction_step(trainer.model.eval(), batch, False)
+    assert sums.device.type == "meta" and len(sums) == len(batch["labels"])
+    assert len(looked_at) == copies
