@@ -27,6 +27,7 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import Proposer, Task
 from draftsmith.decode.replay.replayed import Replayed
+from draftsmith.decode.replay.rounds import on_host
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
@@ -304,7 +305,7 @@ def readmit(
     x_N = tokens_N.to(scores_NV.device)
     cut = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()
     let_in = 0
-    for i in cut.nonzero()[:, 0].tolist():
+    for i in cut.cpu().nonzero()[:, 0].tolist():
         logits_V, x = logits_NV[i].float(), x_N[i]
         tie = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_V.abs().max()
         moved_V = torch.where(logits_V <= logits_V[x], logits_V + tie, logits_V - tie)
@@ -380,14 +381,18 @@ class _Surprise:
             tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
             self._refuse(behind > tolerance, start, "the target's argmax")
             return
-        self._refuse(p_NV.gather(-1, x[:, None])[:, 0] <= 0, start, "a token that the target could have drawn")
+        wrong_N = p_NV.gather(-1, x[:, None])[:, 0] <= 0
         # Scores are log p but for a constant, which neither figure has: no logarithm of a whole vocabulary. What is cut
         # off has p = 0 in float32.
         s_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).clamp_(min=-1e3)
         mean_N1 = (p_NV * s_NV).sum(-1, keepdim=True)
         s_NV -= mean_N1
-        self.excess -= float(s_NV.gather(-1, x[:, None]).double().sum())
-        self.variance += float(s_NV.square_().mul_(p_NV).sum(-1).double().sum())
+        below_N = s_NV.gather(-1, x[:, None])[:, 0].double()
+        squares_N = s_NV.square_().mul_(p_NV).sum(-1).double()
+        wrong_N, below_N, squares_N = on_host(wrong_N.double(), below_N, squares_N)
+        self._refuse(wrong_N > 0, start, "a token that the target could have drawn")
+        self.excess -= float(below_N.sum())
+        self.variance += float(squares_N.sum())
         self.judge()
 
     def judge(self) -> None:
@@ -400,6 +405,7 @@ class _Surprise:
             )
 
     def _refuse(self, wrong_N: Tensor, start: int, expected: str) -> None:
+        wrong_N = wrong_N.cpu()
         if bool(wrong_N.any()):
             place = start + int(wrong_N.int().argmax())
             raise InputError(

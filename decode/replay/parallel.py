@@ -10,7 +10,6 @@ Shape suffixes: N tokens of the text, T tokens with the prompt, E drafts, K offs
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -33,9 +32,9 @@ class _Drafts:
     """Some of a text's drafts: of the token at `starts` + `offsets`, given the text before `starts`."""
 
     starts: Tensor
-    """(E,) int64."""
+    """(E,) int64, on the host."""
     offsets: Tensor
-    """(E,) int64."""
+    """(E,) int64, on the host."""
     scores: Tensor
     """Processed logits, (E, V)."""
 
@@ -67,16 +66,20 @@ def text_ranks(
     Returns:
         The ranks, and where the first draft from each start is the token, (N,) float32.
     """
-    ranks = np.full((len(text), len(most)), NONE, dtype=np.int16)
+    home = text.sequence.device
+    ranks_NK = torch.full((len(text), len(most)), NONE, dtype=torch.int16, device=home)
     for drafts in _drafts(model, text, sampler, vocab_size, len(most)):
-        tokens = text.tokens.to(drafts.scores.device)[drafts.drafted]
+        device = drafts.scores.device
         for offset in drafts.offsets.unique().tolist():
-            at = drafts.offsets == offset
+            places = (drafts.offsets == offset).nonzero()[:, 0]
+            scores = drafts.scores[places.to(device)]
+            tokens = text.tokens.to(device)[drafts.drafted[places].to(device)]
             if by_argmax:
-                found = torch.full_like(tokens[at], NONE).masked_fill(argmax(drafts.scores[at]) == tokens[at], 0)
+                found = torch.full_like(tokens, NONE).masked_fill(argmax(scores) == tokens, 0)
             else:
-                found = ranks_of(drafts.scores[at], tokens[at], most[offset])
-            ranks[drafts.starts[at].cpu().numpy(), offset] = found.cpu().numpy()
+                found = ranks_of(scores, tokens, most[offset])
+            ranks_NK[drafts.starts[places].to(home), offset] = found.to(ranks_NK)
+    ranks = ranks_NK.cpu().numpy()
     first = torch.from_numpy(ranks[:, 0] == 0).float()
     ranks[~drafted_from(len(text), len(most), text.limit, first=0)] = NONE
     return TextRanks(ranks, tuple(most), text.limit, first=0), first
@@ -101,8 +104,8 @@ def text_acceptance(
     a_NK, common_N = p_NV.new_zeros(len(text), depth), p_NV.new_zeros(len(text))
     for drafts in _drafts(model, text, sampler, p_NV.shape[1], depth):
         scores = drafts.scores.to(p_NV.device)
-        starts, offsets = drafts.starts.to(p_NV.device), drafts.offsets.to(p_NV.device)
-        p_EV, x_E = p_NV[starts + offsets], text.tokens.to(p_NV.device)[starts + offsets]
+        starts, offsets, drafted = (t.to(p_NV.device) for t in (drafts.starts, drafts.offsets, drafts.drafted))
+        p_EV, x_E = p_NV[drafted], text.tokens.to(p_NV.device)[drafted]
         if greedy:
             guess_E = scores.argmax(-1)
             a_E, common_E = (guess_E == x_E).to(p_NV), p_EV.gather(1, guess_E[:, None])[:, 0]
@@ -110,9 +113,10 @@ def text_acceptance(
             q_EV = scores.softmax(-1).to(p_NV)
             a_E, common_E = acceptance_probabilities(p_EV, q_EV, x_E), overlap(p_EV, q_EV)
         a_NK[starts, offsets] = a_E
-        common_N[starts[offsets == 0]] = common_E[offsets == 0]
-    drafted = torch.from_numpy(drafted_from(len(text), depth, text.limit, first=0)).to(p_NV.device)
-    return a_NK.where(drafted, 0.0), common_N
+        first = (drafts.offsets == 0).nonzero()[:, 0].to(p_NV.device)
+        common_N[starts[first]] = common_E[first]
+    inside = torch.from_numpy(drafted_from(len(text), depth, text.limit, first=0)).to(p_NV.device)
+    return a_NK.where(inside, 0.0), common_N
 
 
 @torch.inference_mode()
@@ -133,16 +137,16 @@ def _drafts(
         logits_EV = align_vocabulary(logits_EV, vocab_size).to(text.sequence.device)
         return _Drafts(starts_E, offsets_E, sampler.scores(logits_EV, contexts).to(device))
 
-    every = torch.arange(n, device=device)
+    every = torch.arange(n)
     for starts in every.split(at_a_time):
-        yield scored(starts, torch.zeros_like(starts), logits_NV[starts])
+        yield scored(starts, torch.zeros_like(starts), logits_NV[int(starts[0]) : int(starts[-1]) + 1])
     del logits_NV
     if depth == 1:
         return
-    mask, places = mask_token_of(model), torch.arange(known, device=device)
+    mask, places = mask_token_of(model), torch.arange(known)
     for starts in every.split(max(1, at_a_time // (depth - 1))):
         starts_E = starts.repeat_interleave(depth - 1)
-        offsets_E = torch.arange(1, depth, device=device).repeat(len(starts))
+        offsets_E = torch.arange(1, depth).repeat(len(starts))
         inside = starts_E + offsets_E < n  # what would be drafted behind the text is compared with nothing
         starts_E, offsets_E = starts_E[inside], offsets_E[inside]
         if not len(starts_E):
@@ -150,7 +154,8 @@ def _drafts(
         anchors_E = text.prompt_length - 1 + starts_E
         positions_E = anchors_E + offsets_E
         anchors_L, positions_L = torch.cat([places, anchors_E]), torch.cat([places, positions_E])
-        visible = visible_entries(positions_L[None], anchors_L[None], last=len(starts_E))[0]
+        entries = positions_L[None].to(device), anchors_L[None].to(device)
+        visible = visible_entries(*entries, last=len(starts_E))[0]
         masks = torch.full((1, len(starts_E)), mask, device=device)
-        logits = cached.feed(masks, [known], visible=visible, depths=positions_E - known)
+        logits = cached.feed(masks, [known], visible=visible, depths=(positions_E - known).to(device))
         yield scored(starts_E, offsets_E, logits[0])

@@ -1,5 +1,8 @@
 """What replay computes of some texts by one drafter, in five ways, by what the drafter's draft depends on.
 
+Models and what compares their distributions run on the device, where no value is looked at; what comes of a text's
+tokens is copied to the host once, and summed there.
+
 Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
 """
 
@@ -11,7 +14,7 @@ from torch import Tensor
 
 from draftsmith.decode.counts import Counts, Ratios
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from
-from draftsmith.decode.replay.rounds import expected_counts
+from draftsmith.decode.replay.rounds import expected_counts, on_host
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.tree import ROOT, Tree
 
@@ -39,11 +42,12 @@ def replayed_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor],
         acceptance: a_i of each text's tokens, (N,).
         overlaps: Σ_v min(p, q) of each text's contexts, (N,).
     """
+    acceptance, overlaps = _on_host(acceptance, overlaps)
 
     def counts(draft_length: int) -> Sequence[Ratios]:
         a_BN = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
         a_BN = torch.nn.functional.pad(a_BN, (0, draft_length - 1))
-        return expected_counts(a_BN.unfold(1, draft_length, 1), *_sizes(texts, a_BN))
+        return expected_counts(a_BN.unfold(1, draft_length, 1), *_sizes(texts))
 
     def chains(draft_length: int) -> list[Tensor]:
         return [torch.nn.functional.pad(a_N, (0, draft_length - 1)).unfold(0, draft_length, 1) for a_N in acceptance]
@@ -62,10 +66,11 @@ def replayed_by_start(
         overlaps: Σ_v min(p, q) of the contexts at offset 0, (≤ N,).
         first: rounds that start before this token draft nothing.
     """
+    acceptance, overlaps = _on_host(acceptance, overlaps)
 
     def counts(draft_length: int) -> Sequence[Ratios]:
         a_BNK = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
-        return expected_counts(a_BNK, *_sizes(texts, a_BNK), draft_length=draft_length, first=first)
+        return expected_counts(a_BNK, *_sizes(texts), draft_length=draft_length, first=first)
 
     return Replayed([a[:, 0] for a in acceptance], overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance])
 
@@ -100,19 +105,24 @@ def replayed_by_ranks(
         overlaps: for each context, whether the drafter's first choice is the token, (N,).
     """
     widths = [max(len(tree.children[node + 1]) for node in range(ROOT, len(tree)))] * tree.depth
-    text_ranks = []
+    text_ranks, ranks, overlaps = [], on_host(*ranks), on_host(*overlaps)
     for text, ranks_N in zip(texts, ranks, strict=True):
         padded = torch.nn.functional.pad(ranks_N, (0, tree.depth - 1), value=NONE)
-        by_start = padded.unfold(0, tree.depth, 1).cpu().numpy().copy()
+        by_start = padded.unfold(0, tree.depth, 1).numpy().copy()
         by_start[~drafted_from(len(text), tree.depth, text.limit, first=0)] = NONE
         text_ranks.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
     acceptance = [(ranks_N < len(tree.children[0])).float() for ranks_N in ranks]
     return Replayed(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in text_ranks])
 
 
-def _sizes(texts: Sequence[WrittenText], like: Tensor) -> tuple[Tensor, Tensor]:
-    lengths, limits = [len(text) for text in texts], [text.limit for text in texts]
-    return torch.tensor(lengths, device=like.device), torch.tensor(limits, device=like.device)
+def _on_host(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Return lists of as many tensors each on the host, by one copy."""
+    found, each = on_host(*(tensor for some in lists for tensor in some)), len(lists[0])
+    return [found[at : at + each] for at in range(0, len(found), each)]
+
+
+def _sizes(texts: Sequence[WrittenText]) -> tuple[Tensor, Tensor]:
+    return torch.tensor([len(text) for text in texts]), torch.tensor([text.limit for text in texts])
 
 
 Draft = Callable[[Tensor, int], tuple[Tensor, Tree]]

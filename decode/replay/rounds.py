@@ -35,6 +35,14 @@ def overlap(p: Tensor, q: Tensor) -> Tensor:
     return torch.minimum(p, q).sum(-1)
 
 
+def on_host(*tensors: Tensor) -> list[Tensor]:
+    """Return tensors of one device and dtype on the host, by one copy: the host waits for the device once."""
+    if not tensors or tensors[0].device.type == "cpu":
+        return list(tensors)
+    parts = torch.cat([tensor.flatten() for tensor in tensors]).cpu().split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
 def expected_rounds(a_BN: Tensor, lengths_B: Tensor, draft_length: int) -> Tensor:
     """Return the expected number of rounds in which speculative decoding writes each text, (B,).
 

@@ -8,12 +8,11 @@ Shape suffixes: N tokens of the text, C of a chunk, K offsets, V vocabulary.
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from draftsmith.decode.replay.ranks import NONE, TextRanks, drafted_from, ranks_of
-from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
+from draftsmith.decode.replay.rounds import acceptance_probabilities, on_host, overlap
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler, argmax
 
@@ -38,7 +37,8 @@ def ranks_by_start(
         logits_at: the drafter.
         by_argmax: ranks of 0 are those of `argmax`, which some chains are drafted by, and there are no others.
     """
-    ranks = np.full((len(text), len(most)), NONE, dtype=np.int16)
+    home = text.sequence.device
+    ranks_NK = torch.full((len(text), len(most)), NONE, dtype=torch.int16, device=home)
     for first, end in _chunks(len(text)):
         for j, begin, scores_CV in _scores(text, sampler, len(most), logits_at, first, end):
             tokens = text.tokens[begin:end].to(scores_CV.device)
@@ -46,7 +46,8 @@ def ranks_by_start(
                 found = torch.full_like(tokens, NONE).masked_fill(argmax(scores_CV) == tokens, 0)
             else:
                 found = ranks_of(scores_CV, tokens, most[j])
-            ranks[begin - j : end - j, j] = found.cpu().numpy()
+            ranks_NK[begin - j : end - j, j] = found.to(home)
+    ranks = ranks_NK.cpu().numpy()
     ranks[~drafted_from(len(text), len(most), text.limit)] = NONE
     return TextRanks(ranks, tuple(most), text.limit)
 
@@ -71,9 +72,9 @@ def acceptance_by_start(
 
     Returns:
         a_{s,j}, (N, K), Σ_v min(p, q_j) of the same contexts, (N, K), both 0 where nothing is drafted; and where
-        something is, (N, K) bool.
+        something is, (N, K) bool. All on the host.
     """
-    a_NK, common_NK = torch.zeros(len(text), depth), torch.zeros(len(text), depth)
+    a_NK, common_NK = torch.zeros(2, len(text), depth, device=text.sequence.device)
     for first, end in _chunks(len(text)):
         p_CV = distributions_at(first, end)
         x_C = text.tokens[first:end].to(p_CV.device)
@@ -84,7 +85,9 @@ def acceptance_by_start(
                 a_C, common_C = (guess_C == x).to(p), p.gather(1, guess_C[:, None])[:, 0]
             else:
                 a_C, common_C = acceptance_probabilities(p, q_CV, x), overlap(p, q_CV)
-            a_NK[begin - j : end - j, j], common_NK[begin - j : end - j, j] = a_C.float().cpu(), common_C.float().cpu()
+            a_NK[begin - j : end - j, j] = a_C.to(a_NK)
+            common_NK[begin - j : end - j, j] = common_C.to(a_NK)
+    a_NK, common_NK = on_host(a_NK, common_NK)
     drafted_NK = torch.from_numpy(drafted_from(len(text), depth, text.limit))
     return a_NK.where(drafted_NK, 0.0), common_NK.where(drafted_NK, 0.0), drafted_NK
 

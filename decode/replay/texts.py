@@ -4,13 +4,14 @@ Shape suffixes: B texts, T tokens of a text, C columns of a block, N tokens of a
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, masking_utils
 
 from draftsmith.decode.sampling import Sampler, align_vocabulary
 
@@ -40,6 +41,24 @@ class WrittenText:
         return self.sequence[self.prompt_length :]
 
 
+@contextmanager
+def known_packing(packed: bool) -> Iterator[None]:
+    """Have the library's masks told whether rows are packed, in place of a look at the positions.
+
+    It looks in each forward, and waits for the device to see. Where nothing is packed no mask is made.
+    """
+
+    def texts_of(position_ids: Tensor) -> Tensor | None:
+        before_B1 = position_ids[:, :1] - 1
+        return (position_ids.diff(prepend=before_B1, dim=-1) != 1).cumsum(-1) if packed else None
+
+    found, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, texts_of
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = found
+
+
 def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list[Tensor]:
     """Return a model's logits of each text's tokens on their true prefixes, (N, V) each, from one forward."""
     device, first = model.device, min(text.prompt_length for text in texts) - 1
@@ -48,7 +67,8 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     kept = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
     )
-    logits = model(input_ids=padded, use_cache=False, **kept).logits[:, first - padded.shape[1] :]
+    with known_packing(False):
+        logits = model(input_ids=padded, use_cache=False, **kept).logits[:, first - padded.shape[1] :]
     return [
         row[text.prompt_length - 1 - first : len(text.sequence) - 1 - first]
         for row, text in zip(logits, texts, strict=True)

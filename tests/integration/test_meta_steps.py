@@ -134,7 +134,7 @@ EVALUATIONS = {
 
 @pytest.mark.parametrize(("name", "copies"), EVALUATIONS.items())
 def test_an_evaluation_looks_at_no_value_but_the_rounds(on_meta, monkeypatch, name, copies):
-    trainer, loader = on_meta(name)
+    trainer, _ = on_meta(name)
     batch = without_data(next(iter(trainer.get_eval_dataloader())))
     looked_at = []
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from families import tiny_model
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from draftsmith.decode import DynamicTree, Tree, speculative_generate
 from draftsmith.decode.cache.kernels import ALIGNED, AsOnCuda, additive_mask, cuda_kernel, fused_attention
@@ -71,7 +71,9 @@ def test_the_numbers_are_those_of_groups(dtype, masked):
     with AsOnCuda() as kernels:
         found = fused_attention(query, key, value, mask, is_causal=not masked)
     assert "math" not in kernels.chosen
-    expected = scaled_dot_product_attention(query, key, value, visible, is_causal=not masked, enable_gqa=True)
+    expected = functional.scaled_dot_product_attention(
+        query, key, value, visible, is_causal=not masked, enable_gqa=True
+    )
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype == FLOAT32 else {"atol": 2e-2, "rtol": 2e-2}
     torch.testing.assert_close(found, expected, **close)
     weights = torch.randn_like(found)
@@ -89,9 +91,9 @@ def test_calls_run_by_the_math_kernel_where_cuda_has_no_other():
     query = torch.randn(1, 4, 5, 16, requires_grad=True)
     kept: list[tuple[int, ...]] = []
     with AsOnCuda() as kernels, torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t):
-        scaled_dot_product_attention(query, query, query, is_causal=True)
+        functional.scaled_dot_product_attention(query, query, query, is_causal=True)
         assert (4, 5, 5) not in kept
-        scaled_dot_product_attention(query, query[:, :2], query[:, :2], is_causal=True, enable_gqa=True)
+        functional.scaled_dot_product_attention(query, query[:, :2], query[:, :2], is_causal=True, enable_gqa=True)
     assert kernels.chosen == ["efficient", "math"] and (4, 5, 5) in kept
 
 

@@ -4,18 +4,18 @@ A loss over a large vocabulary is taken in pieces, which needs the hidden states
 Shape suffixes: B rows, T positions, H hidden, V vocabulary, D some tokens of it.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.cut_vocabulary import CutHead
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.decode.replay.texts import known_packing
 
 
 @dataclass(frozen=True)
@@ -81,26 +81,8 @@ def head_of(model: PreTrainedModel) -> OutputHead:
 def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Return the hidden states that the head sees, (B, T, H); rows with `position_ids` are packed."""
     decoder: Any = model.get_decoder()
-    with _known_packing("position_ids" in inputs):
+    with known_packing("position_ids" in inputs):
         return decoder(use_cache=False, **inputs).last_hidden_state
-
-
-@contextmanager
-def _known_packing(packed: bool) -> Iterator[None]:
-    """Have the library's masks told whether rows are packed, in place of a look at the positions.
-
-    It looks in each forward, and waits for the device to see. Where nothing is packed no mask is made.
-    """
-
-    def texts_of(position_ids: Tensor) -> Tensor | None:
-        before_B1 = position_ids[:, :1] - 1
-        return (position_ids.diff(prepend=before_B1, dim=-1) != 1).cumsum(-1) if packed else None
-
-    found, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, texts_of
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = found
 
 
 @torch.no_grad()
