@@ -60,12 +60,13 @@ def require_writable(path: str | Path, *files: str, field: str = "output") -> Pa
         if not str(path):
             raise ValueError("an empty path")
         made = [above for above in (directory, *directory.parents) if not above.exists()]
-        directory.mkdir(parents=True, exist_ok=True)
-        tried.write_bytes(b"x" * 4096)
-        tried.unlink(missing_ok=True)  # another run may try the same
-        for new in made:
-            with suppress(OSError):
-                new.rmdir()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            tried.write_bytes(b"x" * 4096)
+        finally:
+            for remove_made in (tried.unlink, *(new.rmdir for new in made)):
+                with suppress(OSError):  # another run may try the same
+                    remove_made()
         taken = [directory / name for name in files if (directory / name).is_dir()]
     except (OSError, ValueError) as error:
         found = error.strerror if isinstance(error, OSError) else str(error)

@@ -266,7 +266,8 @@ def put_in_place(directory: Path) -> Iterator[Path]:
             aside.mkdir()
             yield aside
     except (OSError, SafetensorError) as error:
-        raise InputError(f"output: expected to write in {directory}, found: {' '.join(str(error).split())}") from error
+        found = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
+        raise InputError(f"output: expected to write in {directory}, found: {found}") from error
 
 
 def _equal_layers(block: torch.nn.Module) -> bool:

@@ -1,7 +1,9 @@
 """Cached features: what is on disk is what the target's layers gave, whatever was stopped, cut, packed or damaged."""
 
+import io
 import json
 import shutil
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,10 +45,9 @@ def found_in(pipeline: Path, *caches: Path, vocab_size: int = 300, **options):
 @pytest.fixture(scope="module")
 def whole(pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "cache"
-    said: list[str] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache_writer, "print", said.append, raising=False)
-        return make_cache(configured(pipeline, output)), output, said
+    with redirect_stdout(io.StringIO()) as said:
+        summary = make_cache(configured(pipeline, output))
+    return summary, output, said.getvalue().splitlines()
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +150,6 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkey
         with pytest.raises(Killed):
             make_cache(configured(pipeline, output))
     assert len(list(output.glob("*.parquet"))) == 1
-    monkeypatch.setattr(cache_writer, "print", lambda line: None, raising=False)
     summary = make_cache(configured(pipeline, output))
     assert (summary.kept, summary.written, summary.samples) == (10, 10, 20)
     assert contents(output) == contents(whole[1])

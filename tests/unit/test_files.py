@@ -4,6 +4,8 @@ import errno
 import os
 import resource
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -123,15 +125,27 @@ def test_a_directory_that_can_be_written_in_is_left_as_it_was(tmp_path):
     assert names(tmp_path) == ["a"] and names(tmp_path / "a") == []
 
 
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 @pytest.mark.parametrize("writer", [lambda path, t: save_file({"t": t}, path), lambda path, t: torch.save(t, path)])
 def test_a_limit_of_sizes_is_the_disks_own_error(tmp_path, writer):
     """Libraries have exceptions of their own for it."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        with pytest.raises(OSError) as error, written_aside(tmp_path / "it") as aside:
-            writer(aside, torch.zeros(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    weights = torch.zeros(100_000)
+    with files_of_at_most(20_000), pytest.raises(OSError) as error, written_aside(tmp_path / "it") as aside:
+        writer(aside, weights)
     assert error.value.errno in NO_ROOM and error.value.filename == str(tmp_path / "it")
+    assert names(tmp_path) == []
+
+
+def test_a_directory_that_takes_no_files_is_not_left_there(tmp_path):
+    with files_of_at_most(300), pytest.raises(InputError, match=r"^output: .*, found: File too large$"):
+        require_writable(tmp_path / "above" / "out")
     assert names(tmp_path) == []

@@ -335,7 +335,7 @@ class Killed(Exception):
     pass
 
 
-def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkeypatch):
+def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkeypatch, capsys):
     output, calls = tmp_path / "cache", []
     real = distribution_shards._write_shard
 
@@ -351,15 +351,14 @@ def test_a_killed_run_goes_on_where_it_stopped(pipeline, whole, tmp_path, monkey
         with pytest.raises(Killed):
             make_cache(configured(pipeline, output))
     assert len(list(output.glob("*.parquet"))) == 2
-    said: list[str] = []
-    monkeypatch.setattr(teacher_cache, "print", said.append, raising=False)
+    capsys.readouterr()
     summary = make_cache(configured(pipeline, output))
     assert (summary.kept, summary.written, summary.samples) == (5, 7, 12)
     assert contents(output) == contents(whole[1])
     monkeypatch.setattr(teacher_cache, "load_model", None)  # nothing is missing: no model is loaded
     again = make_cache(configured(pipeline, output))
     assert (again.kept, again.written, again.bytes_per_token) == (12, 0, whole[0].bytes_per_token)
-    assert len(said) == 1
+    assert capsys.readouterr().out.count("\n") == 1
 
 
 def test_a_damaged_shard_is_written_again(pipeline, whole, tmp_path):
