@@ -128,10 +128,10 @@ def judge(
     where = f"T = {run.temperature:g}, batch size {run.batch_size}"
     if len(settings[best]) > 1:
         where += f", the least of {len(settings[best])} measured"
-    # Where something else than speed decides, the best is the fastest of those that have it.
-    alike = {
-        s: of for s, of in settings.items() if bool(less[s] or departing[s]) == bool(less[best] or departing[best])
-    }
+    # Where something else than speed decides, the best is the fastest of those that have it. A law that was not tested
+    # decides nothing: it waits for speed to choose.
+    departs = {s: any(run.lossless.passed is False for run in of) for s, of in settings.items()}
+    alike = {s: of for s, of in settings.items() if bool(less[s] or departs[s]) == bool(less[best] or departs[best])}
     speedup = _unbiased(run, alike, observations, len(settings))
     times = format_estimate(speedup, spread="interval")
     sentence = f"{best[0]} with γ = {best[1]} decodes {times} times as fast as plain decoding ({where})"

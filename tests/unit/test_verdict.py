@@ -179,6 +179,19 @@ def test_the_winner_is_said_to_be_what_it_is_on_prompts_that_did_not_choose_it()
     assert low < 1.5 < 1.6 < high and f"decodes 1.50 [{low:.2f}, {high:.2f}] times" in verdict.reason
 
 
+@pytest.mark.parametrize("tested", [(), ("first",), ("first", "second")])
+def test_the_winner_has_no_luck_where_its_law_alone_was_tested(tested):
+    """By default the others' laws wait, and are no reason to leave them out of the choice."""
+    case, luck = Case(), (0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+    for name, noise in (("first", luck), ("second", luck[::-1])):
+        case.add(name, 1.5, temperature=1.0)
+        case.observations[1.0, 1, Method()] = plain = batches(1.0)
+        case.observations[1.0, 1, Method(name, 4)] = own = batches(1.5, noise=noise)
+        law = Certificate(p_value=0.25, tokens=2000, passed=True) if name in tested else unchecked("waits")
+        case.runs[-1] = replace(case.runs[-1], speedup=speedup(own, plain), lossless=law)
+    assert case.judge()[1].measured_speedup.value == pytest.approx(1.5)
+
+
 def test_the_winner_is_chosen_where_it_does_worst_and_never_by_a_batch_that_shares_a_prompt():
     plain = np.array([10.0] * 4)
 
