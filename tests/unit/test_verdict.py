@@ -23,7 +23,8 @@ from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge, more_prompts
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.pair import Drafter, Pair
-from draftsmith.scripts.report.summary import markdown
+from draftsmith.scripts.report import summary
+from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.types import Curve, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
@@ -493,3 +494,14 @@ def test_the_planner_is_checked_by_the_median_of_its_errors():
     assert found.median_relative_error == pytest.approx(0.2)  # of 0, 0.1, 0.3 and 1
     assert [point.predicted for point in found.points] == [1.1, 0.7, 4.0, 1.0]
     assert planner_check(runs[3:4]) is None
+
+
+def test_a_summary_that_cannot_be_written_is_warned_of(tmp_path, monkeypatch, caplog):
+    steps = tmp_path / "nowhere" / "steps.md"
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(steps))
+    monkeypatch.setattr(summary, "markdown", lambda report: "GO")
+    append_summary(SimpleNamespace())
+    assert f"expected a file to append to at {steps}, found: No such file or directory" in caplog.text
+    steps.parent.mkdir()
+    append_summary(SimpleNamespace())
+    assert steps.read_text() == "GO"
