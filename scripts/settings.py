@@ -233,12 +233,14 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
         try:
             with phase(f"timing {name} tokens"):
                 step = _step(target, compiled=name == "compiled")
-                seconds |= median_seconds({name: step}, REPEATS, device)
-                launching[name] = _launch_seconds(step, device)
+                timed, launched = median_seconds({name: step}, REPEATS, device), _launch_seconds(step, device)
         except Exception as error:
             if name == "eager" or compiled:
                 raise
             failure = f"; torch.compile failed: {first_line(error)}"
+            continue
+        seconds |= timed
+        launching[name] = launched
     chosen = "compiled" if seconds.get("compiled", torch.inf) < WORTH_IT * seconds.get("eager", torch.inf) else "eager"
     told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
     host = launching[chosen] >= HOST_BOUND * seconds[chosen]

@@ -37,7 +37,10 @@ from draftsmith.train.sharding import load_sharded
 from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
-MORE = "more training.max_steps or training.num_train_epochs go on from there, resume false begins anew"
+MORE = (
+    "more training.max_steps or training.num_train_epochs go on from there, resume false begins anew; "
+    "other changes to the config train nothing"
+)
 
 
 @phase("reading completions")
@@ -119,7 +122,11 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     if state is not None:
         trainer.state = state
         if trainer.is_world_process_zero():
-            done = f"training: all {state.global_step} steps are done, and what was trained is in {output}"
+            steps, planned = state.global_step, state.max_steps
+            done = (
+                f"all {steps} steps are done" if steps >= planned else f"it ended early, at step {steps} of {planned}"
+            )
+            done = f"training: {done}, and what was trained is in {output}"
             print(f"{done}; {MORE}", file=sys.stderr)
         return
     with interruption_told(str(output)):

@@ -201,7 +201,7 @@ def _slow(run: Run, observations: Observations, least: float, confidence: float)
     )
     bounds = speedup_interval(groups, plain, confidence)
     if bounds is None:
-        return [f"{run.speedup.n} batches are too few for {_level(confidence)}, which needs {LEAST}, of {_where(run)}"]
+        return [_no_interval(f"{run.speedup.n} batches", run.speedup.n, confidence, run)]
     if bounds[0] > least:
         return []
     return [
@@ -218,13 +218,20 @@ def _gains_less(run: Run, gains: Gains, min_gain: float | None, confidence: floa
     if gain is None or gain.value is None:
         return [f"no gain over a stock draft is known for {_where(run)}"]
     if interval is None:
-        return [f"{gain.n} prompts are too few for {_level(confidence)}, which needs {LEAST}, of {_where(run)}"]
+        return [_no_interval(f"{gain.n} prompts", gain.n, confidence, run)]
     if interval[0] > min_gain:
         return []
     return [
         f"the gain of τ over the stock draft must exceed {min_gain:g} with {_level(confidence)}, and is "
         f"{gain.value:+.2f}, at least {interval[0]:+.2f}, for {_where(run)}"
     ]
+
+
+def _no_interval(counted: str, count: int, confidence: float, run: Run) -> str:
+    """Say why there is no interval."""
+    if count < LEAST:
+        return f"{counted} are too few for {_level(confidence)}, which needs {LEAST}, of {_where(run)}"
+    return f"of {counted} some have no token, so that there is no interval, of {_where(run)}"
 
 
 def _departs(run: Run, require_law: bool) -> list[str]:
