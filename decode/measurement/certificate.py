@@ -4,6 +4,7 @@ At T=0 the texts must be plain decoding's, token for token; `draftsmith.decode.m
 is. Sampled texts must have the target's distribution, by the test of `draftsmith.decode.measurement.distribution_test`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +40,8 @@ OTHER_KERNELS = 2
 """How many times as much another program's rounding may move a margin as rounding does here."""
 TIES_ALARM = 1e-3
 """Near-ties that are as many with a smaller probability, by rounding alone, are departures."""
+TIES_DOUBT = 0.05
+"""A plain server that has its own near-ties with a smaller probability rounds by more than is seen here."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def certify_greedy(
     prompts: Sequence[Tensor],
     sampler: Sampler = GREEDY,
     same_kernels: bool = True,
+    plain_ties: int = 0,
 ) -> Certificate:
     """Compare a drafter's texts at T=0 with plain decoding's, and judge where each first differs.
 
@@ -92,6 +96,8 @@ def certify_greedy(
         same_kernels: whether the texts were written by the target's own forwards. Those of another program, a server,
             round otherwise than can be measured here: then all 8 units are a tie, but there may be no more near-ties
             than twice the rounding that is seen here turns, in all but one of a thousand cases.
+        plain_ties: texts that part at a near-tie where a plain program of those kernels is asked for them again. Where
+            they alone are more than rounding explains here, near-ties may be as many as these, but for chance.
 
     Returns:
         The certificate; `reason` names the first places that differ, prompts and tokens of a completion counted from 0.
@@ -128,10 +134,15 @@ def certify_greedy(
             if len(text)
         ]
         unit = max(mismatch.tolerance for mismatch in ties.values()) / TIE_ULPS
-        expected_ties, probability = _ties_by_rounding(target, shared, sampler, unit, len(ties))
+        turned = _turned_by_rounding(target, shared, sampler, unit)
+        probability, own = float(turned[len(ties) :].sum()), ""
+        if turned[plain_ties:].sum() < TIES_DOUBT:
+            probability = max(probability, _as_many(len(ties), plain_ties))
+            own = f", and than the plain server's {plain_ties}"
         if probability < TIES_ALARM:
+            expected_ties = float(turned @ torch.arange(len(turned), dtype=turned.dtype))
             many = (
-                f"{len(ties)} near ties are more than rounding explains, which turns {expected_ties:.2g} texts "
+                f"{len(ties)} near ties are more than rounding explains, which turns {expected_ties:.2g} texts{own} "
                 f"(p = {probability:.1g})"
             )
     departures = {i: mismatch for i, mismatch in mismatches.items() if i not in ties}
@@ -286,10 +297,8 @@ def _rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler) 
 
 
 @torch.inference_mode()
-def _ties_by_rounding(
-    target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler, unit: float, ties: int
-) -> tuple[float, float]:
-    """Return how many texts rounding is expected to turn, and how likely it turns at least so many.
+def _turned_by_rounding(target: PreTrainedModel, texts: Sequence[Text], sampler: Sampler, unit: float) -> Tensor:
+    """Return how likely rounding turns 0, 1, … all of the texts, (texts + 1,) float64.
 
     A token is turned where rounding moves the margin between the two likeliest beyond zero: it is taken as normal, with
     `OTHER_KERNELS` times the deviation that is seen here, and half a unit in the last place at the least.
@@ -299,19 +308,26 @@ def _ties_by_rounding(
         texts: each up to its first difference.
         sampler: the processors of T=0.
         unit: in the last place of the largest logit.
-        ties: how many texts part at a near-tie.
     """
     deviation = max(OTHER_KERNELS * _rounding(target, texts[:TEXTS_FED_AGAIN], sampler), unit / 2)
-    counts = torch.ones(1, dtype=torch.float64)  # the law of how many are turned
-    expected = 0.0
+    counts = torch.ones(1, dtype=torch.float64)
     for ids, length in texts:
         contexts = [ids[:end] for end in range(length, len(ids))]
         scores = sampler.scores(target(input_ids=ids[None], use_cache=False).logits[0, length - 1 : -1], contexts)
         best = scores.topk(2).values.double()
         held = torch.special.log_ndtr((best[:, 0] - best[:, 1]) / deviation).sum().exp().cpu()
         stays, turns = torch.nn.functional.pad(counts, (0, 1)) * held, torch.nn.functional.pad(counts, (1, 0))
-        counts, expected = stays + turns * (1 - held), expected + float(1 - held)
-    return expected, float(counts[ties:].sum())
+        counts = stays + turns * (1 - held)
+    return counts
+
+
+def _as_many(ties: int, plain_ties: int) -> float:
+    """Return how likely at least so many of both servers' near-ties are the first's, where both are as prone to them.
+
+    Prompts that are near-ties for both make it likelier than it is: fewer servers fail.
+    """
+    both = ties + plain_ties
+    return sum(math.comb(both, k) for k in range(ties, both + 1)) / (1 << both)
 
 
 @torch.inference_mode()

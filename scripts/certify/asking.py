@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,19 +52,26 @@ class Question:
 def stages(config: CertifyConfig, prompts: int) -> list[list[Request]]:
     """Return what is asked for, in the order in which it is sent; a stage begins when the one before has ended.
 
-    At T=0 each prompt once. Above, each prompt twice in a row and then the next one's turn, round and round: rows of
-    the same prompt and of others meet, so that what they share shows in either.
+    At T=0 each prompt once, and then, with `repeat`, all again in another order: other rows meet, and what servers keep
+    of a prompt is there. Above, each prompt twice in a row and then the next one's turn, round and round: rows of the
+    same prompt and of others meet, so that what they share shows in either.
     """
-    queues = []
-    for temperature in config.temperature:
-        count = prompts if temperature == 0 else config.texts
-        step = 1 if temperature == 0 else 2
-        queues.append([Request(temperature, i, i // step % prompts) for i in range(count)])
+    passes = [_passes(config, temperature, prompts) for temperature in config.temperature]
     if not config.mixed:
-        return queues
-    # Each queue spread evenly over the whole run.
+        return [stage for of in passes for stage in of]
+    # Each temperature's queue spread evenly over the whole run.
+    queues = [[request for stage in of for request in stage] for of in passes]
     spread = [((i + 0.5) / len(queue), q, request) for q, queue in enumerate(queues) for i, request in enumerate(queue)]
     return [[request for _, _, request in sorted(spread, key=lambda item: item[:2])]]
+
+
+def _passes(config: CertifyConfig, temperature: float, prompts: int) -> list[list[Request]]:
+    """Return what is asked for at one temperature, in one pass or two."""
+    if temperature > 0:
+        return [[Request(temperature, i, i // 2 % prompts) for i in range(config.texts)]]
+    first = [Request(temperature, i, i) for i in range(prompts)]
+    order = random.Random(config.seed).sample(range(prompts), prompts)
+    return [first, [Request(temperature, prompts + i, i) for i in order]] if config.repeat else [first]
 
 
 def further(

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.power import detectable
 from draftsmith.decode.progress import each
 from draftsmith.scripts.certify.asking import Question, stages
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.certify.judging import Law, judge_greedy, judge_law
+from draftsmith.scripts.certify.judging import Greedy, Law, judge_greedy, judge_law
 from draftsmith.scripts.certify.servers import Servers, target_identity
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
 from draftsmith.scripts.serving.client import ServerFailure
@@ -49,14 +48,14 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
         servers.begin()
         with kept_told(servers.kept):
             greedy, laws = _judge(servers, pair, console)
-        passed = (greedy is None or bool(greedy.passed)) and all(law.passed for law in laws)
+        passed = (greedy is None or greedy.passed) and all(law.passed for law in laws)
         _say(console, "lossless, as far as tested" if passed else "not lossless")
         report = {
             "schema": SCHEMA,
             "passed": passed,
             "servers": servers.to_dict(),
             "false_alarm": config.false_alarm,
-            "greedy": None if greedy is None else asdict(greedy) | {"prompts": len(questions)},
+            "greedy": None if greedy is None else _greedy_dict(greedy) | {"prompts": len(questions)},
             "sampled": [
                 asdict(law) | {"passed": law.passed, "finds": _finds(config, law.tokens, pair)} for law in laws
             ],
@@ -70,7 +69,7 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     return report
 
 
-def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[Certificate | None, list[Law]]:
+def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[Greedy | None, list[Law]]:
     """Ask for all texts, and judge each temperature's; say what was found."""
     config, questions = servers.config, servers.questions
     asked = stages(config, len(questions))
@@ -117,7 +116,7 @@ def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair 
     """Say what is going to be asked, and what that can find."""
     tokens, parts = config.texts * config.max_new_tokens, []
     if 0 in config.temperature:
-        parts.append(f"{prompts} texts at T=0")
+        parts.append(f"{prompts} texts at T=0" + (", each twice (--repeat false: once)" if config.repeat else ""))
     if config.sampled:
         where = ", ".join(f"{temperature:g}" for temperature in config.sampled)
         each = " each" if len(config.sampled) > 1 else ""
@@ -143,10 +142,23 @@ def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, f
     return {"unlikely_tokens": unlikely, "total_variation": variation}
 
 
-def _show_greedy(console: Console, found: Certificate, prompts: int) -> None:
-    _say(console, f"T=0: {found.prompts_identical} of {prompts} texts identical")
-    if found.reason:
-        _say(console, f"  {found.reason}")
+def _greedy_dict(greedy: Greedy) -> dict[str, Any]:
+    """Return what is said of the first texts, and beside it of those that were asked for again."""
+    parts = asdict(greedy)
+    first: dict[str, Any] = parts.pop("first")
+    return first | parts
+
+
+def _show_greedy(console: Console, greedy: Greedy, prompts: int) -> None:
+    for of, found, same in (
+        ("T=0", greedy.first, "identical"),
+        ("T=0, asked again", greedy.again, "as before"),
+        ("T=0, the plain server asked again", greedy.plain_again, "as before"),
+    ):
+        if found is not None:
+            _say(console, f"{of}: {found.prompts_identical} of {prompts} texts {same}")
+            if found.reason:
+                _say(console, f"  {found.reason}")
 
 
 def _show_law(console: Console, law: Law) -> None:

@@ -50,6 +50,10 @@ class CertifyConfig(Filters, PromptOptions):
     """A lossless server fails with at most this probability, whatever the number of temperatures and tests."""
     concurrency: int = 4
     """Requests under way at once. Rows must meet in a batch for mistakes between them to show."""
+    repeat: bool = True
+    """At T=0, ask for each prompt's text again once all are there, in another order: rows meet others, and prefix
+    caches are warm. A text that is another then must part at a tie. It doubles the texts at T=0; `--repeat false` is
+    without."""
     mixed: bool = False
     """Send all temperatures together, so that rows of several meet; else one temperature after another."""
     seeded: bool = False

@@ -50,6 +50,23 @@ class Law:
         return self.p_value > self.threshold
 
 
+@dataclass(frozen=True)
+class Greedy:
+    """What is said of the texts at T=0."""
+
+    first: Certificate
+    """Of the server's first texts, beside plain decoding's."""
+    again: Certificate | None
+    """Of those that it wrote when it was asked again, beside its own first ones; None where it was not."""
+    plain_again: Certificate | None
+    """So of the plain server. It decides nothing, but near-ties may be as many as these."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all texts of the server are the target's."""
+        return all(bool(found.passed) for found in (self.first, self.again) if found is not None)
+
+
 def judge_greedy(
     config: CertifyConfig,
     pair: Pair | None,
@@ -57,17 +74,37 @@ def judge_greedy(
     found: Texts,
     plain: Texts | None,
     ends: Sequence[int],
-) -> Certificate:
-    """Compare a server's texts at T=0 with the plain server's, or with what the target writes here.
+) -> Greedy:
+    """Compare a server's texts at T=0 with the plain server's, or with what the target writes here, and with its own.
 
     Args:
         config: says how the texts were written.
         pair: the target; without it no difference can pass for a tie.
         questions: the prompts.
-        found: the server's texts.
-        plain: the plain server's; None to decode here.
+        found: the server's texts: one of each prompt and, with `repeat`, once more of each.
+        plain: the plain server's, as many; None to decode here.
         ends: ids that end a text.
     """
+    count, again, plain_again, ties = len(questions), None, None, 0
+    if config.repeat and plain is not None:
+        plain_again = _compare(config, pair, questions, plain[count:], plain[:count], ends)
+        ties = plain_again.near_ties or 0
+    first = _compare(config, pair, questions, found[:count], plain and plain[:count], ends, ties)
+    if config.repeat:
+        again = _compare(config, pair, questions, found[count:], found[:count], ends, ties)
+    return Greedy(first, again, plain_again)
+
+
+def _compare(
+    config: CertifyConfig,
+    pair: Pair | None,
+    questions: Sequence[Question],
+    found: Texts,
+    plain: Texts | None,
+    ends: Sequence[int],
+    plain_ties: int = 0,
+) -> Certificate:
+    """Compare a text of each prompt with another; None for those that the target writes here."""
     texts, plain_ones = ([_with_end(*text, ends) for text in of or []] for of in (found, plain))
     if pair is None:
         return _compared(texts, plain_ones)
@@ -80,7 +117,7 @@ def judge_greedy(
     else:
         expected = plain_ones
     sampler = config.at(0).sampler().on(pair.target.device)
-    return certify_greedy(pair.target, expected, texts, _on(prompts, pair), sampler, same_kernels=False)
+    return certify_greedy(pair.target, expected, texts, _on(prompts, pair), sampler, False, plain_ties)
 
 
 def judge_law(

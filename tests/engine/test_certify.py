@@ -43,6 +43,7 @@ def test_a_build_that_samples_wrongly_fails(speculating, prompts, tmp_path):
     code, found, laws = certify(speculating.url, prompts, tmp_path / "out", "0,0.05")
     assert code == 3 and not found["passed"]
     assert found["greedy"]["identical"] and found["greedy"]["prompts_identical"] == 16
+    assert found["greedy"]["again"]["identical"]
     assert laws[0.05]["p_value"] < 1e-9 and not laws[0.05]["passed"]
     assert min(test["p_value"] for test in laws[0.05]["tests"].values()) < 1e-9
     assert found["servers"]["server"]["counters"]["num_drafts"] > 0
