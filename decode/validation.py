@@ -70,6 +70,8 @@ def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = No
     try:
         return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
+        if "hex escape" in str(error) and (mended := _without_halves(text)) != text:
+            return parsed(kind, mended, where, secret)
         raise InputError(_line(error.errors(include_url=False)[0], where, secret)) from None
 
 
@@ -117,7 +119,7 @@ def file_bytes(path: Path) -> bytes:
         raise InputError(f"{path}: expected a file that can be read, found: {error.strerror}") from error
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return what JSON says, where no class says what is expected of it.
 
     Raises:
@@ -128,9 +130,9 @@ def parse_json(text: str) -> Any:
     except json.JSONDecodeError:
         raise
     except RecursionError as error:
-        raise json.JSONDecodeError("nested too deeply", text, 0) from error
+        raise json.JSONDecodeError("nested too deeply", str(text), 0) from error
     except ValueError as error:
-        raise json.JSONDecodeError("a number of too many digits", text, 0) from error
+        raise json.JSONDecodeError("a number of too many digits", str(text), 0) from error
 
 
 def require_tokens(ids: Sequence[int], vocab_size: int, where: str) -> None:
@@ -142,6 +144,14 @@ def require_tokens(ids: Sequence[int], vocab_size: int, where: str) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InputError(f"{where}: expected tokens below {vocab_size}, the target's, found {token}")
+
+
+def _without_halves(text: str | bytes) -> str | bytes:
+    """Return JSON whose texts have no half of a surrogate pair, which a server that cuts a text in two may write."""
+    try:
+        return json.dumps(parse_json(text), ensure_ascii=False).encode("utf-8", "replace")
+    except (ValueError, RecursionError):
+        return text
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

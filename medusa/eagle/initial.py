@@ -151,9 +151,10 @@ def quieten(heads: EagleHeads, seen_of: Callable[[Text], Seen], texts: Sequence[
         steps: K.
         tokens: of the tokenizer; the target's head may have more rows.
     """
-    states, labels = [], []
+    states, labels, home = [], [], heads.device
     for text in texts:
-        seen = Seen(*(part.to(heads.device) for part in seen_of(text)))
+        seen = seen_of(text)
+        nn.Module.to(heads, seen.features.device)  # the steps of a large layer are slow on the host, where heads are made
         places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
         places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
         states += states_of_steps(heads, seen, None, places_N, steps)
@@ -166,6 +167,7 @@ def quieten(heads: EagleHeads, seen_of: Callable[[Text], Seen], texts: Sequence[
     losses = losses_of_scales(torch.cat(states), head, labels_N[:, None])[:, 0]
     scale: float = broadcast_object_list([SCALES[int(losses.argmin())]])[0]
     heads.norm.weight.mul_(scale)
+    nn.Module.to(heads, home)
 
 
 def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> Seen:
@@ -178,7 +180,7 @@ def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> See
     """Look up what a cache has of a text; `target` has its embeddings."""
     states = index.states_of(text.sample)
     hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
-    return Seen(hidden, target.get_input_embeddings()(text.ids_T[None]), features)
+    return Seen(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)
 
 
 @contextmanager

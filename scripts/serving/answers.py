@@ -3,16 +3,27 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from draftsmith.decode.validation import Count, Said, TokenId
+from draftsmith.decode.validation import MOST, Count, Said, TokenId
+
+Limit = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda limit: limit if limit > 0 else None)]
+"""A number that is at least 1 where there is one; some servers say 0 or −1 where there is none."""
+
+
+def _joined(content: Any) -> Any:
+    """Return one text of a content that comes in parts, as Mistral's models send it; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") for part in content if isinstance(part, dict)]
+    return "".join(text for text in texts if isinstance(text, str))
 
 
 class ModelCard(Said):
     """One model of `/v1/models`."""
 
     id: str
-    max_model_len: Annotated[Count, Field(ge=1)] | None = None
+    max_model_len: Limit | None = None
 
 
 class ModelList(Said):
@@ -24,8 +35,15 @@ class ModelList(Said):
 class Delta(Said):
     """What a part of a chat adds."""
 
-    content: str | None = None
+    content: Annotated[str | None, BeforeValidator(_joined)] = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """Newer vLLM's word for it."""
+
+    @property
+    def text(self) -> str:
+        """What it adds, to the answer or to the thinking before it."""
+        return self.content or self.reasoning_content or self.reasoning or ""
 
 
 class Choice(Said):
@@ -62,7 +80,7 @@ class Part(Said):
     """A part of a completion or a chat, as it streams in."""
 
     error: Any = None
-    choices: Sequence[Choice] = ()
+    choices: Sequence[Choice] | None = None
     prompt_token_ids: list[TokenId] | None = None
     usage: Usage | None = None
     metrics: AnswerMetrics | None = None
@@ -106,12 +124,12 @@ class ServerInfo(Said):
     internal_states: Any = None
     version: str | None = None
     speculative_algorithm: str | None = None
-    speculative_num_draft_tokens: Annotated[Count, Field(ge=1)] | None = None
+    speculative_num_draft_tokens: Limit | None = None
     speculative_num_steps: Count | None = None
     speculative_eagle_topk: Count | None = None
 
 
 class Version(Said):
-    """What vLLM's `/version` says."""
+    """What vLLM's `/version` says; other servers have other things there."""
 
-    version: str | None = None
+    version: Annotated[str | None, BeforeValidator(lambda said: said if isinstance(said, str) else None)] = None

@@ -219,9 +219,9 @@ class Client:
         now, part = time.perf_counter(), self.said(Part, data, path)
         if part.error is not None:
             raise self.no_completion(path, server_words(data.encode()))
-        for choice in part.choices:
+        for choice in part.choices or ():
             delta, ids = choice.delta or Delta(), choice.token_ids
-            text = choice.text or delta.content or delta.reasoning_content or ""
+            text = choice.text or delta.text
             answer.text += text
             answer.prompt_ids = choice.prompt_token_ids or part.prompt_token_ids or answer.prompt_ids
             if ids is not None:

@@ -8,11 +8,14 @@ from contextlib import asynccontextmanager
 import pytest
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.validation import parsed
 from draftsmith.scripts.coordinate.asked import TEXT, Keywords, read_request
 from draftsmith.scripts.coordinate.relay import Relay
 from draftsmith.scripts.coordinate.routing import DOWN, Lease, Refusal
+from draftsmith.scripts.serving import answers
 from draftsmith.scripts.serving import client as module
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
+from draftsmith.train.endpoint import completions
 
 KEY = "sk-not-to-be-seen"
 
@@ -138,3 +141,23 @@ def test_what_a_server_says_of_the_coordinators_key_is_not_passed_on():
     asyncio.run(pass_on())
     assert sent[0]["status"] == 502 and KEY.encode() not in b"".join(each.get("body", b"") for each in sent)
     assert [(outcome.failed, outcome.status) for outcome in outcomes] == [(True, 0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "read"),
+    [
+        (answers.Part, '{"choices": null, "usage": {"completion_tokens": 3}}', {"choices": None}),
+        (answers.ModelCard, '{"id": "m", "max_model_len": 0}', {"max_model_len": None}),
+        (answers.ModelCard, '{"id": "m", "max_model_len": -1}', {"max_model_len": None}),
+        (answers.ModelCard, '{"id": "m", "max_model_len": 4096}', {"max_model_len": 4096}),
+        (answers.ServerInfo, '{"speculative_num_draft_tokens": 0}', {"speculative_num_draft_tokens": None}),
+        (answers.Version, '{"version": {"major": 1}}', {"version": None}),
+        (answers.Delta, '{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}', {"text": "ab"}),
+        (answers.Delta, '{"content": null, "reasoning": "why"}', {"text": "why"}),
+        (answers.Delta, '{"content": "cut \\ud83d"}', {"text": "cut ?"}),
+        (completions.Choice, '{"text": null, "token_ids": [1]}', {"text": None, "finish_reason": None}),
+    ],
+)
+def test_what_real_servers_say_is_taken(kind, said, read):
+    answer = parsed(kind, said, "here")
+    assert {name: getattr(answer, name) for name in read} == read

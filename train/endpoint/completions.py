@@ -46,8 +46,8 @@ class Answer:
 class Choice(Said):
     """A completion of `/v1/completions`; what ended it is vLLM's `stop_reason` and SGLang's `matched_stop`."""
 
-    text: str
-    finish_reason: str | None
+    text: str | None = None
+    finish_reason: str | None = None
     stop_reason: Any = None
     matched_stop: Any = None
     token_ids: list[TokenId] | None = None
@@ -248,7 +248,8 @@ def openai_answer(body: Completed) -> Answer:
     choice = body.choices[0]
     stopped_by = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
     count = None if body.usage is None else body.usage.completion_tokens
-    return Answer(choice.text, choice.finish_reason, _id(stopped_by), choice.token_ids, choice.prompt_token_ids, count)
+    text, prompt_ids = choice.text or "", choice.prompt_token_ids
+    return Answer(text, choice.finish_reason, _id(stopped_by), choice.token_ids, prompt_ids, count)
 
 
 def native_answer(body: Generated) -> Answer:

@@ -18,7 +18,7 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.output_head import OutputHead
 
 SCALES = tuple(2.0**-i for i in range(6))
-TEXTS, POSITIONS, CONTEXT = 8, 16, 512
+TEXTS, POSITIONS, CONTEXT = 8, 16, 128
 """How many texts are looked at, how many tokens of the completion of each, and how many tokens up to these."""
 LOGITS = 2**24
 """Held at a time."""
