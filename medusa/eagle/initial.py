@@ -154,7 +154,7 @@ def quieten(heads: EagleHeads, seen_of: Callable[[Text], Seen], texts: Sequence[
     states, labels, home = [], [], heads.device
     for text in texts:
         seen = seen_of(text)
-        nn.Module.to(heads, seen.features.device)  # the steps of a large layer are slow on the host, where heads are made
+        nn.Module.to(heads, seen.features.device)  # on the host a large layer is slow
         places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
         places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
         states += states_of_steps(heads, seen, None, places_N, steps)
