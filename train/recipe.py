@@ -116,6 +116,14 @@ class RecipeConfig(TargetOptions):
         self._check_sources()
         if self.optimizer == "muon" and (self.training.fsdp or self.training.deepspeed):
             raise InputError("optimizer: expected trainer for training sharded by FSDP or DeepSpeed, found muon")
+        if self.training.deepspeed and self.training.learning_rate is None:
+            # The library has copied the rate into them already; ours is known once the model is there.
+            own = self.training.hf_deepspeed_config.config.keys() & {"optimizer", "scheduler"}
+            if own:
+                raise InputError(
+                    f"training.learning_rate: expected the rate of the {min(own)} that training.deepspeed has, found "
+                    "none"
+                )
         for name in ("target_device", "target_quantization"):
             if self.target_sharded and getattr(self, name):
                 raise InputError(f"target_sharded: expected false with {name}, found true")

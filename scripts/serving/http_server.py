@@ -2,8 +2,8 @@
 
 uvicorn ends a connection that is silent after an answer, and no other one: neither one that never asks, nor one whose
 headers never end. Here they end too, and where too many are open without a request, the one that waits longest makes
-room. How long a body may take is the application's to say. So no client keeps another one out, and a health check is
-answered whoever is connected.
+room, if it has waited for longer than a burst takes to be read. How long a body may take is the application's to say.
+So no client keeps another one out, and a health check is answered whoever is connected.
 """
 
 import asyncio
@@ -21,8 +21,10 @@ HEADER_BYTES = 65_536
 """Of a request's line and headers together; h11 reads them at linear cost, and refuses more with 400."""
 HEADER_SECONDS = 10.0
 """Until a connection's first request, or one that has begun, has its headers."""
-MOST_WAITING = 512
-"""Connections that are open without a whole request."""
+MOST_WAITING = 4096
+"""Connections that are open without a whole request: more than an ingress serves at a time, and half of `FILES`."""
+PATIENCE = 1.0
+"""Seconds that a connection has at least: many may be taken before the first of them is read."""
 FILES = 8192
 """Open files that are asked for: a connection is one, and so is each one to another server."""
 
@@ -38,19 +40,30 @@ class BoundedProtocol(H11Protocol):
         """Whether no whole request has come yet, and one may still."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY) and not self.transport.is_closing()
 
+    @property
+    def claim(self) -> tuple[bool, float]:
+        """What it gives way by, the least first: those that send a body come last, and else who has waited longest."""
+        return self.conn.their_state is h11.SEND_BODY, self._since
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait, and end the connection that waits longest where there are too many."""
+        """Begin to wait, and where too many do, end one of those that have had their time."""
         super().connection_made(transport)
         self._since = self.loop.time()
         self._expect_headers()
+        if len(self.connections) <= MOST_WAITING:
+            return
         waiting = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.waits]
-        if len(waiting) > MOST_WAITING:
-            min(waiting, key=lambda connection: connection._since).transport.abort()
+        late = [c for c in waiting if c._since < self._since - PATIENCE]
+        if len(waiting) > MOST_WAITING and late:
+            min(late, key=lambda connection: connection.claim).transport.abort()
 
     def data_received(self, data: bytes) -> None:
         """Read on, and bound the time of headers that have begun."""
+        begins = self.conn.their_state is h11.IDLE
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
+            if begins:
+                self._since = self.loop.time()
             self._stop_expecting()
         elif not self.transport.is_closing():
             self._expect_headers()

@@ -15,6 +15,7 @@ from draftsmith.scripts.serving import http_server
 from draftsmith.scripts.serving.http_server import bounded_server, listening
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
+HALF = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\nhalf"
 
 
 async def app(scope, receive, send):
@@ -74,15 +75,33 @@ def test_a_connection_without_a_request_ends(monkeypatch):
 
 def test_the_one_that_waits_longest_makes_room(monkeypatch):
     monkeypatch.setattr(http_server, "MOST_WAITING", 4)
+    monkeypatch.setattr(http_server, "PATIENCE", 0.0)
     with served() as port:
         waiting = []
-        half = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\nhalf"
-        for begun in (b"", HEAD, half, b"", HEAD, half):
+        for begun in (HALF, b"", HEAD, HALF, b"", HEAD):
             waiting.append(socket.create_connection(("127.0.0.1", port)))
             waiting[-1].sendall(begun)
-        assert ask(port) == "5"
-        assert [ended(connection) for connection in waiting[:3]] == [b""] * 3
+            assert ask(port) == "5"  # so that it has been read; this one asks nothing more, and is ended in its turn
+        for silent in (waiting[1], waiting[2]):
+            assert ended(silent) == b""
+        for sending in (waiting[0], waiting[3]):  # those that send a body are the last to go
+            sending.sendall(b" more")
+            sending.settimeout(30)
+            assert sending.recv(65536).startswith(b"HTTP/1.1 200")
         for connection in waiting:
+            connection.close()
+
+
+def test_a_burst_is_no_reason_to_end_those_that_came_first(monkeypatch):
+    monkeypatch.setattr(http_server, "MOST_WAITING", 4)
+    monkeypatch.setattr(http_server, "PATIENCE", 60.0)
+    with served() as port:
+        burst = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+        assert ask(port) == "5"  # all of them have been taken before
+        for connection in burst:
+            connection.sendall(HEAD + b"\r\n")
+            connection.settimeout(30)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200")
             connection.close()
 
 

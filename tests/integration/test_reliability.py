@@ -159,7 +159,8 @@ def test_a_disk_that_fills_while_saving_leaves_the_checkpoint_before_whole(pipel
 def test_the_library_has_every_private_method_that_is_overridden():
     """Where it renamed one, ours would never be called, and checkpoints would no longer be whole."""
     private = ("_get_train_sampler", "_save", "_save_checkpoint", "_get_output_dir", "_get_grad_norm")
-    loads = ("_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_issue_warnings_after_load")
+    loads = ("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_rng_state")
+    loads += ("_issue_warnings_after_load",)
     for kind, names in ((RecipeTrainer, private), (CheckpointedTrainer, loads)):
         assert all(name in vars(kind) and name in vars(Trainer) for name in names)
 

@@ -1,8 +1,13 @@
 """How a kind is trained where the user does not say."""
 
+import json
+import os
+
 import pytest
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig, DraftInit
 from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
@@ -32,6 +37,30 @@ def test_what_is_given_wins_in_a_file_and_as_a_flag(tmp_path):
     training = config.training
     assert (training.learning_rate, training.lr_scheduler_type, training.warmup_steps) == (5e-5, "linear", 0)
     assert not config.uses_muon(sharded=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "own"),
+    [
+        ("optimizer", {"type": "AdamW", "params": {"lr": "auto"}}),
+        ("optimizer", {"type": "AdamW", "params": {"lr": 1e-4}}),
+        ("scheduler", {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}),
+    ],
+)
+def test_what_deepspeed_makes_itself_needs_the_rate_at_once(tmp_path, monkeypatch, section, own):
+    pytest.importorskip("deepspeed")
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # accelerate writes there
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 2}, section: own}))
+    flags = [*CARVED, "--training.deepspeed", str(file)]
+    try:
+        with pytest.raises(InputError, match=rf"^training\.learning_rate: expected the rate of the {section}"):
+            parse_config(DistillConfig, flags)
+        training = parse_config(DistillConfig, [*flags, "--training.learning_rate", "1e-4"]).training
+        params = training.hf_deepspeed_config.config[section]["params"]
+        assert params[next(iter(own["params"]))] == 1e-4
+    finally:  # DeepSpeed's settings outlive the arguments that name them
+        unset_hf_deepspeed_config()
 
 
 def of(kind, **options):

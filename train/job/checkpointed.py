@@ -1,16 +1,28 @@
 """A Trainer that goes on from a checkpoint as it is: it takes no step beyond the last, and says what is wrong with it.
 
 The library takes one step more from a checkpoint in the middle of the last epoch, and fails on a damaged one in many
-ways, or passes over weights that are missing. Four methods that are overridden here are private in it.
+ways, or passes over weights that are missing. It also saves weights under the names that an architecture's files have
+on the hub (GPT-NeoX's head is `embed_out` there and `lm_head` here), and does not find them again. Five methods that
+are overridden here are private in it.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
 from transformers import Trainer
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 
@@ -73,8 +85,31 @@ class CheckpointedTrainer(Trainer):
         return (0 if self._reached >= (steps or 0) else epochs, *others, steps)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        with _told(resume_from_checkpoint):
+        with _told(resume_from_checkpoint), self._names_of_the_hub_understood():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with _told(self.state.best_model_checkpoint), self._names_of_the_hub_understood():
+            super()._load_best_model()
+
+    @contextmanager
+    def _names_of_the_hub_understood(self) -> Iterator[None]:
+        """Have the model load weights as `save_pretrained` wrote them; FSDP and DeepSpeed save them as they train."""
+        model: Any = self.model
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            yield
+            return
+
+        def rename(module: nn.Module, state: dict[str, Tensor], *_: Any) -> None:
+            trained = as_trained(module, state)
+            state.clear()
+            state.update(trained)
+
+        handle = model.register_load_state_dict_pre_hook(rename)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with _told(checkpoint):
@@ -95,6 +130,35 @@ class CheckpointedTrainer(Trainer):
         if lacking or beside:
             found = f"none for {min(lacking)}" if lacking else f"{beside[0]}, which it does not have"
             raise InputError(f"weights of another model: {found}")
+
+
+def as_trained(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return weights as a model holds them: the way back from `revert_weight_conversion` of `save_pretrained`.
+
+    Args:
+        model: what they are of.
+        state: as they are in a file; those of which the model knows each name stay as they are.
+    """
+    if state.keys() <= model.state_dict().keys():
+        return dict(state)
+    conversions = getattr(model, "_weight_conversions", None)
+    if conversions is None:  # not from a file: what the library then reverts when it saves
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+        conversions = [each for each in mapping if not isinstance(each, PrefixChange)]
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    collected: dict[str, Any] = {}
+    for saved in sorted(state, key=dot_natural_key):  # experts in their order, as they are stacked
+        name, pattern = rename_source_key(saved, renamings, converters)
+        if name not in collected:
+            collected[name] = WeightRenaming(saved, name) if pattern is None else deepcopy(of_pattern[pattern])
+        collected[name].add_tensor(name, saved, pattern or saved, state[saved])
+    found: dict[str, Tensor] = {}
+    for name, conversion in collected.items():
+        for each, value in conversion.convert(name, model=model, config=getattr(model, "config", None)).items():
+            found[each] = value[0] if isinstance(value, list) else value
+    return found
 
 
 @contextmanager
