@@ -7,6 +7,7 @@ for are not looked at.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -47,6 +48,7 @@ EXPECTED = {
 T = TypeVar("T")
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 """By class: to make one takes a millisecond, to use it a thousandth."""
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 class Said(BaseModel):
@@ -70,9 +72,25 @@ def parsed(kind: type[T], text: str | bytes, where: str, secret: str | None = No
     try:
         return _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        if "hex escape" in str(error) and (mended := _without_halves(text)) != text:
-            return parsed(kind, mended, where, secret)
         raise InputError(_line(error.errors(include_url=False)[0], where, secret)) from None
+
+
+def answered(kind: type[T], text: str | bytes, where: str, secret: str | None = None) -> T:
+    """Return what a server's JSON says, as `parsed` does.
+
+    A server that cuts a text in two may write half of a surrogate pair, which Python's JSON has and Unicode has not:
+    U+FFFD stands for it.
+    """
+    try:
+        return parsed(kind, text, where, secret)
+    except InputError:
+        try:
+            whole = json.dumps(parse_json(text), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            whole = ""
+        if not _HALF.search(whole):
+            raise
+        return parsed(kind, _HALF.sub("\ufffd", whole), where, secret)
 
 
 def checked(kind: Any, value: Any, where: str) -> Any:
@@ -144,14 +162,6 @@ def require_tokens(ids: Sequence[int], vocab_size: int, where: str) -> None:
     for token in ids:
         if not 0 <= token < vocab_size:
             raise InputError(f"{where}: expected tokens below {vocab_size}, the target's, found {token}")
-
-
-def _without_halves(text: str | bytes) -> str | bytes:
-    """Return JSON whose texts have no half of a surrogate pair, which a server that cuts a text in two may write."""
-    try:
-        return json.dumps(parse_json(text), ensure_ascii=False).encode("utf-8", "replace")
-    except (ValueError, RecursionError):
-        return text
 
 
 def _adapter(kind: Any) -> TypeAdapter[Any]:

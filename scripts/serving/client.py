@@ -15,7 +15,7 @@ import httpx2
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
-from draftsmith.decode.validation import parsed
+from draftsmith.decode.validation import answered
 from draftsmith.scripts.serving.answers import Delta, ModelList, Part
 from draftsmith.scripts.serving.counters import Metrics, read_metrics
 from draftsmith.train.endpoint.server import MOST_BYTES, api_key, http_client, server_words
@@ -147,7 +147,7 @@ class Client:
             ServerFailure: it says something else.
         """
         try:
-            return parsed(kind, data, f"{self.name}: {self.url}{path}", self.key)
+            return answered(kind, data, f"{self.name}: {self.url}{path}", self.key)
         except InputError as error:
             raise ServerFailure(self._hidden(str(error))) from error
 

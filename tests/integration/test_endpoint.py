@@ -64,6 +64,13 @@ def test_text_is_tokenized_again_and_what_may_differ_is_counted(
     assert "completions may differ from what the target wrote" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("ids", "reason"), [([65, OTHER_END], "stop"), ([65] * 12, "length")])
+def test_ids_say_how_a_completion_ended_where_the_server_does_not(ids, reason, remote, server):
+    server.answer = lambda path, body, number: vllm(body, ids, None, text=None)
+    assert prepare(remote()).uncertain == 0
+    assert {row["finish_reason"] for row in rows(remote())} == {reason}
+
+
 def test_text_that_tokenizes_to_as_many_tokens_is_certain(remote, server, remote_tokenizer):
     text = "return self"
     ids = remote_tokenizer(text)["input_ids"]

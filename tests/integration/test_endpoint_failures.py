@@ -116,6 +116,11 @@ def test_a_slow_server_is_waited_for_so_long_and_asked_again(remote, server, wai
         (lambda body: {"choices": []}, "/completions: choices: expected at least 1 of it, found []"),
         (lambda body: [1], "/completions: expected an object, found [1]"),
         (lambda body: vllm(body, [65], "abort"), ", found finish_reason 'abort'"),
+        (lambda body: vllm(body, [65], None), ", found finish_reason None"),
+        (
+            lambda body: vllm(body, [65], "stop", text=None, token_ids=None),
+            ", found neither a text nor token ids",
+        ),
         (
             lambda body: vllm(body, [65], "length", token_ids=["a"]),
             "/completions: choices[0].token_ids[0]: expected a whole number, found 'a'",
@@ -137,8 +142,10 @@ def test_ids_that_are_no_whole_numbers_are_refused(ids, remote, server):
 
 
 def test_half_a_surrogate_pair_is_no_text(remote, server):
+    server.answer = lambda path, body, number: vllm(body, [65], "length", text="\ud800")
+    assert prepare(remote("ids")).uncertain == 0
     server.answer = lambda path, body, number: vllm(body, [65], "length", text="\ud800", token_ids=None)
-    assert ": expected JSON, found: " in refusal(remote(endpoint_concurrency=1))
+    assert prepare(remote("text")).uncertain == COUNT
     server.answer = lambda path, body, number: (400, {}, b'{"error": {"message": "no \\ud800"}}')
     refusal(remote(endpoint_concurrency=1)).encode("utf-8")
     server.models = ["\ud800"]

@@ -35,7 +35,7 @@ def test_what_is_as_it_should_be_is_taken():
         ('{"count": ' + DEEP + "}", "it: expected JSON, found: nested too deeply"),
         ('{"count": 1' + "0" * 5000 + "}", "it: expected JSON, found: number out of range"),
         ('{"count": 1' + "0" * 400 + "}", "it: count: expected at most 9.0072e+15, found 10000"),
-        ('{"count": "\\ud800"}', "it: count: expected a whole number, found '?'"),
+        ('{"count": "\\ud800"}', "it: expected JSON, found: "),
         ("[]", "it: expected an object, found []"),
         ("{}", "it: count: expected a value, found none"),
         ('{"count": "3"}', "it: count: expected a whole number, found '3'"),

@@ -15,7 +15,7 @@ Both servers list the end-of-sequence token among the ids; where one does not, i
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Answer:
     """A server's answer, whatever its dialect; None where it does not say."""
 
-    text: str
+    text: str | None
     finish_reason: str | None
     stop_id: int | None
     token_ids: list[int] | None
@@ -207,6 +207,11 @@ class Source:
             answer = native_answer(await self.server.call(Generated, "/completions", what, request))
         else:
             answer = openai_answer(await self.server.call(Completed, "/completions", what, request))
+        if answer.text is None and answer.token_ids is None:
+            raise InputError(f"endpoint: expected {what} from {url}, found neither a text nor token ids")
+        most = self.server.config.new_tokens()
+        if answer.finish_reason is None:
+            answer = replace(answer, finish_reason=reason_of(answer.token_ids, most, self.vocabulary.ends))
         if answer.finish_reason not in {"stop", "length"}:
             found = f"finish_reason {answer.finish_reason!r}"
             raise InputError(f"endpoint: expected a completion of {name} from {url}, found {found}")
@@ -215,7 +220,6 @@ class Source:
                 f"endpoint: expected a completion of {name} after its {len(sample.ids)} tokens as sent, found that "
                 f"{url} put it after {len(answer.prompt_ids)} others"
             )
-        most = self.server.config.new_tokens()
         if answer.token_ids is not None and len(answer.token_ids) > most:
             found = f"{len(answer.token_ids)} from {url}"
             raise InputError(f"endpoint: expected at most {most} tokens for {name}, found {found}")
@@ -248,8 +252,7 @@ def openai_answer(body: Completed) -> Answer:
     choice = body.choices[0]
     stopped_by = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
     count = None if body.usage is None else body.usage.completion_tokens
-    text, prompt_ids = choice.text or "", choice.prompt_token_ids
-    return Answer(text, choice.finish_reason, _id(stopped_by), choice.token_ids, prompt_ids, count)
+    return Answer(choice.text, choice.finish_reason, _id(stopped_by), choice.token_ids, choice.prompt_token_ids, count)
 
 
 def native_answer(body: Generated) -> Answer:
@@ -257,6 +260,21 @@ def native_answer(body: Generated) -> Answer:
     about = body.meta_info
     ended = about.finish_reason
     return Answer(body.text, ended.type, _id(ended.matched), body.output_ids, None, about.completion_tokens)
+
+
+def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
+    """Return why a completion ended whose server does not say; None where its ids do not tell either.
+
+    Args:
+        ids: of the completion.
+        most: tokens that were asked for.
+        ends: ids that end a text.
+    """
+    if ids is None:
+        return None
+    if any(token in ends for token in ids):
+        return "stop"
+    return "length" if len(ids) >= most else None
 
 
 def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
@@ -268,9 +286,11 @@ def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: 
     tokenizer, ends = vocabulary.tokenizer, vocabulary.ends
     ids, reason, uncertain = answer.token_ids, answer.finish_reason or "", False
     if ids is None:
-        ids = list(tokenizer(answer.text, add_special_tokens=False, verbose=False)["input_ids"])
+        text = answer.text or ""
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         before, together = str(tokenizer.decode(prompt_ids)), str(tokenizer.decode(prompt_ids + ids))
-        uncertain = together != before + answer.text  # with the prompt: some tokenizers treat a first word otherwise
+        uncertain = "\ufffd" in text  # which hides what was written
+        uncertain |= together != before + text  # with the prompt: some tokenizers treat a first word otherwise
     first = next((i for i, token in enumerate(ids) if token in ends), None)
     if first is not None:
         ids, reason = ids[: first + 1], "stop"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from draftsmith.decode.errors import InputError, first_line
-from draftsmith.decode.validation import parse_json, parsed
+from draftsmith.decode.validation import answered, parse_json, parsed
 from draftsmith.train.data.prepare_config import PrepareConfig
 
 T = TypeVar("T")
@@ -76,7 +76,8 @@ class Server:
                         found = f"broken JSON ({error})"
                     else:
                         self.window.grow()
-                        return parsed(kind, content, f"endpoint: {what} from {url}", self.key)
+                        read = parsed if body is None else answered  # a text may be cut in two, a name is not
+                        return read(kind, content, f"endpoint: {what} from {url}", self.key)
                 else:
                     found = f"{status} {server_words(content) or response.reason_phrase}"
                     if status != 429 and status < 500:
