@@ -22,7 +22,8 @@ HEADER_BYTES = 65_536
 HEADER_SECONDS = 10.0
 """Until a connection's first request, or one that has begun, has its headers."""
 MOST_WAITING = 4096
-"""Connections that are open without a whole request: more than an ingress serves at a time, and half of `FILES`."""
+"""Connections that are open without a whole request: more than an ingress serves at a time, and half of `FILES`. Where
+fewer files may be open, half of these."""
 PATIENCE = 1.0
 """Seconds that a connection has at least: many may be taken before the first of them is read."""
 FILES = 8192
@@ -50,11 +51,12 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         self._since = self.loop.time()
         self._expect_headers()
-        if len(self.connections) <= MOST_WAITING:
+        most = min(MOST_WAITING, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        if len(self.connections) <= most:
             return
         waiting = [c for c in self.connections if isinstance(c, BoundedProtocol) and c.waits]
         late = [c for c in waiting if c._since < self._since - PATIENCE]
-        if len(waiting) > MOST_WAITING and late:
+        if len(waiting) > most and late:
             min(late, key=lambda connection: connection.claim).transport.abort()
 
     def data_received(self, data: bytes) -> None:
