@@ -1,5 +1,6 @@
 """What tests start ends with them, however they end."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -34,7 +35,9 @@ def gone(processes: list[psutil.Process]) -> bool:
 def test_what_a_test_started_ends_with_it(number, ended, tmp_path):
     (tmp_path / "tests.py").write_text(TESTS)
     (tmp_path / "Makefile").write_text(f"all:\n\t@X=1 {sys.executable} tests.py\n")
-    make = subprocess.Popen(["make"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    # As a make of its own, though these tests may be run by another one.
+    alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    make = subprocess.Popen(["make"], cwd=tmp_path, env=alone, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert make.stdout is not None
     last = psutil.Process(int(make.stdout.readline()))  # the command's own child
     started = [last, *(p for p in last.parents() if p.pid != make.pid and make.pid in (q.pid for q in p.parents()))]
