@@ -8,7 +8,7 @@ Expanded percentile bootstrap (Hesterberg 2015, "What Teachers Should Know About
 At other levels than 95 % the tails matter, and a bootstrap of 16 prompts has none at 0.1 %: `ratio_interval`,
 `difference_interval` and `rate_ratio_interval`, which gates and alarms rest on, are Student's, with the jackknife's
 standard error (Tukey 1958; Efron and Tibshirani 1993, chapter 11). How often they are right:
-`python -m draftsmith.scripts.bench.gate`.
+docs/benchmarks.md has the simulation.
 
 All estimates of n prompts share one resampling, so that many of them are one matrix product, and paired ones are equal
 where their data are. Shapes: R resamples, n prompts, M estimates, C columns.

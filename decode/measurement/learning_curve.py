@@ -7,7 +7,7 @@ weighed (Bayes) that fit within what may be chance: other prompts, whose covaria
 a training run, by which τ of equal runs of other seeds differs. Flat priors are on τ of the least and of the greatest
 amount, with τ not falling between them, and on the logarithm of b; the variance of luck has a scaled inverse chi-square
 with few degrees of freedom about what is known of it, so that points that miss the curve by more say so. How often the
-intervals hold what comes: `python -m draftsmith.scripts.bench.gate`.
+intervals hold what comes: docs/benchmarks.md has the simulation.
 
 Shape suffixes: K amounts of text, n prompts, G exponents, L sizes of luck, R draws.
 """
