@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from draftsmith.decode.proposers.draft_tree import DynamicTree as DynamicTree
     from draftsmith.decode.proposers.early_exit import early_exit as early_exit
     from draftsmith.decode.proposers.lookahead import LookaheadProposer as LookaheadProposer
-    from draftsmith.decode.proposers.parallel_draft import ParallelDraftProposer as ParallelDraftProposer
     from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer as PromptLookupProposer
     from draftsmith.decode.proposers.retokenized import RetokenizedProposer as RetokenizedProposer
     from draftsmith.decode.proposers.run_ahead import RunAheadProposer as RunAheadProposer
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from draftsmith.decode.speculative import speculative_decode as speculative_decode
     from draftsmith.decode.speculative import speculative_generate as speculative_generate
     from draftsmith.decode.tree import Tree as Tree
+    from draftsmith.distill.parallel.proposer import ParallelDraftProposer as ParallelDraftProposer
 
 _MODULES = {
     "autoregressive_decode": "draftsmith.decode.autoregressive",
@@ -52,7 +52,7 @@ _MODULES = {
     "DynamicTree": "draftsmith.decode.proposers.draft_tree",
     "early_exit": "draftsmith.decode.proposers.early_exit",
     "LookaheadProposer": "draftsmith.decode.proposers.lookahead",
-    "ParallelDraftProposer": "draftsmith.decode.proposers.parallel_draft",
+    "ParallelDraftProposer": "draftsmith.distill.parallel.proposer",
     "PromptLookupProposer": "draftsmith.decode.proposers.prompt_lookup",
     "RetokenizedProposer": "draftsmith.decode.proposers.retokenized",
     "RunAheadProposer": "draftsmith.decode.proposers.run_ahead",

@@ -7,8 +7,8 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.distill.card import card
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
-from draftsmith.distill.parallel_draft import choose_attention, make_parallel, require_masks
-from draftsmith.distill.parallel_trainer import ParallelTrainer
+from draftsmith.distill.parallel.model import choose_attention, make_parallel, require_masks
+from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.decoding import end_of_sequence_ids

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from draftsmith.decode.draft_models.parallel import mask_token_of
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.parallel.layout import mask_token_of
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.checkpoint import stored_tensors
 from draftsmith.train.data.generate import other_target

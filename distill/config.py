@@ -174,7 +174,7 @@ class DistillConfig(RecipeConfig):
     @property
     def kept_shares(self) -> Any:
         """The shares of places that have a mask for the token 1, …, K − 1 further, (K − 1,)."""
-        from draftsmith.distill.parallel_chains import kept_shares
+        from draftsmith.distill.parallel.chains import kept_shares
 
         return kept_shares(self.parallel, self.parallel_retention, self.parallel_minimum)
 

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, kept_tokens
-from draftsmith.decode.draft_models.parallel import MASK_TOKEN
+from draftsmith.distill.parallel.layout import MASK_TOKEN
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import empty_model
 

@@ -7,16 +7,16 @@ from draftsmith.decode.lazy import lazy_exports
 if TYPE_CHECKING:
     from draftsmith.medusa.eagle.heads import EagleHeads as EagleHeads
     from draftsmith.medusa.eagle.proposer import EagleProposer as EagleProposer
-    from draftsmith.medusa.heads import MedusaConfig as MedusaConfig
-    from draftsmith.medusa.heads import MedusaHeads as MedusaHeads
-    from draftsmith.medusa.proposer import MedusaProposer as MedusaProposer
+    from draftsmith.medusa.heads.model import MedusaConfig as MedusaConfig
+    from draftsmith.medusa.heads.model import MedusaHeads as MedusaHeads
+    from draftsmith.medusa.heads.proposer import MedusaProposer as MedusaProposer
 
 _MODULES = {
     "EagleHeads": "draftsmith.medusa.eagle.heads",
     "EagleProposer": "draftsmith.medusa.eagle.proposer",
-    "MedusaConfig": "draftsmith.medusa.heads",
-    "MedusaHeads": "draftsmith.medusa.heads",
-    "MedusaProposer": "draftsmith.medusa.proposer",
+    "MedusaConfig": "draftsmith.medusa.heads.model",
+    "MedusaHeads": "draftsmith.medusa.heads.model",
+    "MedusaProposer": "draftsmith.medusa.heads.proposer",
 }
 __all__ = list(_MODULES)
 if not TYPE_CHECKING:

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftsmith.decode.draft_models.vocabulary import token_count
-from draftsmith.medusa.beginning import quieten
-from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.trainer import MedusaTrainer
+from draftsmith.medusa.heads.beginning import quieten
+from draftsmith.medusa.heads.card import card
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training

@@ -4,14 +4,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode import ParallelDraftProposer, Tree
-from draftsmith.decode.replay.parallel import text_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
+from draftsmith.distill.parallel.replay import text_ranks
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.eagle.replay import eagle_ranks
-from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import replay_ranks
+from draftsmith.medusa.heads.proposer import MedusaProposer
+from draftsmith.medusa.heads.replay import replay_ranks
 
 TreeDrafter = MedusaProposer | EagleProposer | ParallelDraftProposer
 LONGEST = 8

@@ -249,9 +249,9 @@ class ExportConfig:
     """Run model code that a repository ships."""
 
     def __post_init__(self) -> None:
-        from draftsmith.medusa.formats.eagle import EAGLE_FORMATS
-        from draftsmith.medusa.formats.eagle_importing import is_eagle
-        from draftsmith.medusa.formats.export import FORMATS, VLLM_READS, check_format
+        from draftsmith.medusa.eagle.formats import EAGLE_FORMATS
+        from draftsmith.medusa.eagle.importing import is_eagle
+        from draftsmith.medusa.heads.export import FORMATS, VLLM_READS, check_format
 
         given = [name for name in ("heads", "import_from", "draft") if getattr(self, name) is not None]
         if len(given) != 1:

@@ -13,7 +13,6 @@ from scipy.optimize import nnls
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.draft_models.parallel import TREE
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import endless, loop_seconds
@@ -35,9 +34,10 @@ from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.validation import read
+from draftsmith.distill.parallel.layout import TREE
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
-from draftsmith.medusa.proposer import MedusaProposer
-from draftsmith.medusa.replay import text_states
+from draftsmith.medusa.heads.proposer import MedusaProposer
+from draftsmith.medusa.heads.replay import text_states
 from draftsmith.medusa.tree_drafters import TreeDrafter, depth_of, ranks_in_text, with_tree
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.pair import EAGLE, MEDUSA, PARALLEL, DrafterSpec

@@ -23,8 +23,9 @@ from draftsmith.decode import (
     Tree,
     early_exit,
 )
-from draftsmith.decode.draft_models.parallel import tree_of
+from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.progress import phase
+from draftsmith.distill.parallel.layout import tree_of
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.eagle.heads import EagleHeads
@@ -270,7 +271,7 @@ def _drafter(
             eagle: Any = EagleHeads.from_pretrained(str(path), dtype=DTYPES[spec.dtype] if spec.dtype else target.dtype)
         model = eagle.to(target.device)
         eagle.check_fits(target)
-        shape = tree_of(eagle.config, EAGLE_TREE) if spec.tree is None else spec.tree
+        shape = searched_tree(eagle.config, EAGLE_TREE) if spec.tree is None else spec.tree
         proposer = EagleProposer(eagle, shape)
         if shape is None:
             greedy = EagleProposer(eagle, greedy=True)

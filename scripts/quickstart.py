@@ -13,7 +13,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.__main__ import train_heads
-from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.configs import MedusaTreeConfig, QuickstartConfig
 from draftsmith.scripts.measure.command import measure
 from draftsmith.scripts.measure.config import MeasureConfig

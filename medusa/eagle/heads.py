@@ -26,7 +26,7 @@ from transformers.models.llama.modeling_llama import (
 from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
 from draftsmith.decode.cache.kernels import computing_dtype, fused_attention
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.heads import LMHead, check_ids
+from draftsmith.medusa.heads.model import LMHead, check_ids
 from draftsmith.train.checkpoint import load_heads, reading, require_config
 from draftsmith.train.losses.output_head import OutputHead, head_of
 

@@ -23,15 +23,15 @@ from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.replay import eagle_acceptance, eagle_ranks
 from draftsmith.medusa.eagle.trainer import EagleTrainer
-from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
-from draftsmith.medusa.trainer import MedusaTrainer
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.medusa.heads.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
+from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.scripts.bench.common import run_benchmark
 from draftsmith.scripts.bench.variants import (
     VariantsConfig,

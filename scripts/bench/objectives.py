@@ -20,8 +20,8 @@ from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, replay_
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.parallel_draft import make_parallel
-from draftsmith.distill.parallel_trainer import ParallelTrainer
+from draftsmith.distill.parallel.model import make_parallel
+from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import ASSETS, run_benchmark
 from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, read_texts, taus

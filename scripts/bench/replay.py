@@ -28,8 +28,8 @@ from draftsmith.decode.measurement.replay import Replay, replay_acceptance
 from draftsmith.decode.measurement.tree_search import reference_tree
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, run_benchmark
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import Ints, numbers, run

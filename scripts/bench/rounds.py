@@ -24,8 +24,8 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import BenchmarkConfig, run_benchmark
 from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment

@@ -16,8 +16,8 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.measurement.intervals import rate_ratio
 from draftsmith.decode.measurement.tree_search import mean_acceptance_length, search_tree
-from draftsmith.medusa.heads import MedusaHeads
-from draftsmith.medusa.proposer import MedusaProposer
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.medusa_tree import calibration_text, replayed_texts, round_costs

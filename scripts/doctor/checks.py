@@ -7,14 +7,14 @@ from functools import reduce
 import torch
 
 from draftsmith.decode.cache import check_model
-from draftsmith.decode.draft_models.parallel import is_parallel, is_unused, length_of, mask_token_of, tree_of
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.renumbered import matching_ids
-from draftsmith.scripts.doctor.findings import Finding
+from draftsmith.distill.parallel.layout import is_parallel, is_unused, length_of, mask_token_of, tree_of
 from draftsmith.scripts.doctor.heads import check_eagle, check_medusa
-from draftsmith.scripts.doctor.sides import STORED, Pair, Part, Side, counted
 from draftsmith.train.data.chat.masks import has_generation_markers, mask_conversation
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.parts import STORED, Pair, Part, Side, counted
 from draftsmith.train.models import DTYPES, check_head, check_same_tokenizer
 
 CHEAP = 0.5  # a draft of more than this share of the target's parameters hardly pays

@@ -14,10 +14,10 @@ from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.checks import check_pair
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
-from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.doctor.heads import check_run, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.files import require_writable
+from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
 from draftsmith.train.models import default_device, resolve_dtype
 from draftsmith.train.provenance import environment, write_json
 

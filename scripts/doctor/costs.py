@@ -10,19 +10,20 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer
 from draftsmith.decode.cache import cached_numbers
-from draftsmith.decode.draft_models.parallel import is_parallel, tree_of
+from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
+from draftsmith.distill.parallel.layout import is_parallel
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.sides import Pair, Part
 from draftsmith.scripts.summary import size
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.parts import Pair, Part
 from draftsmith.train.models import DTYPES, load_draft, load_model
 
 GAMMA = 4
@@ -129,7 +130,7 @@ def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> F
 
 def eagle_costs(target: PreTrainedModel, heads: EagleHeads, rows: int) -> Finding:
     """Measure EAGLE-3 heads: chains as `draft_costs` does, a tree as `heads_costs`."""
-    name, tree = f"eagle, B = {rows}", tree_of(heads.config, EAGLE_TREE)
+    name, tree = f"eagle, B = {rows}", searched_tree(heads.config, EAGLE_TREE)
     if tree is not None:
         return _tree_costs(name, target, EagleProposer(heads, tree), tree, rows, f"{SEARCH} --eagle DIR --nodes N")
     return _chain_costs(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from draftsmith.decode.draft_models.parallel import tree_of
+from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.decode.tree import Tree
@@ -15,9 +15,11 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import TREE, EagleHeads, rope_of
 from draftsmith.medusa.eagle.initial import beginning, new_heads
-from draftsmith.medusa.heads import MedusaConfig
-from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.sides import (
+from draftsmith.medusa.heads.model import MedusaConfig
+from draftsmith.train.checkpoint import reading
+from draftsmith.train.cli import parse_config
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.parts import (
     Pair,
     Part,
     Side,
@@ -28,8 +30,6 @@ from draftsmith.scripts.doctor.sides import (
     load_side,
     other_tensors,
 )
-from draftsmith.train.checkpoint import reading
-from draftsmith.train.cli import parse_config
 
 WIDE, RATES = 1024, (1e-5, 1e-3)
 """From this hidden size on, learning rates of AdamW that are usual; the embedded target's heads learn at 1e-2."""
@@ -145,7 +145,7 @@ def check_eagle(target: Side, heads: Part) -> Finding:
     name, config = "eagle heads", heads.model.config
     remedy = "take heads of this target, or train them: draftsmith eagle --target TARGET"
     try:
-        tree = tree_of(config, TREE)
+        tree = searched_tree(config, TREE)
     except InputError as error:
         return Finding("error", name, str(error), f"{SEARCH} --eagle DIR")
     if (wrong := _fits(name, target, heads, tree, config.draft_vocab_size, remedy)) is not None:

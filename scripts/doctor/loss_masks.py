@@ -13,12 +13,12 @@ from transformers import PreTrainedTokenizerBase
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each
 from draftsmith.scripts.doctor.config import DoctorConfig
-from draftsmith.scripts.doctor.findings import Finding
-from draftsmith.scripts.doctor.sides import Pair
 from draftsmith.scripts.live_view import PICTURES
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.parts import Pair
 
 
 @dataclass(frozen=True)

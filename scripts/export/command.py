@@ -10,14 +10,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from draftsmith.decode import DraftModelProposer, ParallelDraftProposer, Proposer, Tree
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
-from draftsmith.decode.draft_models.parallel import is_parallel, length_of, mask_token_of, tree_of
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
+from draftsmith.distill.parallel.layout import is_parallel, length_of, mask_token_of, tree_of
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
-from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.formats.eagle_importing import is_eagle
-from draftsmith.medusa.formats.export import (
+from draftsmith.medusa.eagle.export import GAMMA, export_lines, import_lines, served_eagle
+from draftsmith.medusa.eagle.importing import is_eagle
+from draftsmith.medusa.heads.card import card
+from draftsmith.medusa.heads.export import (
     VLLM_READS,
     check_format,
     check_output,
@@ -25,11 +26,10 @@ from draftsmith.medusa.formats.export import (
     refusal,
     written_bytes,
 )
-from draftsmith.medusa.formats.importing import import_heads
+from draftsmith.medusa.heads.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
 from draftsmith.scripts.engine.verification import Served, room, verify
-from draftsmith.scripts.export.eagle import GAMMA, export_lines, import_lines, served_eagle
 from draftsmith.scripts.summary import size
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts

@@ -8,6 +8,9 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.decode.progress import phase
+from draftsmith.distill.memory import GIB, MemoryPlan
+from draftsmith.medusa.eagle.memory import EaglePlan
+from draftsmith.medusa.heads.memory import MedusaPlan
 from draftsmith.scripts.plan.config import (
     EaglePlanConfig,
     Machines,
@@ -17,14 +20,11 @@ from draftsmith.scripts.plan.config import (
     plan_config,
 )
 from draftsmith.scripts.plan.duration import READING, Plan, host_bytes, hours
-from draftsmith.scripts.plan.eagle import EaglePlan
-from draftsmith.scripts.plan.heads import HeadsPlan
 from draftsmith.scripts.plan.inference import InferencePlan
-from draftsmith.scripts.plan.medusa import MedusaPlan
-from draftsmith.scripts.plan.memory_plan import GIB, MemoryPlan
-from draftsmith.scripts.plan.moments import Moment
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.job.flops import DEVICES
+from draftsmith.train.memory.heads import HeadsPlan
+from draftsmith.train.memory.moments import Moment
 from draftsmith.train.models import default_device, fast_dtype
 from draftsmith.train.teacher.distribution_shards import distribution_bytes
 

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from draftsmith.decode.errors import SHARE, InputError, at_least, finite, more_than, one_of, require
 from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.options import DTYPES
 from draftsmith.train.teacher.cache_config import CacheConfig

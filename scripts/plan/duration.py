@@ -1,11 +1,11 @@
 """How long a run takes, and what it holds in the host's memory: estimates, whose assumptions are said beside them."""
 
+from draftsmith.distill.memory import GIB, MemoryPlan
 from draftsmith.scripts.plan.config import Machines
-from draftsmith.scripts.plan.heads import HeadsPlan
 from draftsmith.scripts.plan.inference import InferencePlan
-from draftsmith.scripts.plan.memory_plan import GIB, MemoryPlan
-from draftsmith.scripts.plan.model_states import Weights
 from draftsmith.train.job.flops import DEVICES, Work
+from draftsmith.train.memory.heads import HeadsPlan
+from draftsmith.train.memory.states import Weights
 
 READING = 0.5
 """The share of a memory's speed that writing texts reads weights with: an assumption."""

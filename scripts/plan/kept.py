@@ -22,13 +22,13 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.kernels import ALIGNED, additive_mask, computing_dtype, cuda_kernel
 from draftsmith.decode.errors import at_least, require
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.memory import EaglePlan, trace_steps
 from draftsmith.medusa.eagle.steps import Seen, states_of_steps
-from draftsmith.scripts.plan.activations import BatchShape, precision_of, tensors_of
 from draftsmith.scripts.plan.config import EaglePlanConfig
-from draftsmith.scripts.plan.eagle import EaglePlan, trace_steps
-from draftsmith.scripts.plan.model_states import Precision
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.memory.activations import BatchShape, precision_of, tensors_of
+from draftsmith.train.memory.states import Precision
 
 GIB = 2**30
 

@@ -12,7 +12,7 @@ fated.end_with_make()
 
 GAMMA = 4
 DRAFTING = {"method": "draft_model", "model": str(DRAFT), "num_speculative_tokens": GAMMA}
-CLASS = "draftsmith.scripts.serving.remote_draft.RemoteDraft"
+CLASS = "draftsmith.scripts.services.remote_draft.RemoteDraft"
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,8 @@ from engine import free_port
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
-from draftsmith.scripts.coordinate import application
-from draftsmith.scripts.coordinate.command import main
+from draftsmith.scripts.services.coordinate import application
+from draftsmith.scripts.services.coordinate.command import main
 from draftsmith.train.cli import run
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer

@@ -34,11 +34,11 @@ from draftsmith.scripts.doctor.costs import (
     draft_costs,
     heads_costs,
 )
-from draftsmith.scripts.doctor.findings import SYMBOLS, Finding, report
 from draftsmith.scripts.doctor.heads import learning_rate
 from draftsmith.scripts.doctor.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 

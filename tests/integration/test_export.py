@@ -16,11 +16,11 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import Gemma3Config, LlamaConfig
 
-from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.formats import export as formats
-from draftsmith.medusa.formats import proof, readers
-from draftsmith.medusa.formats.export import export_heads
-from draftsmith.medusa.formats.importing import import_heads
+from draftsmith.medusa import MedusaHeads, proof
+from draftsmith.medusa.heads import export as formats
+from draftsmith.medusa.heads import readers
+from draftsmith.medusa.heads.export import export_heads
+from draftsmith.medusa.heads.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.export import command
 from draftsmith.scripts.export.command import vocabulary_override

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from draftsmith.medusa import proof
+from draftsmith.medusa.eagle.formats import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.formats import proof, readers
-from draftsmith.medusa.formats.eagle import export_eagle
+from draftsmith.medusa.heads import readers
 from draftsmith.scripts import cli
 from draftsmith.train.models import load_model
 

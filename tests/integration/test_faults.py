@@ -33,12 +33,10 @@ from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.decode.validation import parsed, read
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.formats.eagle_importing import import_eagle
-from draftsmith.medusa.formats.importing import import_heads
+from draftsmith.medusa.eagle.importing import import_eagle
+from draftsmith.medusa.heads.importing import import_heads
 from draftsmith.scripts.certify.asking import Kept
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.coordinate.config import Pair
-from draftsmith.scripts.coordinate.predictions import predicted_rates
 from draftsmith.scripts.engine.offline import Answer as EngineAnswer
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_of
 from draftsmith.scripts.learning_curve import Known
@@ -47,8 +45,10 @@ from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.server.load import Record
 from draftsmith.scripts.measure.server.observe import Block
 from draftsmith.scripts.measure.side_by_side import Group, Row
+from draftsmith.scripts.services.coordinate.config import Pair
+from draftsmith.scripts.services.coordinate.predictions import predicted_rates
+from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
 from draftsmith.scripts.serving.client import Client, ServerFailure
-from draftsmith.scripts.serving.draft_protocol import ProtocolError, decode_request, decode_service
 from draftsmith.scripts.serving.sglang import generate, recognised
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors

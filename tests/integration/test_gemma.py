@@ -16,8 +16,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as distill_command
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as medusa_command
+from draftsmith.medusa import proof
 from draftsmith.medusa.eagle import __main__ as eagle_command
-from draftsmith.medusa.formats import proof, readers
+from draftsmith.medusa.heads import readers
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig

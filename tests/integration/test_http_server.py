@@ -11,8 +11,8 @@ import pytest
 from starlette.responses import PlainTextResponse
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.serving import http_server
-from draftsmith.scripts.serving.http_server import bounded_server, listening
+from draftsmith.scripts.services import http_server
+from draftsmith.scripts.services.http_server import bounded_server, listening
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 HALF = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: 9\r\n\r\nhalf"

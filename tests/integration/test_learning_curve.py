@@ -11,9 +11,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa import __main__ as medusa
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle import __main__ as eagle
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts import learning_curve as command
 from draftsmith.scripts.configs import LearningCurveConfig
 from draftsmith.train.cli import parse_config, run

@@ -19,9 +19,9 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa import __main__ as command
 from draftsmith.medusa import trainer as module
-from draftsmith.medusa.config import MedusaTrainingConfig
-from draftsmith.medusa.replay import replay_heads, replay_ranks
-from draftsmith.medusa.trainer import MedusaTrainer
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
+from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import training_examples

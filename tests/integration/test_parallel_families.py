@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import parallel_draft
-from draftsmith.distill.parallel_chains import chained
-from draftsmith.distill.parallel_draft import parallel_hidden, require_masks
+from draftsmith.distill.parallel.chains import chained
+from draftsmith.distill.parallel.model import parallel_hidden, require_masks
 from draftsmith.train.losses.output_head import last_hidden
 
 KEEPS = [

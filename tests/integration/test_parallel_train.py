@@ -13,9 +13,9 @@ from torch import Tensor
 from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig, DraftInit
-from draftsmith.distill.parallel_chains import kept_shares, most_masks
-from draftsmith.distill.parallel_trainer import ParallelTrainer
-from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
+from draftsmith.distill.memory import MemoryPlan, PlanConfig
+from draftsmith.distill.parallel.chains import kept_shares, most_masks
+from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare

@@ -21,9 +21,17 @@ from transformers import (
 from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.footprint import Footprint
+from draftsmith.distill.memory import MemoryPlan, PlanConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.plan import command
-from draftsmith.scripts.plan.activations import (
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.data.collator import IGNORED, ahead_positions
+from draftsmith.train.data.examples import training_examples
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.memory.activations import (
     Affine,
     BatchShape,
     LiveBytes,
@@ -33,15 +41,7 @@ from draftsmith.scripts.plan.activations import (
     trace_forward,
     trace_loss,
 )
-from draftsmith.scripts.plan.footprint import Footprint
-from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
-from draftsmith.scripts.plan.model_states import Weights
-from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.collator import IGNORED, ahead_positions
-from draftsmith.train.data.examples import training_examples
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.memory.states import Weights
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 

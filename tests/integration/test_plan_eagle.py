@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_leaves
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle import __main__ as recipe
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
-from draftsmith.scripts.plan.activations import BatchShape, LiveBytes
 from draftsmith.scripts.plan.config import EaglePlanConfig
 from draftsmith.scripts.plan.duration import PROCESS, host_bytes, hours
-from draftsmith.scripts.plan.eagle import EaglePlan
 from draftsmith.scripts.plan.kept import KeptConfig, count
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import IGNORED, ahead_positions
 from draftsmith.train.job.flops import Work
+from draftsmith.train.memory.activations import BatchShape, LiveBytes
 from draftsmith.train.runs import save_model
 
 ROWS, LENGTH, STEPS = 4, 96, 3

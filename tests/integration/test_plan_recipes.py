@@ -8,16 +8,16 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.heads.memory import MedusaPlan, states_of_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan import command as plan_command
 from draftsmith.scripts.plan.config import CachePlanConfig, MedusaPlanConfig, PreparePlanConfig
 from draftsmith.scripts.plan.duration import PROCESS, READING, host_bytes, hours
-from draftsmith.scripts.plan.heads import trace_losses
 from draftsmith.scripts.plan.inference import InferencePlan
-from draftsmith.scripts.plan.medusa import MedusaPlan, states_of_heads
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.flops import DEVICES, Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.memory.heads import trace_losses
 from draftsmith.train.runs import save_model
 
 LENGTH, ROWS, VOCAB = 64, 4, 300

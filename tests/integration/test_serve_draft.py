@@ -15,12 +15,12 @@ from draft_service import draft_service, totals
 from engine import free_port
 from prometheus_client import generate_latest
 
-from draftsmith.scripts.serve_draft.app import DraftApp
-from draftsmith.scripts.serve_draft.metrics import PREFIX, Metrics
-from draftsmith.scripts.serve_draft.texts import DraftTexts
-from draftsmith.scripts.serve_draft.worker import Work, Worker
-from draftsmith.scripts.serving import draft_protocol as protocol
-from draftsmith.scripts.serving.draft_protocol import Report, Request, Row, Service
+from draftsmith.scripts.services import draft_protocol as protocol
+from draftsmith.scripts.services.draft_protocol import Report, Request, Row, Service
+from draftsmith.scripts.services.serve_draft.app import DraftApp
+from draftsmith.scripts.services.serve_draft.metrics import PREFIX, Metrics
+from draftsmith.scripts.services.serve_draft.texts import DraftTexts
+from draftsmith.scripts.services.serve_draft.worker import Work, Worker
 
 MAX_LENGTH = 200
 

@@ -18,10 +18,10 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.memory import MemoryPlan, PlanConfig
 from draftsmith.scripts import cli
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.plan import command as plan
-from draftsmith.scripts.plan.memory_plan import MemoryPlan, PlanConfig
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.runs import save_model

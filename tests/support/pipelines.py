@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, Training
 
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.train import launch
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.draft_models.parallel import LENGTH, MASK_TOKEN, visible_entries
+from draftsmith.distill.parallel.layout import LENGTH, MASK_TOKEN, visible_entries
 
 
 def as_parallel(draft: PreTrainedModel, mask: int, length: int) -> PreTrainedModel:

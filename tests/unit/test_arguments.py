@@ -7,8 +7,8 @@ from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.plan.config import PlanConfig
 from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from pipelines import training_data
 
-from draftsmith.medusa.beginning import quieten
 from draftsmith.medusa.eagle import initial as eagle_initial
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
-from draftsmith.medusa.heads import MedusaHeads
+from draftsmith.medusa.heads.beginning import quieten
+from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.losses import beginning
 from draftsmith.train.losses.beginning import SCALES, Text, few_texts, losses_of_scales, stacked

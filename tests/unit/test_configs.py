@@ -6,15 +6,15 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig, QuickstartConfig
-from draftsmith.scripts.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.serve_draft.config import ServeDraftConfig
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
+from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config

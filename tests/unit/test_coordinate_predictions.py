@@ -6,9 +6,9 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.coordinate.config import CoordinatorConfig, Pair, Rule
-from draftsmith.scripts.coordinate.predictions import predicted_rates
-from draftsmith.scripts.coordinate.routing import Facts, Router
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.services.coordinate.predictions import predicted_rates
+from draftsmith.scripts.services.coordinate.routing import Facts, Router
 
 
 def lengths(tau: float) -> dict:

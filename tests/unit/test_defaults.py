@@ -9,8 +9,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig, DraftInit
-from draftsmith.medusa.config import MedusaTrainingConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.options import LoraOptions

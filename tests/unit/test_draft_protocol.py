@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from draftsmith.scripts.serving import draft_protocol as protocol
-from draftsmith.scripts.serving.draft_protocol import ProtocolError, Report, Request, Row, Service
+from draftsmith.scripts.services import draft_protocol as protocol
+from draftsmith.scripts.services.draft_protocol import ProtocolError, Report, Request, Row, Service
 
 REQUEST = Request("c0ffee", [Row(7, 120, [11, 12], 4), Row(8, 0, [1], 0)], [3], Report(2, 5))
 
@@ -83,6 +83,6 @@ HEAVY = {"torch", "numpy", "transformers", "httpx2", "draftsmith.decode", "draft
 
 
 def test_inside_the_engine_nothing_heavy_is_imported():
-    code = "import sys, draftsmith.scripts.serving.remote_draft as r; print(r.RemoteDraft.__name__, *sys.modules)"
+    code = "import sys, draftsmith.scripts.services.remote_draft as r; print(r.RemoteDraft.__name__, *sys.modules)"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert shown[0] == "RemoteDraft" and not HEAVY & set(shown)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
-from draftsmith.scripts.serve_draft.texts import DraftTexts
-from draftsmith.scripts.serving.draft_protocol import Row
+from draftsmith.scripts.services.draft_protocol import Row
+from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 
 VOCABULARY = 97
 

@@ -10,10 +10,11 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa import proof
+from draftsmith.medusa.eagle.formats import EAGLE_FORMATS, eagle_refusal, export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.formats import proof, readers
-from draftsmith.medusa.formats.eagle import EAGLE_FORMATS, eagle_refusal, export_eagle
-from draftsmith.medusa.formats.eagle_importing import import_eagle, is_eagle
+from draftsmith.medusa.eagle.importing import import_eagle, is_eagle
+from draftsmith.medusa.heads import readers
 
 VOCAB, LAYERS = 97, 8
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])

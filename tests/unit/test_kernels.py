@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from draftsmith.decode import DynamicTree, Tree, speculative_generate
 from draftsmith.decode.cache.kernels import ALIGNED, AsOnCuda, additive_mask, cuda_kernel, fused_attention
-from draftsmith.distill.parallel_draft import parallel_hidden
+from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
 from draftsmith.medusa.eagle.steps import Seen, states_of_steps

@@ -4,7 +4,7 @@ import pytest
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.options import LoraOptions

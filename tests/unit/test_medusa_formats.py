@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.formats import export as formats
-from draftsmith.medusa.formats import proof, readers
-from draftsmith.medusa.formats.card import card
-from draftsmith.medusa.formats.export import FORMATS, export_heads, refusal
-from draftsmith.medusa.formats.importing import detect, import_heads
+from draftsmith.medusa import MedusaHeads, proof
+from draftsmith.medusa.heads import export as formats
+from draftsmith.medusa.heads import readers
+from draftsmith.medusa.heads.card import card
+from draftsmith.medusa.heads.export import FORMATS, export_heads, refusal
+from draftsmith.medusa.heads.importing import detect, import_heads
 
 H, V, K = 32, 97, 3
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])

@@ -18,7 +18,7 @@ from draftsmith.decode.replay.rounds import expected_rounds, expected_rounds_of_
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
+from draftsmith.medusa.heads.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
 
 PROMPT, NEW = 6, 24
 TREES = {

@@ -6,7 +6,7 @@ from conftest import tiny_llama
 from transformers import Adafactor, LlamaConfig, LlamaForCausalLM
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.plan.model_states import Weights, held_bytes, optimizer_bytes, target_bytes
+from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, target_bytes
 from draftsmith.train.optimizer import MuonAdamW
 
 SHAPE = LlamaConfig(

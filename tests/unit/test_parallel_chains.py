@@ -5,9 +5,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
-from draftsmith.decode.draft_models.parallel import visible_entries
-from draftsmith.distill.parallel_chains import ALIGNED, chained, drawn_lengths, kept_shares
-from draftsmith.distill.parallel_draft import _blocks
+from draftsmith.distill.parallel.chains import ALIGNED, chained, drawn_lengths, kept_shares
+from draftsmith.distill.parallel.layout import visible_entries
+from draftsmith.distill.parallel.model import _blocks
 from draftsmith.train.losses.positions import LossPositions
 
 

@@ -6,10 +6,10 @@ from conftest import tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForCausalLM
 
 from draftsmith.decode import InputError, ParallelDraftProposer, Plan, Tree, replay_acceptance, speculative_generate
-from draftsmith.decode.draft_models.parallel import tree_of
-from draftsmith.decode.replay.parallel import text_acceptance
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
+from draftsmith.distill.parallel.layout import tree_of
+from draftsmith.distill.parallel.replay import text_acceptance
 
 VOCAB, MASK, LONGEST = 6, 5, 6
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
@@ -179,7 +179,7 @@ def test_processors_see_the_tokens_drafted_before(small):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_replay_is_every_starts_plain_forward(small, monkeypatch, name, temperature):
     """In chunks, too: acceptance of every start and offset."""
-    monkeypatch.setattr("draftsmith.decode.replay.parallel.DRAFTS_AT_A_TIME", 13)
+    monkeypatch.setattr("draftsmith.distill.parallel.replay.DRAFTS_AT_A_TIME", 13)
     ids, _ = batch([4])
     draft = DRAFTS[name]()
     kwargs = {"max_new_tokens": 20, "do_sample": temperature > 0, "top_k": 0}

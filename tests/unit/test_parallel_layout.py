@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from draftsmith.decode.draft_models.parallel import mask_token_of, unused_token, visible_entries
 from draftsmith.decode.errors import InputError
+from draftsmith.distill.parallel.layout import mask_token_of, unused_token, visible_entries
 
 
 def test_a_mask_sees_the_text_up_to_its_anchor_and_the_earlier_masks_of_its_draft() -> None:

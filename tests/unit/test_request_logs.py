@@ -5,8 +5,8 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.coordinate.config import Log, Redaction
-from draftsmith.scripts.coordinate.request_log import Writer, assembled, record, redactor
+from draftsmith.scripts.services.coordinate.config import Log, Redaction
+from draftsmith.scripts.services.coordinate.request_log import Writer, assembled, record, redactor
 from draftsmith.train.data.prompts import read_prompts
 
 ASKED = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]

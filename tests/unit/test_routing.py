@@ -6,14 +6,14 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.coordinate import ingress, routing
-from draftsmith.scripts.coordinate.asked import CHAT, TEXT, Keywords, Refused, read_request
-from draftsmith.scripts.coordinate.config import CoordinatorConfig, Pair, Rule
-from draftsmith.scripts.coordinate.dispatcher import Dispatcher
-from draftsmith.scripts.coordinate.ingress import Line
-from draftsmith.scripts.coordinate.rates import Rates
-from draftsmith.scripts.coordinate.relay import Names, Outcome
-from draftsmith.scripts.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Lease, Refusal, Router
+from draftsmith.scripts.services.coordinate import ingress, routing
+from draftsmith.scripts.services.coordinate.asked import CHAT, TEXT, Keywords, Refused, read_request
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
+from draftsmith.scripts.services.coordinate.ingress import Line
+from draftsmith.scripts.services.coordinate.rates import Rates
+from draftsmith.scripts.services.coordinate.relay import Names, Outcome
+from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Lease, Refusal, Router
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
 HOLDER = "ingress"

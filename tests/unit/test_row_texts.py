@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from draftsmith.scripts.serving.row_texts import RowTexts
+from draftsmith.scripts.services.row_texts import RowTexts
 
 
 def rows(*texts: list[int]) -> list[tuple[int, np.ndarray]]:

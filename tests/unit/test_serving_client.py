@@ -9,9 +9,9 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import answered
-from draftsmith.scripts.coordinate.asked import TEXT, Keywords, read_request
-from draftsmith.scripts.coordinate.relay import Relay
-from draftsmith.scripts.coordinate.routing import DOWN, Lease, Refusal
+from draftsmith.scripts.services.coordinate.asked import TEXT, Keywords, read_request
+from draftsmith.scripts.services.coordinate.relay import Relay
+from draftsmith.scripts.services.coordinate.routing import DOWN, Lease, Refusal
 from draftsmith.scripts.serving import answers
 from draftsmith.scripts.serving import client as module
 from draftsmith.scripts.serving.client import Answer, Client, ServerFailure

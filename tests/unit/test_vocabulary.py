@@ -6,9 +6,9 @@ import pytest
 from conftest import tiny_llama
 from gemma import IMAGE, TURN_ENDS, gemma_tokenizer, save_gemma, tiny_gemma
 
-from draftsmith.decode.draft_models.parallel import unused_token
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
+from draftsmith.distill.parallel.layout import unused_token
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.models import check_head, check_same_tokenizer, load_tokenizer
 

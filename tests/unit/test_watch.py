@@ -1,6 +1,6 @@
 """What the coordinator says of its replicas, and when it gives up."""
 
-from draftsmith.scripts.coordinate.watch import AWAY, Watch
+from draftsmith.scripts.services.coordinate.watch import AWAY, Watch
 
 WHOLE = {"ingress": 2, "dispatcher": 1}
 

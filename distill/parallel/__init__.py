@@ -1,0 +1,1 @@
+"""Parallel drafts: several tokens in one forward (PARD)."""

@@ -1,0 +1,206 @@
+"""A draft that learns to draft in parallel: its mask token, and its forward over texts with masks beside them."""
+
+import functools
+import os
+import sys
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.cache.attention import implementation_of
+from draftsmith.decode.cache.kernels import additive_mask
+from draftsmith.decode.draft_models.vocabulary import token_count
+from draftsmith.decode.errors import InputError
+from draftsmith.distill.parallel.layout import (
+    LENGTH,
+    MASK_TOKEN,
+    TREE,
+    mask_token_of,
+    unused_token,
+    visible_entries,
+)
+from draftsmith.distill.vocabulary import ties_embeddings
+from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.models import set_attention, takes_bounds
+
+COMPILED_ON = {"cuda"}
+"""Devices that block masks are compiled for."""
+
+
+def make_parallel(
+    draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, token: int | str | None = None
+) -> None:
+    """Give a draft a mask token, and say so in its config, in place.
+
+    The token's embedding becomes the mean of all tokens'. A parallel draft goes on with what it has learned. The tree
+    that was searched for it is dropped, for it will not fit what it learns.
+
+    Args:
+        draft: the draft model, whole.
+        tokenizer: its tokenizer.
+        length: K, the tokens that it learns to draft in one forward.
+        token: its mask token, as an id or as the tokenizer writes it; what the draft has, or an unused one, if None.
+
+    Raises:
+        InputError: no such token, or no unused one.
+    """
+    config = draft.config.get_text_config()
+    known, embeddings = getattr(config, MASK_TOKEN, None), cast(Any, draft.get_input_embeddings())
+    embeddings.padding_idx = None  # the row of padding, which may serve as mask, would have no gradient
+    setattr(config, LENGTH, length)
+    config.__dict__.pop(TREE, None)
+    if known is not None and token is None:
+        mask_token_of(draft)
+        return
+    if isinstance(token, str):
+        vocabulary = tokenizer.get_vocab()
+        if token not in vocabulary:
+            raise InputError(f"parallel_mask_token: expected a token of the tokenizer, found {token!r}")
+        token = vocabulary[token]
+    elif token is None:
+        token = unused_token(tokenizer, config.vocab_size)
+    setattr(config, MASK_TOKEN, token)
+    mask_token_of(draft)
+    if token != known:
+        with torch.no_grad():
+            embeddings.weight[token] = embeddings.weight[: token_count(tokenizer, config)].float().mean(0)
+
+
+def loss_vocabulary(draft: PreTrainedModel, tokens: int) -> int:
+    """Return how many rows of the head the loss takes: those of tokens, and that of the mask token where it is trained.
+
+    Tied to its embedding, the row moves with what the mask learns, and must learn besides that no text has it.
+    """
+    return max(tokens, mask_token_of(draft) + 1) if ties_embeddings(draft) else tokens
+
+
+def choose_attention(draft: PreTrainedModel, name: str | None) -> None:
+    """Have a draft compute attention by a named implementation, or by sdpa in place of one that takes no mask.
+
+    Raises:
+        InputError: the model or this machine has no such implementation.
+    """
+    set_attention(draft, name)
+    if takes_bounds(draft):
+        found = implementation_of(draft)
+        set_attention(draft, "sdpa")
+        if os.environ.get("RANK", "0") == "0":
+            print(f"attn_implementation: the draft learns under sdpa, for {found} takes no masks", file=sys.stderr)
+
+
+def parallel_hidden(
+    model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, anchors: Tensor, texts: Tensor | None = None
+) -> Tensor:
+    """Return the last hidden states of texts and of the masks beside them, (B, L, H).
+
+    Args:
+        model: a causal LM whose attention takes masks.
+        input_ids: tokens of the texts and mask tokens, (B, L).
+        position_ids: as in `visible_entries`, like the others.
+        anchors: (B, L).
+        texts: (B, L).
+    """
+    mask = _attention_mask(model, position_ids, anchors, texts)
+    return last_hidden(model, input_ids=input_ids, position_ids=position_ids, attention_mask=mask)
+
+
+def _attention_mask(model: PreTrainedModel, positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None) -> Any:
+    """Return the mask of a forward, by layer type where a family's layers differ, as the library hands masks out."""
+    config = model.config.get_text_config()
+    window: int = getattr(config, "sliding_window", None) or 0
+    kinds = set(getattr(config, "layer_types", None) or ())
+    flex = implementation_of(model) == "flex_attention"
+
+    def mask(within: int) -> Any:
+        if flex:
+            return _blocks(positions_BL, anchors_BL, texts_BL, within)
+        visible_BLL = visible_entries(positions_BL, anchors_BL, texts_BL)
+        if within:
+            visible_BLL &= positions_BL[:, :, None] - positions_BL[:, None, :] < within
+        return _additive(model, visible_BLL)
+
+    if not kinds:
+        return mask(window)
+    return {kind: mask(window if kind == "sliding_attention" else 0) for kind in sorted(kinds)}
+
+
+def _additive(model: PreTrainedModel, visible_BLL: Tensor) -> Tensor:
+    """Return an additive mask in the dtype that attention computes in, (B, 1, L, L)."""
+    device = visible_BLL.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+    return additive_mask(visible_BLL[:, None], dtype, torch.finfo(dtype).min)
+
+
+def _blocks(positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None, window: int) -> Any:
+    """Return what flex attention skips empty blocks by: the rule of `visible_entries`, entry by entry."""
+
+    def visible(b: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        position_q, position_k, anchor_q, anchor_k = (
+            positions_BL[b, q], positions_BL[b, k], anchors_BL[b, q], anchors_BL[b, k],
+        )  # fmt: skip
+        is_text = anchor_k == position_k
+        same_draft = (anchor_k == anchor_q) & (anchor_q != position_q) & (position_k <= position_q)
+        seen = torch.where(is_text, position_k <= anchor_q, same_draft)
+        if texts_BL is not None:
+            seen = seen & (texts_BL[b, q] == texts_BL[b, k])
+        return seen & (position_q - position_k < window) if window else seen
+
+    rows, length = positions_BL.shape
+    device = positions_BL.device
+    return _create_block_mask(device.type in COMPILED_ON)(visible, rows, None, length, length, device=device)
+
+
+@functools.cache
+def _create_block_mask(compiled: bool) -> Any:
+    """Return the library's function: as it is it makes numbers for each pair of entries, compiled it does not.
+
+    Lengths change with each step, and one graph serves them all.
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return torch.compile(create_block_mask, dynamic=True) if compiled else create_block_mask
+
+
+@torch.no_grad()
+def require_masks(draft: PreTrainedModel) -> None:
+    """Require that texts with masks beside them have the hidden states that they have alone, by trying it.
+
+    And that masks have those of a plain forward over their prefix and themselves.
+
+    Args:
+        draft: a parallel draft, on the device and with the attention that it will be trained with.
+
+    Raises:
+        InputError: the family's attention does not keep to the mask.
+    """
+    training, alike = draft.training, False
+    draft.eval()
+    try:
+        token, device = mask_token_of(draft), draft.device
+        text = torch.randint(
+            draft.config.get_text_config().vocab_size, (7,), generator=torch.Generator().manual_seed(0)
+        )
+        masks = torch.full((4,), token)
+        ids = torch.cat([text, masks])[None].to(device)
+        # Two masks behind x_3, and two behind x_5.
+        positions = torch.cat([torch.arange(7), torch.tensor([4, 5, 6, 7])])[None].to(device)
+        anchors = torch.cat([torch.arange(7), torch.tensor([3, 3, 5, 5])])[None].to(device)
+        hidden = parallel_hidden(draft, ids, positions, anchors)[0]
+        tolerance = 1e-4 if hidden.dtype in (torch.float32, torch.float64) else 0.05
+        close = []
+        for prefix, found in ((7, hidden[:7]), (4, hidden[7:9]), (6, hidden[9:])):
+            alone = torch.cat([text[:prefix], masks[: 0 if prefix == 7 else 2]])[None].to(device)
+            expected = last_hidden(draft, input_ids=alone)[0, -len(found) :]
+            close.append(bool((found - expected).norm() <= tolerance * expected.norm()))
+        alike = all(close)
+    except (AttributeError, TypeError, ValueError):
+        pass
+    finally:
+        draft.train(training)
+    if not alike:
+        raise InputError(
+            "parallel: expected a family whose attention keeps to a mask of texts and mask tokens, found "
+            f"{type(draft).__name__} with {implementation_of(draft)} attention"
+        )

@@ -1,0 +1,138 @@
+"""A draft model that drafts all tokens of a round in one forward (PARD, An et al. 2025, arXiv 2504.18583).
+
+Shape suffixes: B rows, K drafted tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Task
+from draftsmith.decode.proposers.draft_model import DraftModelProposer
+from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.sampling import argmax, draw_rows, uniforms
+from draftsmith.decode.tree import Tree
+from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
+from draftsmith.distill.parallel.replay import text_acceptance, text_ranks
+
+
+class ParallelDraftProposer(DraftModelProposer):
+    """Drafts K tokens with one forward of a draft trained for it: see `draftsmith.distill.parallel.layout`.
+
+    Fed are the tokens of the text that the cache lacks, and K − 1 mask tokens behind them. What was drafted is never
+    fed as itself: of a round's accepted tokens the cache holds masks, in whose slots they are fed in the next round.
+
+    Each token is drawn from its own q_j, which knows the text and not what was drafted before it. Processors that look
+    at the text see the drafted tokens, too: that is the q_j which is handed over.
+
+    Args:
+        draft_model: a parallel draft.
+        tree: None drafts chains; a `Tree` has one shape for every round. The children of all nodes of one depth are
+            those of one distribution: the most likely tokens at T=0, drawn without replacement under sampling.
+        greedy: draft the most likely tokens under sampling too: see `DraftModelProposer`.
+
+    Raises:
+        InputError: a draft whose config names no mask token, or a tree deeper than the draft was trained for.
+    """
+
+    at_once = True
+
+    def __init__(self, draft_model: PreTrainedModel, tree: Tree | None = None, greedy: bool = False):
+        super().__init__(draft_model, tree, greedy=greedy)
+        self._mask = mask_token_of(draft_model)
+        self.longest = length_of(draft_model.config)
+        if tree is not None:
+            check_depth(tree, draft_model.config)
+
+    def start(self, task: Task) -> int:
+        """Begin with an empty cache."""
+        self._depth = self._cut(task.draft_length)
+        lacking = 1 << self._depth.bit_length()  # K + 1 tokens, or of fixed shapes the next power of two
+        self._begin(task, lacking + self._depth - 1)
+        return self.nodes(task.draft_length)
+
+    def nodes(self, draft_length: int) -> int:
+        """Return the nodes of the tree that are no deeper, or the length of a chain."""
+        return super().nodes(self._cut(draft_length))
+
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Forget all that was drafted: masks stand in its place, and the next round feeds what was accepted."""
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse trees under sampling, whose siblings' draws are not known."""
+        return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+        """Replay chains, and at T=0 trees of one shape; of longer drafts than it can make, its longest.
+
+        See `draftsmith.decode.measurement.replay`.
+        """
+        depth, sampler, v = self._cut(task.draft_length), task.sampler, task.vocab_size
+        tree = Tree.chain(depth) if self.tree is None else self._shape(depth)
+        if distributions is not None:
+            each = [
+                text_acceptance(self.draft_model, text, sampler, p_NV, tree.depth, self.greedy)
+                for text, p_NV in zip(texts, distributions, strict=True)
+            ]
+            return replayed_by_start(texts, [a_NK for a_NK, _ in each], [common_N for _, common_N in each])
+        # Behind the tree the most likely tokens, for servers that draft chains.
+        widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
+        ranks = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in texts]
+        return replayed_by_start_ranks([of_text for of_text, _ in ranks], tree, [agrees for _, agrees in ranks])
+
+    def _cut(self, draft_length: int) -> int:
+        return draft_length if self.longest is None else min(draft_length, self.longest)
+
+    def _shape(self, depth: int) -> Tree:
+        assert isinstance(self.tree, Tree)
+        return self.tree.pruned(depth)[0]
+
+    def _draft(self, texts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        lengths = [self._cut(k) for k in draft_lengths]
+        depth = max(lengths)
+        # Of fixed shapes there is one, however long the draft: what is not asked for is left out.
+        masks = torch.full(((self._depth if self._model.compiled else depth) - 1,), self._mask, device=texts[0].device)
+        logits_BKV = self._feed_texts(texts, masks)[:, :depth]
+        if self.tree is None and self._samplers[0].context_free and not self._task.row_samplers:
+            return self._chains_at_once(lengths, logits_BKV)
+        tree, drawn = Tree.chain(depth), self._draws
+        if self.tree is not None:
+            tree, drawn = self._shape(depth), self._draws and self._task.draw_siblings
+        return draft_static_tree(
+            tree,
+            self._samplers,
+            texts,
+            lengths,
+            self._generators,
+            drawn,
+            self._wants_confidence,
+            lambda level, tokens: logits_BKV[:, level.depth, None],
+        )
+
+    def _chains_at_once(self, draft_lengths: Sequence[int], logits_BKV: Tensor) -> Drafts:
+        """Draft what `draft_static_tree` does of chains, where no distribution waits for a token before it."""
+        scores = self._samplers[0].scores(logits_BKV.flatten(0, 1), [])
+        drawn_BKV: Tensor | None = None
+        if self._draws:
+            drawn_BKV = scores.softmax(-1).view(logits_BKV.shape)
+            u_BK = uniforms(self._generators, draft_lengths, logits_BKV.new_empty(0, dtype=torch.float64))
+            tokens_BK = draw_rows(drawn_BKV.flatten(0, 1), u_BK.flatten()).view(u_BK.shape)
+        else:
+            tokens_BK = argmax(scores).view(logits_BKV.shape[:2])
+        confidence_BK: Tensor | None = None
+        if self._wants_confidence:
+            confidence_BK = scores.softmax(-1).amax(-1).view(logits_BKV.shape[:2])
+        proposals = [
+            Proposal(
+                tokens_BK[row, :k],
+                None if drawn_BKV is None or not k else drawn_BKV[row, :k],
+                Tree.chain(k),
+                None if confidence_BK is None else confidence_BK[row, :k],
+            )
+            for row, k in enumerate(draft_lengths)
+        ]
+        return Drafts(proposals, tokens_BK, drawn_BKV)

@@ -1,0 +1,221 @@
+"""Training of parallel drafts: the loss of a plain draft at every place, and at the masks behind it.
+
+The target's forward runs on the texts alone, for what a mask learns is the target's distribution at a place of the
+text. Shape suffixes: B rows, T tokens of a row, M masks of a row, L = T + M, N places where a loss is taken, E entries:
+these places and the masks that learn, chain by chain; H hidden, V vocabulary, K tokens of a chain, F features.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.replay.rounds import expected_rounds_of_starts
+from draftsmith.distill.parallel.chains import Chains, chained, drawn_lengths
+from draftsmith.distill.parallel.layout import mask_token_of
+from draftsmith.distill.parallel.model import loss_vocabulary, parallel_hidden
+from draftsmith.distill.trainer import DistillTrainer
+from draftsmith.train.job.first_loss import Learner
+from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.inside_forward import inside_model
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_sums
+from draftsmith.train.teacher.distributions import GatheredDistributions
+
+
+class ParallelTrainer(DistillTrainer):
+    """Minimises an objective at the completions' positions and at mask tokens behind them (PARD, arXiv 2504.18583).
+
+    The loss is summed over each place's chain, with the weight decay^j at its mask j, and its mean taken over places.
+    Block terms take the chain of an anchor as the drafted block. Evaluation replays rounds of one forward each:
+    `mean_acceptance_length` is that of blocks of `draft_length` tokens, or of K if they are fewer, and `alpha_j` is
+    Σ_v min(p, q) of the token j behind the next. `alpha` and the others are of the next token, so those of the same
+    weights as a plain draft, whose τ is `plain_mean_acceptance_length`.
+    """
+
+    lays_out = True
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        config = self.config
+        self.compute_metrics = parallel_metrics
+        self.mask_token = mask_token_of(self.draft)
+        if self.cut is None:
+            self.vocab_size = loss_vocabulary(self.draft, self.vocab_size)
+        if self.target is not None and self.target.config.get_text_config().vocab_size < self.vocab_size:
+            raise InputError(
+                f"parallel_mask_token: expected a token that the target's vocabulary of "
+                f"{self.target.config.get_text_config().vocab_size} has, for a draft whose embeddings are its head, "
+                f"found {self.mask_token}"
+            )
+        self.length = config.parallel
+        self.shares = config.kept_shares
+        decayed = config.parallel_decay ** np.arange(self.length)
+        thinned = decayed / np.concatenate([[1.0], self.shares]) if config.parallel_importance else decayed
+        self._decayed_K = torch.tensor(decayed, dtype=torch.float32, device=self.args.device)
+        self._weights_K = torch.tensor(thinned, dtype=torch.float32, device=self.args.device)
+        self._beside = np.zeros(3)
+        """Of the masks since the last line of the log: their number, the tokens that they see, and those that learn."""
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Any]:
+        """Draw the masks of a step, behind all that the batches learn from."""
+        batches, tokens = super().get_batch_samples(epoch_iterator, num_batches, device)
+        with self.clock.phase("data"):
+            return [{**batch, "chains": self._drawn(batch)} for batch in batches], tokens
+
+    def _drawn(self, batch: dict[str, Any]) -> Chains:
+        """Lay out the masks of a batch, on the host."""
+        on_host, (rows, width) = batch["host"], batch["labels"].shape
+        counts = np.bincount(on_host["positions"] // width, minlength=rows)
+        seeds = int(self.args.seed), self.state.global_step, "masks"
+        lengths = [
+            drawn_lengths(int(count), self.shares, *seeds, int(index))
+            for count, index in zip(counts, on_host["index"], strict=True)
+        ]
+        chains = self._chained(batch, torch.from_numpy(np.concatenate(lengths)))
+        self._beside += chains.work
+        return chains.to(self.args.device)
+
+    def _chained(self, batch: dict[str, Any], lengths_N: Tensor) -> Chains:
+        on_host, shape = batch["host"], batch["labels"].shape
+        positions = on_host.get("position_ids")
+        flat_N = torch.from_numpy(on_host["positions"])
+        return chained(flat_N, shape, lengths_N, None if positions is None else torch.from_numpy(positions))
+
+    def _with_masks(self, inputs: dict[str, Any], chains: Chains) -> dict[str, Tensor]:
+        """Return what `parallel_hidden` reads: the texts of a batch, with masks behind them in each row."""
+        ids_BT = inputs["input_ids"]
+        positions_BT = inputs.get("position_ids")
+        if positions_BT is None:
+            positions_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device).expand_as(ids_BT)
+        masks_BM = ids_BT.new_full(chains.positions_BM.shape, self.mask_token)
+        beside = {
+            "input_ids": torch.cat([ids_BT, masks_BM], dim=1),
+            "position_ids": torch.cat([positions_BT, chains.positions_BM], dim=1),
+            "anchors": torch.cat([positions_BT, chains.anchors_BM], dim=1),
+        }
+        return beside if chains.texts_BL is None else beside | {"texts": chains.texts_BL}
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+        """Return the objective summed over this part's completion tokens and the masks behind them."""
+        chains: Chains = inputs["chains"]
+        objective = self.current_objective() if model.training else self.objective
+        labels_E = self.learned(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
+        p_E = chains.gathered(self.taught(self._teacher_of(inputs, positions))) if objective.needs_target else None
+
+        def objective_of(learners: Sequence[Learner]) -> Tensor:
+            ((hidden_EH, head),) = learners
+            return chunked_objective(
+                objective,
+                hidden_EH,
+                head,
+                p_E,
+                labels_E,
+                chains.offsets_E > 0,
+                sizes=self.training_sizes,
+                weights_N=self._weights_K[chains.offsets_E],
+                starts_N=chains.offsets_E == 0,
+            )
+
+        def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
+            with self.clock.phase("loss"):
+                return self.looked_at(objective_of, (chains.take(hidden_BLH), self.trained(head)))
+
+        beside = self._with_masks(inputs, chains)
+        return model(**beside, inside=inside_model(self.draft, loss_of, parallel_hidden))
+
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's replay sums and loss, plain rounds, and of each further token a count and Σ_v min(p, q).
+
+        Every place is an anchor of K − 1 masks. They take as many forwards, so that a row has about as many masks as
+        tokens, and processes that share the draft's weights run the same forwards. (B, 7 + 2(K − 1)).
+        """
+        positions = LossPositions(inputs["positions"][0])
+        labels_N, p_N = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
+        flat_N, (rows, width) = torch.from_numpy(inputs["host"]["positions"]), inputs["labels"].shape
+        row_N = flat_N // width
+        counts_B = torch.bincount(row_N, minlength=rows)
+        number_N = torch.arange(len(flat_N)) - (counts_B.cumsum(0) - counts_B)[row_N]  # of a place in its row
+
+        table_EF: Tensor | None = None
+        inside_BNK = torch.zeros(rows, int(counts_B.max()), self.length, dtype=torch.bool)
+        further = self.length - 1
+        for part in range(further):
+            lengths_N = torch.where(number_N % further == part, further, -1)
+            on_host = self._chained(inputs, lengths_N)
+            chains = on_host.to(self.args.device)
+            p_E, labels_E = chains.gathered(p_N), labels_N[chains.places_E]
+
+            def taken(
+                hidden_BLH: Tensor,
+                head: OutputHead,
+                chains: Chains = chains,
+                p_E: GatheredDistributions = p_E,
+                labels_E: Tensor = labels_E,
+            ) -> Tensor:
+                hidden_EH, head = chains.take(hidden_BLH), self.trained(head)
+                return chunked_features(self.evaluated, labels_E, hidden_EH, head, p_E, self.evaluation_sizes)
+
+            beside = self._with_masks(inputs, chains)
+            features_EF = model(**beside, inside=inside_model(self.draft, taken, parallel_hidden)).float()
+            if table_EF is None:
+                table_EF = features_EF.new_zeros(inside_BNK.numel(), features_EF.shape[1])
+            anchors_E = on_host.places_E - on_host.offsets_E
+            at_E = (row_N * inside_BNK.shape[1] + number_N)[anchors_E] * self.length + on_host.offsets_E
+            inside_BNK.view(-1)[at_E] = True
+            table_EF.index_copy_(0, at_E.to(table_EF.device), features_EF)
+        assert table_EF is not None
+        return self._sums(table_EF.unflatten(0, inside_BNK.shape), inside_BNK.to(table_EF.device))
+
+    def _sums(self, table_BNKF: Tensor, inside_BNK: Tensor) -> Tensor:
+        """Return what `replay_sums` does, from the features of each place's chain."""
+        anchors_K = torch.arange(self.length, device=inside_BNK.device) == 0
+        losses = [
+            self.objective.shortfall(table_EF[:, 4:], follows_E, weights_E, starts_E)
+            for table_EF, follows_E, weights_E, starts_E in zip(
+                table_BNKF.flatten(1, 2),
+                (inside_BNK & ~anchors_K).flatten(1),
+                (inside_BNK * self._decayed_K).flatten(1),
+                (inside_BNK & anchors_K).flatten(1),
+                strict=True,
+            )
+        ]
+        plain_B5 = replay_sums(table_BNKF[:, :, 0, :4], inside_BNK[:, :, 0], self.config.draft_length)
+        a_BNK = table_BNKF[..., 0].where(inside_BNK, 0.0)
+        rounds_B = expected_rounds_of_starts(a_BNK, inside_BNK[:, :, 0].sum(1), self.config.draft_length)
+        further_BNK, overlap_BNK = inside_BNK[..., 1:], table_BNKF[..., 1:, 1]
+        columns = [
+            plain_B5[:, :1], rounds_B[:, None], plain_B5[:, 2:], torch.stack(losses)[:, None], plain_B5[:, 1:2],
+            further_BNK.sum(1), overlap_BNK.where(further_BNK, 0.0).sum(1),
+        ]  # fmt: skip
+        return torch.cat([column.float() for column in columns], dim=1)
+
+    @property
+    def unwritten(self) -> list[int]:
+        """The tokens that the draft must not write: the mask is one of them."""
+        return sorted({*super().unwritten, self.mask_token})
+
+    def _work(self, positions: float, seen: float, tokens: float) -> float | None:
+        """Return the operations of some steps, of which the draft's have masks, too."""
+        (masks, seen_by_masks, learning), self._beside = self._beside, np.zeros(3)
+        work, (_, student) = super()._work(positions, seen, tokens), self._works
+        return None if work is None or student is None else work + student.step(masks, seen_by_masks, learning)
+
+
+def parallel_metrics(prediction: EvalPrediction) -> dict[str, float]:
+    """Turn gathered sums, (samples, 7 + 2(K − 1)), into the ratios of `acceptance_metrics` and of parallel drafts."""
+    each = np.asarray(prediction.predictions, dtype=np.float64)
+    shared = len(COLUMNS)
+    found = acceptance_metrics(EvalPrediction(each[:, :shared], each[:, :1]))
+    sums = each.sum(0)
+    found["plain_mean_acceptance_length"] = float(sums[0] / sums[shared])
+    counts, overlaps = np.split(sums[shared + 1 :], 2)
+    ratios = np.divide(overlaps, counts, out=np.full(len(counts), np.nan), where=counts > 0)
+    return found | {f"alpha_{j}": float(ratio) for j, ratio in enumerate(ratios, start=1) if not np.isnan(ratio)}

@@ -1,0 +1,80 @@
+"""What `export` does with EAGLE-3 heads: writes them for servers, reads those of others, and has them verified."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from draftsmith.decode import Proposer
+from draftsmith.decode.cache.features import decoder_layers
+from draftsmith.medusa.eagle.formats import export_eagle
+from draftsmith.medusa.eagle.importing import import_eagle
+from draftsmith.medusa.eagle.proposer import EagleProposer
+from draftsmith.scripts.configs import ExportConfig
+from draftsmith.scripts.engine.verification import Served
+from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
+from draftsmith.train.runs import sglang_command, vllm_command
+
+GAMMA = 4
+WRITTEN = "read back by another process with the same logits"
+
+
+def export_lines(config: ExportConfig, source: str) -> list[str]:
+    """Write heads for a server, and return what to tell: the launch line is the last.
+
+    Raises:
+        InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
+    """
+    format, output = str(config.format), str(config.output)
+    layers = None
+    heads = import_eagle(source)
+    if config.target is not None:
+        model = empty_model(config.target, field="target", trust_remote_code=config.trust_remote_code)
+        heads.check_fits(model)
+        layers = len(decoder_layers(model))
+        heads.config.base_model_name_or_path = config.target
+    card = Path(source) / "README.md"
+    readme = card.read_text(encoding="utf-8") if card.is_file() else None
+    notes = export_eagle(heads, output, format, config.dtype, readme, layers)
+    target = heads.config.base_model_name_or_path or "TARGET"
+    lines = [f"# {note}" for note in [f"wrote {output}, {WRITTEN}", *notes]]
+    if format == "vllm":
+        return [*lines, vllm_command(target, speculative_config(config))]
+    if format == "sglang":
+        return [*lines, sglang_command(target, output, config.draft_length or GAMMA, "EAGLE3")]
+    return lines
+
+
+def import_lines(config: ExportConfig, source: str) -> list[str]:
+    """Write heads of another tool in our format, and return what to tell.
+
+    Raises:
+        InputError: heads that cannot be read, or do not fit the target.
+    """
+    output, target, code = str(config.output), None, config.trust_remote_code
+    if config.target is not None:
+        dtype = stored_dtype(empty_model(config.target, field="target", trust_remote_code=code).config)
+        target = load_model(config.target, field="target", dtype=dtype, trust_remote_code=code, device="cpu")
+    heads = import_eagle(source, config.format, target)
+    heads.config.base_model_name_or_path = config.target or heads.config.base_model_name_or_path
+    export_eagle(heads, output, "own", config.dtype)
+    depths = ", ".join(map(str, heads.layer_ids))
+    return [f"# wrote {output}, {WRITTEN}", f"# EAGLE-3 heads on the target's features after layers {depths}"]
+
+
+def served_eagle(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+    """Return how vLLM is to use what was written, and what drafts here: what was given, so the file is proven too."""
+    heads: Any = import_eagle(str(config.heads))
+
+    def drafter(model: PreTrainedModel) -> Proposer:
+        rounded = heads if config.dtype is None else heads.to(DTYPES[config.dtype])
+        return EagleProposer(rounded.to(model.device, model.dtype))
+
+    return [Served("the heads", speculative_config(config))], drafter
+
+
+def speculative_config(config: ExportConfig) -> dict[str, str | int]:
+    """Return vLLM's speculative config of the heads that were written."""
+    length = config.draft_length or GAMMA
+    return {"method": "eagle3", "model": str(config.output), "num_speculative_tokens": length}

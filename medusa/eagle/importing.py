@@ -1,0 +1,171 @@
+"""EAGLE-3 heads out of checkpoints of the EAGLE authors, SpecForge, speculators and ours, every tensor accounted for.
+
+| written by        | config.json                                     | the layer  | depths                  |
+|-------------------|-------------------------------------------------|------------|-------------------------|
+| the EAGLE authors | flat                                            | `midlayer` | the default ones        |
+| SpecForge         | flat; may have an `eagle_config`                | `midlayer` | in it, or the default   |
+| speculators       | the layer's in a `transformer_layer_config`     | `layers.0` | at the top, or default  |
+| `export_eagle`    | flat                                            | `midlayer` | at the top              |
+
+At the top, n is behind n layers. In `eagle_config` SpecForge and SGLang mean behind n + 1, and vLLM 0.32 means n.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.features import decoder_layers, default_layers
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.medusa.checkpoint_files import (
+    CONFIG,
+    field,
+    matched,
+    read_config,
+    read_pickled,
+    read_safetensors,
+    shards,
+)
+from draftsmith.medusa.eagle.formats import EAGLE_FORMATS, assembled_eagle
+from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
+from draftsmith.medusa.heads.export import check_format
+from draftsmith.train.checkpoint import check_finite
+
+PICKLED = "pytorch_model.bin"
+DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")
+"""Fields that are of others, or that we write anew."""
+DEPTHS = "eagle_aux_hidden_state_layer_ids"
+TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_freq$")
+"""Tensors that checkpoints may have and that no draft needs: copies of the target's, and what is computed."""
+
+
+def is_eagle(directory: str | Path) -> bool:
+    """Return whether a directory's config.json says that it holds EAGLE-3 heads; False where it has none."""
+    path = Path(directory)
+    if not (path / CONFIG).is_file():
+        return False
+    config = read_config(path, "heads")
+    names = config.get("architectures")
+    named = isinstance(names, list) and any("Eagle3" in str(name) for name in names)
+    return named or config.get("speculators_model_type") == "eagle3"
+
+
+def import_eagle(directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None) -> EagleHeads:
+    """Read heads that any of these tools wrote.
+
+    Args:
+        directory: a local one.
+        format: `vllm`, where an `eagle_config` counts layers as vLLM does; as SGLang does otherwise.
+        target: they must fit it. Needed where the config names no depths, or the file holds embeddings.
+
+    Returns:
+        Heads in the widest dtype of their tensors, on the CPU, in eval mode.
+
+    Raises:
+        InputError: no such format, a file that is missing, damaged or holds pickled code, a config that cannot be,
+            tensors that are missing, not expected or of another shape, or embeddings that are not the target's.
+    """
+    directory = Path(directory)
+    if format is not None:
+        check_format(format, EAGLE_FORMATS)
+    config = _config(directory, format, target)
+    tensors = _tensors(directory)
+    embeddings = tensors.pop("embed_tokens.weight", None)
+    if embeddings is not None:
+        _check_embeddings(directory, embeddings, target)
+    try:
+        with torch.device("meta"):
+            empty = EagleHeads(config).state_dict()
+    except InputError as error:
+        raise InputError(f"{directory / CONFIG}: {error}") from error
+    except Exception as error:  # an activation or a rotation that there is not
+        found = f"{type(error).__name__}: {first_line(error)}"
+        raise InputError(f"{directory / CONFIG}: expected a config of EAGLE-3 heads, found: {found}") from error
+    _complete_maps(directory, config, tensors)
+    heads = assembled_eagle(config, matched(directory, "EAGLE-3 heads", empty, tensors, {}))
+    check_finite(heads, directory, "EAGLE-3 heads")
+    heads.check_tokens(f"{directory}: d2t")
+    if target is not None:
+        heads.check_fits(target)
+    return heads
+
+
+def _config(directory: Path, format: str | None, target: PreTrainedModel | None) -> EagleConfig:
+    raw, path = read_config(directory, "EAGLE-3 heads"), directory / CONFIG
+    if field(raw, path, "speculators_model_type", str, "") == "eagle3":
+        layer = field(raw, path, "transformer_layer_config", dict)
+        # `update_eagle3` of vLLM 0.32 (`transformers_utils/configs/speculators`): the residual path is the normed one.
+        flat = {"norm_before_residual": True, **layer}
+        verifier = field(field(raw, path, "speculators_config", dict, {}), path, "verifier", dict, {})
+        flat["base_model_name_or_path"] = verifier.get("name_or_path")
+        names = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm")
+        flat |= {name: raw[name] for name in (*names, "norm_output", DEPTHS) if raw.get(name) is not None}
+    else:
+        flat = dict(raw)
+    kind = flat.get("model_type", "llama")
+    if kind not in ("llama", "eagle"):
+        raise InputError(f"{path}: expected the layer of model_type llama, found {kind!r}")
+    nested = field(raw, path, "eagle_config", dict, {})
+    if not field(nested, path, "use_aux_hidden_state", bool, True):
+        raise InputError(f"{path}: expected heads that see features of some depths, found use_aux_hidden_state false")
+    flat.setdefault("norm_before_fc", nested.get("norm_before_fc", False))
+    depths = field(flat, path, DEPTHS, list, None)
+    if depths is None:
+        depths = field(nested, path, DEPTHS, list, None)
+        behind = 0 if format == "vllm" else 1
+        depths = depths and [depth + behind if isinstance(depth, int) else depth for depth in depths]
+    if not depths:
+        if target is None:
+            raise InputError(f"target: expected it for heads that name no depths, as in {directory}, found none")
+        depths = default_layers(len(decoder_layers(target)))
+    fields = {name: value for name, value in flat.items() if name not in DROPPED} | {DEPTHS: depths}
+    try:
+        return EagleConfig.from_dict({**fields, "tie_word_embeddings": False}).check()
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except Exception as error:  # the library stumbles over whatever it finds
+        raise InputError(f"{path}: expected a config of EAGLE-3 heads, found: {first_line(error)}") from error
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors under the authors' names."""
+    pickled, files = directory / PICKLED, shards(directory)
+    read = read_pickled(pickled) if pickled.is_file() and not files[0].is_file() else read_safetensors(files)
+    found: dict[str, Tensor] = {}
+    for name, tensor in read.items():
+        if TRAINING_ALONE.search(name):
+            continue
+        ours = re.sub(r"^layers\.0\.", "midlayer.", name.removeprefix("model."))
+        if ours in found:
+            raise InputError(f"{directory}: expected one tensor {ours}, found another by the name of {name}")
+        found[ours] = tensor
+    return found
+
+
+def _check_embeddings(directory: Path, embeddings: Tensor, target: PreTrainedModel | None) -> None:
+    if target is None:
+        raise InputError(f"target: expected it for heads beside embeddings, as in {directory}, found none")
+    theirs: Any = target.get_input_embeddings()
+    expected = theirs.weight.detach().cpu().to(embeddings.dtype)  # 16 bits hold the target's as far as they can
+    same = embeddings.shape == expected.shape and torch.equal(embeddings, expected)
+    if not same:
+        raise InputError(f"{directory}: expected the target's embeddings, which our heads see, found others of its own")
+
+
+def _complete_maps(directory: Path, config: EagleConfig, tensors: dict[str, Tensor]) -> None:
+    """Give `t2d` to heads whose file has none, as vLLM reads none, and drop maps that say nothing."""
+    d2t = tensors.get("d2t")
+    if d2t is None:
+        return
+    if config.draft_vocab_size == config.vocab_size:
+        if d2t.any():
+            raise InputError(f"{directory}: expected a d2t of zeros beside the whole vocabulary, found another")
+        del tensors["d2t"]
+        tensors.pop("t2d", None)
+    elif "t2d" not in tensors and not d2t.is_floating_point():
+        ids = d2t.long() + torch.arange(len(d2t))
+        if len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
+            tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)

@@ -1,1 +1,0 @@
-"""Medusa heads in the formats of other tools: written, read back, and described."""

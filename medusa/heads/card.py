@@ -1,0 +1,52 @@
+"""The model card of Medusa heads: what they are, how to load them, what they accept."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import ModelCard, ModelCardData
+
+from draftsmith.medusa.checkpoint_files import dtype_name
+from draftsmith.medusa.heads.export import VLLM_READS, check_format, refusal
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.train.runs import hub_name, vllm_command
+
+TEMPLATE = Path(__file__).with_name("card.md.j2")
+
+
+def card(heads: MedusaHeads, format: str = "own", top_1: Sequence[float] = (), tau: float | None = None) -> ModelCard:
+    """Return the card of heads; its text is `str(card)`.
+
+    Args:
+        heads: whose card it is.
+        format: the one of `FORMATS` that the directory is in.
+        top_1: each head's share of held-out tokens that were its most likely one, from 0 to 1, head 0 first.
+        tau: tokens a round of the chain of all heads; goes with `top_1`.
+
+    Raises:
+        InputError: an unknown format.
+    """
+    check_format(format)
+    config = heads.config
+    base = config.base_model_name_or_path
+    data = ModelCardData(
+        base_model=hub_name(base),
+        library_name="draftsmith",
+        tags=["medusa", "speculative-decoding", *(["hydra"] if config.hydra else [])],
+    )
+    model = "DIR" if format in VLLM_READS else "VLLM"
+    speculative = {"method": "medusa", "model": model, "num_speculative_tokens": config.num_heads}
+    return ModelCard.from_template(
+        data,
+        str(TEMPLATE),
+        name="Hydra" if config.hydra else "Medusa",
+        config=config,
+        base=base,
+        parameters=f"{heads.num_parameters():,}",
+        dtype=dtype_name(heads.dtype),
+        format=format,
+        read=format in VLLM_READS,
+        refusal=refusal(heads, "vllm"),
+        serve=vllm_command(base or "TARGET", speculative),
+        top_1=top_1,
+        tau=tau,
+    )

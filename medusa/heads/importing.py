@@ -1,0 +1,196 @@
+"""Medusa heads out of the formats of `draftsmith.medusa.heads.export`, every tensor accounted for."""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.medusa.checkpoint_files import (
+    CONFIG,
+    field,
+    matched,
+    read_config,
+    read_pickled,
+    read_safetensors,
+    shards,
+)
+from draftsmith.medusa.heads.export import (
+    FORMATS,
+    LEGACY,
+    PICKLED,
+    PREFIXES,
+    assembled,
+    check_format,
+    tensor_names,
+)
+from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
+from draftsmith.train.checkpoint import check_finite
+from draftsmith.train.losses.output_head import head_of
+
+
+def import_heads(
+    directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None
+) -> MedusaHeads:
+    """Read heads from any format.
+
+    Args:
+        directory: a local one.
+        format: one of `FORMATS`; recognised by its files if None.
+        target: whose language-model head they use, where the file has none; else they must fit it.
+
+    Returns:
+        Heads in the widest dtype of their tensors, on the CPU, in eval mode.
+
+    Raises:
+        InputError: no such format, a file that is missing, damaged or holds pickled code, a config that cannot be, or
+            tensors that are missing, not expected or of another shape.
+    """
+    directory = Path(directory)
+    format = detect(directory) if format is None else check_format(format)
+    if format == "own":
+        heads = _read_own(directory)
+    elif format == "vllm":
+        heads = _read_vllm(directory)
+    else:
+        heads = _read_sequential(directory, format, target)
+    if target is not None:
+        heads.check_fits(target)
+    return heads.eval()
+
+
+def detect(directory: str | Path) -> str:
+    """Return the one format that a directory is in.
+
+    Raises:
+        InputError: no config.json, none of the formats, or more than one of them.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    marks = {
+        "own": config.get("model_type") == "medusa" and "hydra" in config,
+        "vllm": config.get("model_type") == "medusa" and "hydra" not in config,
+        "fasterdecoding": (directory / PICKLED).is_file() or (directory / LEGACY).is_file(),
+        "modelopt": isinstance(config.get("medusa"), dict),
+    }
+    formats = [format for format, marked in marks.items() if marked]
+    if len(formats) != 1:
+        raise InputError(
+            f"{directory}: expected Medusa heads in one of {', '.join(FORMATS)}, found "
+            + (f"marks of {' and '.join(formats)}; name the format" if formats else "no mark of any")
+        )
+    return formats[0]
+
+
+def _read_own(directory: Path) -> MedusaHeads:
+    raw, path = read_config(directory), directory / CONFIG
+    for name in ("logit_scale", "final_logit_softcapping"):
+        field(raw, path, name, float, None)
+    for name in ("medusa_fc_bias", "original_lm_head", "lm_head_bias", "hydra"):
+        field(raw, path, name, bool, None)
+    try:
+        config = MedusaConfig.from_dict(raw)
+    except Exception as error:  # the library stumbles over whatever it finds
+        raise InputError(f"{path}: expected a config of heads, found: {first_line(error)}") from error
+    return _built(directory, config, read_safetensors(shards(directory)), {})
+
+
+def _read_vllm(directory: Path) -> MedusaHeads:
+    path = directory / CONFIG
+    raw = read_config(directory)
+    for kind, name in (("heads", "num_heads"), ("layers", "num_hidden_layers")):
+        # vLLM takes any such key for it, the last one if there are several.
+        keys = [key for key in raw if "num" in key and kind in key and not ("heads" in key and kind == "layers")]
+        if len({json.dumps(raw[key]) for key in keys}) > 1:
+            raise InputError(f"{path}: expected one {name}, found {', '.join(f'{key} {raw[key]}' for key in keys)}")
+        for key in keys:
+            raw[name] = raw.pop(key)
+    shape = {name: field(raw, path, name, int) for name in ("hidden_size", "vocab_size", "num_heads")}
+    config = MedusaConfig(
+        **shape,
+        num_hidden_layers=field(raw, path, "num_hidden_layers", int),
+        truncated_vocab_size=field(raw, path, "truncated_vocab_size", int, shape["vocab_size"]),
+        medusa_fc_bias=field(raw, path, "medusa_fc_bias", bool, False),
+        original_lm_head=field(raw, path, "original_lm_head", bool, False),
+        logit_scale=field(raw, path, "logit_scale", float, 1.0),
+        base_model_name_or_path=raw.get("base_model_name_or_path"),
+    )
+    tensors = {name.replace("medusa_heads.", ""): t for name, t in read_safetensors(shards(directory)).items()}
+    if config.original_lm_head and "lm_head.weight" not in tensors and "lm_heads.0.weight" in tensors:
+        tensors["lm_head.weight"] = tensors.pop("lm_heads.0.weight")
+    token_map = tensors.get("token_map")
+    if token_map is not None and token_map.ndim == 1 and bool((token_map < config.vocab_size).all()):
+        for name, tensor in tensors.items():
+            # vLLM cuts heads of the whole vocabulary to the tokens of the map.
+            if name.startswith("lm_head") and tensor.ndim == 2 and len(tensor) == config.vocab_size > len(token_map):
+                tensors[name] = tensor[token_map.long()]
+    if not config.medusa_fc_bias and any(re.fullmatch(r"blocks\.\d+\.layers\.\d+\.bias", name) for name in tensors):
+        raise InputError(f"{path}: expected medusa_fc_bias true beside biases, which vLLM skips without, found false")
+    return _built(directory, config, tensors, {})
+
+
+def _read_sequential(directory: Path, format: str, target: PreTrainedModel | None) -> MedusaHeads:
+    """Read formats whose heads are sequences: blocks, then a linear map."""
+    path = directory / CONFIG
+    raw = read_config(directory)
+    prefix = PREFIXES[format]
+    if format == "modelopt":
+        shape = field(raw, path, "medusa", dict)
+        heads, layers = (field(shape, path, f"num_medusa_{part}", int) for part in ("heads", "layers"))
+        # ModelOpt keeps the heads inside of a checkpoint of the whole model, of which they are all that is read.
+        tensors = read_safetensors(shards(directory), lambda name: name.startswith(prefix))
+    else:
+        heads, layers = (field(raw, path, f"medusa_num_{part}", int) for part in ("heads", "layers"))
+        tensors = _read_fasterdecoding(directory)
+    first, last = f"{prefix}0.0.linear.weight", f"{prefix}0.{layers}.weight"
+    shared = not any(re.fullmatch(rf"{re.escape(prefix)}\d+\.{layers}\.weight", name) for name in tensors)
+    if shared and target is None:
+        raise InputError(f"target: expected it for heads without language-model heads, as in {directory}, found none")
+    for name in (first,) if shared else (first, last):
+        if name not in tensors or tensors[name].ndim != 2:
+            raise InputError(f"{directory}: expected the tensors of {heads} heads, found no matrix {name}")
+    config = MedusaConfig(
+        hidden_size=tensors[first].shape[1],
+        vocab_size=1 if shared else tensors[last].shape[0],
+        num_heads=heads,
+        num_hidden_layers=layers,
+        medusa_fc_bias=True,
+        medusa_choices=field(raw, path, "medusa_choices", list, None),
+        base_model_name_or_path=raw.get("base_model_name_or_path"),
+    )
+    names = tensor_names(config, format)
+    if shared and target is not None:
+        head = head_of(target)
+        config.vocab_size = config.truncated_vocab_size = len(head.weight)
+        config.original_lm_head, config.lm_head_bias = True, head.bias is not None
+        config.logit_scale, config.final_logit_softcapping = head.scale, head.softcap
+        tensors["lm_head.weight"] = head.weight.detach().cpu().clone()
+        if head.bias is not None:
+            tensors["lm_head.bias"] = head.bias.detach().cpu().clone()
+    return _built(directory, config, tensors, names)
+
+
+def _read_fasterdecoding(directory: Path) -> dict[str, Tensor]:
+    pickled, legacy = directory / PICKLED, directory / LEGACY
+    if pickled.is_file() == legacy.is_file():
+        what = "both, which can differ: remove one" if legacy.is_file() else "neither"
+        raise InputError(f"{directory}: expected {PICKLED} or {LEGACY}, found {what}")
+    if legacy.is_file():
+        return read_safetensors([legacy])
+    return read_pickled(pickled)
+
+
+def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], names: dict[str, str]) -> MedusaHeads:
+    """Return heads with these tensors, which must be those of the config, under the names of their format."""
+    try:
+        with torch.device("meta"):
+            empty = MedusaHeads(config).state_dict()
+    except InputError as error:
+        raise InputError(f"{directory / CONFIG}: {error}") from error
+    what = f"{config.num_heads} heads with {config.num_hidden_layers} blocks each"
+    heads = assembled(config, matched(directory, what, empty, tensors, names)).check_map()
+    check_finite(heads, directory, "Medusa heads")
+    return heads

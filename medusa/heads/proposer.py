@@ -1,0 +1,163 @@
+"""Medusa heads as a drafter: no further model, one matrix product a head, and the target's hidden states."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
+from draftsmith.decode.replay.texts import Distributions, WrittenText
+from draftsmith.decode.sampling import Sampler
+from draftsmith.decode.tree import Level, Tree
+from draftsmith.medusa.heads.model import MedusaHeads, check_depth
+from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
+from draftsmith.train.losses.output_head import last_hidden
+
+
+class MedusaProposer(Proposer):
+    """Drafts a chain or a tree from the hidden state that the last round left (Cai et al. 2024, section 2.1).
+
+    At T=0 siblings are a head's most likely tokens; under sampling they are drawn from the head's distribution without
+    replacement, so that the exact rule stays lossless. The first round of a text has no hidden state to draft from: it
+    drafts nothing, and emits the token that the prompt's forward gives.
+
+    Args:
+        heads: of this target.
+        tree: what to draft; by default the tree of the heads' config, or a chain of all heads. Cut to the draft
+            length.
+
+    Raises:
+        InputError: the tree is deeper than there are heads.
+    """
+
+    wants_hidden = True
+
+    def __init__(self, heads: MedusaHeads, tree: Tree | None = None):
+        self.heads = heads.eval()
+        self.tree = check_depth(heads.tree if tree is None else tree, heads.config.num_heads)
+
+    def start(self, task: Task) -> int:
+        """Begin with no hidden states."""
+        if task.target is None:
+            raise InputError("medusa: expected the target that the heads were trained on, found none")
+        self.heads.check_fits(task.target)
+        self._embed: Any = task.target.get_input_embeddings()
+        self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
+        tree, _ = self.tree.pruned(task.draft_length)
+        widest = max(map(len, tree.children))
+        if widest > self.heads.config.truncated_vocab_size:
+            raise InputError(
+                f"tree: expected at most {self.heads.config.truncated_vocab_size} siblings, as many as the heads have "
+                f"tokens, found {widest}"
+            )
+        self._hidden: Tensor | None = None  # (B, H), once there is one
+        return len(tree)
+
+    def nodes(self, draft_length: int) -> int:
+        """Return the nodes of the tree that are no deeper."""
+        return len(self.tree.pruned(draft_length)[0])
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[Tensor], draft_lengths: Sequence[int]) -> list[Proposal]:
+        """Draft for each row; nothing in a text's first round."""
+        empty = Proposal(contexts[0].new_zeros(0), None, Tree.chain(0))
+        drafts = [empty] * len(contexts)
+        rows = [row for row, k in enumerate(draft_lengths) if k > 0]
+        if not rows or self._hidden is None:
+            return drafts
+        lengths, task = [draft_lengths[row] for row in rows], self._task
+        hidden = self._hidden if len(rows) == len(contexts) else self._hidden[rows]
+        hidden = hidden.to(self.heads.device, self.heads.dtype)
+        tree, _ = self.tree.pruned(max(lengths))
+        texts = [contexts[row] for row in rows]
+
+        def logits_after(level: Level, tokens: Tensor) -> Tensor:
+            depth = level.depth
+            if not self.heads.config.hydra:  # the head does not look at what was drafted
+                return self.heads.logits(depth, hidden)[:, None]
+            # Of the emitted token that was not fed yet, and of the path: (B, P, depth + 1).
+            last = torch.stack([text[-1] for text in texts])[:, None, None].expand(-1, len(level.parents), 1)
+            paths = torch.cat([last, tokens[:, level.paths]], -1) if depth else last
+            states = hidden[:, None].expand(-1, len(level.parents), -1)
+            return self.heads.logits(depth, states, self._embed(paths).to(hidden))
+
+        proposals = draft_static_tree(
+            tree,
+            [self._samplers[row] for row in rows],
+            texts,
+            lengths,
+            [self._generators[row] for row in rows],
+            drawn=task.sampler.do_sample and task.draw_siblings,
+            wants_confidence=not task.draw_siblings,  # a lossy rule may ask for it
+            logits_after=logits_after,
+        )
+        if len(rows) == len(contexts):
+            return proposals
+        for row, draft in zip(rows, proposals, strict=True):
+            drafts[row] = draft
+        return drafts
+
+    def commit(self, outcomes: Sequence[Outcome]) -> None:
+        """Keep the hidden state of the last token that was fed and stands."""
+        states = []
+        for outcome in outcomes:
+            assert outcome.hidden is not None
+            states.append(outcome.hidden[outcome.path[-1] + 1 if outcome.path else 0])
+        self._hidden = torch.stack(states)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Go on with some rows alone."""
+        if self._hidden is not None:
+            self._hidden = self._hidden[rows]
+        self._generators = [self._generators[row] for row in rows]
+        self._samplers = [self._samplers[row] for row in rows]
+
+    def replay_refusal(self, do_sample: bool) -> str | None:
+        """Refuse trees under sampling, whose siblings' draws are not known."""
+        if do_sample and not self.tree.is_chain:
+            return "replay: expected a chain under sampling, found a tree: decode with it"
+        return None
+
+    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+        """Replay trees at T=0, and chains at any temperature: see `draftsmith.medusa.heads.replay`."""
+        target, heads = task.target, self.heads
+        assert target is not None
+        heads.check_fits(target)
+        if distributions is None:
+            widths = [*self.tree.widths, *[1] * (heads.config.num_heads - self.tree.depth)]
+            ranks = [
+                replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
+            ]
+            agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
+            return replayed_by_start_ranks(ranks, self.tree, agrees)
+        chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
+        overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
+        depth = self.tree.depth
+        return replayed_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
+
+    def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
+        """Return the first head's distribution of each token: what it drafts in a round that begins with that token.
+
+        It sees the hidden state that the target predicted the token before from. The second token of a text, which no
+        head drafts, is given the first one's: the test asks only that q is known from the tokens before.
+        """
+        heads = self.heads
+
+        def distributions(ids_BT: Tensor, wanted_BT: Tensor, columns: int) -> Iterator[Tensor]:
+            hidden_BTH = last_hidden(target, input_ids=ids_BT).to(heads.device, heads.dtype)
+            embed: Any = target.get_input_embeddings()
+            for start in range(1, ids_BT.shape[1], columns):
+                places, rows = wanted_BT[:, start : start + columns].T.nonzero(as_tuple=True)
+                places = places + start
+                before = embed(ids_BT[rows, places - 1])[:, None].to(hidden_BTH)  # Hydra heads see it
+                logits = heads.logits(0, hidden_BTH[rows, (places - 2).clamp(min=0)], before)
+                pairs = [] if sampler.context_free else zip(rows, places, strict=True)
+                contexts = [ids_BT[row, :place] for row, place in pairs]
+                yield sampler.probabilities(logits, contexts) if len(rows) else logits
+
+        return distributions

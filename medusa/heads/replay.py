@@ -1,0 +1,131 @@
+"""Acceptance of Medusa heads from text that the target wrote: one forward of the target, without decoding.
+
+Of the text's tokens x_0 … x_{N−1}, a round that starts at s ≥ 1 has emitted x_{<s}, of which x_{s−1} was not fed yet:
+its hidden state is that of the token before, h_{s−1}, which the target predicted x_{s−1} from, and head i drafts
+x_{s+i}. Hydra heads see the embeddings of x_{s−1} … x_{s+i−1} too. The first round, s = 0, has no hidden state and
+drafts nothing. What is drafted depends on where the round began: acceptance has two indices, start and offset.
+
+At T=0 the ranks of the true tokens among each head's logits are all that a tree needs: they replay every chain and
+every fixed tree, count for count as the decoder has them. Under sampling chains alone are replayed, by their acceptance
+probabilities: siblings that are drawn without replacement would need the draws.
+
+Shape suffixes: N tokens of the text, T tokens with the prompt, C of a chunk, K heads, H hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
+from draftsmith.decode.replay.rounds import expected_rounds_of_starts
+from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, contexts_of, ranks_by_start
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.sampling import Sampler
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.train.losses.output_head import head_of, last_hidden
+
+
+@dataclass(frozen=True)
+class ReplayedHeads:
+    """One text's acceptance of a chain of all heads under a sampler."""
+
+    acceptance: Tensor
+    """a_{s,j}, the probability that a round from s accepts x_{s+j}, given that it did those before, (N, K)."""
+    overlap: Tensor
+    """Σ_v min(p, q_j) of the same contexts, (N, K); 0 where nothing is drafted."""
+    drafted: Tensor
+    """Where something is, (N, K) bool."""
+
+    def rounds(self, draft_length: int | None = None) -> float:
+        """Return the expected rounds of a chain of γ ≤ K heads, all K if None."""
+        a = self.acceptance.double()[None]
+        return float(expected_rounds_of_starts(a, torch.tensor([a.shape[1]]), draft_length))
+
+
+@torch.inference_mode()
+def replay_ranks(
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    sequence: Tensor,
+    prompt_length: int,
+    sampler: Sampler | None = None,
+    most: int | Sequence[int] = MOST_RANKS,
+    limit: int | None = None,
+    hidden_NH: Tensor | None = None,
+) -> TextRanks:
+    """Return the ranks of a text's tokens among the heads' logits, which give every tree's counts at T=0.
+
+    Args:
+        target: the model that wrote it, at T=0.
+        heads: of this target.
+        sequence: prompt and text, (T,) int64.
+        prompt_length: tokens of the prompt, at least 1 and less than T.
+        sampler: the processors of T=0, none by default.
+        most: ranks to look at, for all heads or for each. Where logits tie, give the tree's widths, for the drafter
+            breaks ties among as many.
+        limit: the completion's length limit, where the text ended before it; the text's length if None.
+        hidden_NH: what `text_states` returns for the text; computed if None.
+    """
+    sampler = Sampler.of(0) if sampler is None else sampler
+    if hidden_NH is None:
+        hidden_NH = text_states(target, sequence, prompt_length)
+    text = WrittenText(sequence, prompt_length, len(hidden_NH) if limit is None else limit)
+    cuts = (most,) * heads.config.num_heads if isinstance(most, int) else tuple(most)
+    return ranks_by_start(text, sampler, cuts, _logits(target, heads, hidden_NH, text))
+
+
+@torch.inference_mode()
+def replay_heads(
+    target: PreTrainedModel,
+    heads: MedusaHeads,
+    sequence: Tensor,
+    prompt_length: int,
+    sampler: Sampler,
+    limit: int | None = None,
+) -> ReplayedHeads:
+    """Return the acceptance probabilities of a chain of all heads on a text, a_{s,j} = min(1, q_j(x) / p(x)).
+
+    Arguments are those of `replay_ranks`; the text was written under `sampler`, at a temperature above 0.
+    """
+    hidden, project = text_states(target, sequence, prompt_length), head_of(target)
+    text = WrittenText(sequence, prompt_length, len(hidden) if limit is None else limit)
+
+    def distributions_at(first: int, end: int) -> Tensor:
+        return sampler.probabilities(project(hidden[first:end]), contexts_of(text, sampler, first, end))
+
+    logits_at = _logits(target, heads, hidden, text)
+    return ReplayedHeads(*acceptance_by_start(text, sampler, heads.config.num_heads, logits_at, distributions_at))
+
+
+@torch.inference_mode()
+def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -> Tensor:
+    """Return the hidden states that the target predicted each token of the text from, (N, H).
+
+    Raises:
+        InputError: no prompt, or nothing after it.
+    """
+    if not 1 <= prompt_length < len(sequence):
+        raise InputError(
+            f"sequence: expected a prompt and a text, found {prompt_length} tokens of prompt among {len(sequence)}"
+        )
+    return last_hidden(target, input_ids=sequence[None, :-1].to(target.device))[0, prompt_length - 1 :]
+
+
+def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text: WrittenText) -> LogitsAt:
+    """Return the heads' logits by head and start: a round from s sees h_{s−1} and the tokens from s − 1 on."""
+    tokens = text.tokens.to(hidden_NH.device)
+    embed: Any = target.get_input_embeddings()
+
+    def logits_at(i: int, first: int, end: int) -> Tensor:
+        seen, embeddings = slice(first - 1, end - 1), None
+        if heads.config.hydra:
+            windows = tokens[: end + i - 1].unfold(0, i + 1, 1)[seen]  # (C, i + 1)
+            embeddings = embed(windows).to(heads.device, heads.dtype)
+        return heads.logits(i, hidden_NH[seen].to(heads.device, heads.dtype), embeddings)
+
+    return logits_at

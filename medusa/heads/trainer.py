@@ -1,0 +1,226 @@
+"""Training of Medusa heads: Medusa-1 on a frozen backbone, Medusa-2 together with it (Cai et al. 2024, section 2.2).
+
+One forward of the backbone feeds all heads, and each head's loss is taken over a chunk of positions at a time: heads ×
+tokens × vocabulary is never held. Shape suffixes: B rows, T positions, N chosen positions, K heads, H hidden, V
+vocabulary.
+"""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+from draftsmith.medusa.chains import Chains, ChainTrainer, FeaturesOf
+from draftsmith.medusa.heads.backbone import Joint
+from draftsmith.medusa.heads.config import MedusaTrainingConfig
+from draftsmith.medusa.heads.model import LMHead, MedusaHeads
+from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
+from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.runs import declare_dtype, in_dtype, save_model
+from draftsmith.train.teacher.distributions import LiveDistributions
+from draftsmith.train.trainer import texts
+
+logger = logging.getLogger(__name__)
+
+
+class MedusaTrainer(ChainTrainer):
+    """Minimises Σ_i λ_i · objective of head i, against the target's distribution or text, on completions.
+
+    Evaluation replays held-out completions with a chain of all heads, and reports `mean_acceptance_length`, `alpha`
+    (of the first head), `loss`, Σ_i λ_i · objective of head i, and for each head i ≥ 1 `accuracy_i`, the share of its
+    tokens that it puts first, and `alpha_i`, its Σ_v min(p, q).
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: MedusaTrainingConfig,
+        train_dataset: TrainingData,
+        eval_dataset: TrainingData | None = None,
+        **kwargs: Any,
+    ):
+        heads.check_fits(target)
+        if heads.config.hydra and config.target_sharded:
+            raise InputError(
+                "target_sharded: expected false for Hydra heads, which see the target's embeddings, found true"
+            )
+        self.config: MedusaTrainingConfig = config
+        self.heads: MedusaHeads = heads
+        if not config.train_lm_heads:
+            for lm_head in heads.all_lm_heads:
+                lm_head.requires_grad_(False)
+        model: Any = Joint(heads, target, config) if config.joint else heads
+        # Losses run inside of these: `train/losses/inside_forward.py`.
+        open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
+        count = heads.config.num_heads
+        super().__init__(model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        if config.joint:
+            model.thaw()
+            self._works = self._works[0], self.trained_work()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what joint training cannot be sharded by."""
+        super().create_accelerator_and_postprocess()
+        if not self.config.joint:
+            return
+        if self.config.target_quantization and (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            raise InputError(
+                "target_quantization: expected none for a backbone that FSDP or DeepSpeed shards, found "
+                f"{self.config.target_quantization}"
+            )
+        if self.config.warmup_heads and self.is_deepspeed_enabled:
+            raise InputError(
+                "warmup_heads: expected 0 under DeepSpeed, which takes the gradients that a backbone lacks for zeros "
+                f"and steps with them, found {self.config.warmup_heads}"
+            )
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+        """Return Σ_i λ_i · the objective summed over head i's tokens; in joint training with the backbone's loss."""
+        if self.config.joint:
+            return model(inside=lambda: self._joint_loss(inputs, positions))
+        hidden, embed = self.target_hidden(inputs), self.target.get_input_embeddings()
+        teacher = hidden, self.teacher_head
+        return model(inside=lambda: self._heads_loss(hidden, embed, inputs, teacher))
+
+    def replay_sums(self, model: nn.Module, inputs: dict[str, Any], chosen_BT: Tensor) -> Tensor:
+        """Return each sample's tokens, rounds and loss, and three sums a head, (B, 3 + 3K)."""
+        if not self.config.joint:
+            hidden = self.target_hidden(inputs)
+            return model(inside=lambda: self._replayed(inputs, chosen_BT, hidden, self.target, self.target_head))
+        joint: Joint = self.accelerator.unwrap_model(self.model)
+
+        def replayed(hidden: Tensor) -> Tensor:
+            head = head_of(joint.backbone).cut(self.vocab_size)
+            return self._replayed(inputs, chosen_BT, hidden, joint.backbone, head)
+
+        return model(inside=lambda: joint.inside_head(last_hidden(joint.backbone, **texts(inputs)), replayed))
+
+    def _joint_loss(self, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
+        """Return the weighted sum of the backbone's loss and of the heads', which learn from what it was."""
+        config, batch = self.config, texts(inputs)
+        joint: Joint = self.accelerator.unwrap_model(self.model)
+        warming = self.state.global_step < config.warmup_heads * self.state.max_steps
+        with self.clock.phase("teacher"):
+            before = joint.original_hidden(batch) if config.needs_original else None
+        with torch.set_grad_enabled(not warming and torch.is_grad_enabled()):
+            hidden = last_hidden(joint.backbone, **batch)
+
+        def losses(hidden: Tensor) -> Tensor:
+            original = None if before is None else (before, joint.original_head().cut(self.vocab_size))
+            teacher = None if original is None else (original[0], self.narrowed(original[1]))
+            embed = joint.backbone.get_input_embeddings()
+            total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
+            if warming:
+                return total
+            objective = Objective({config.backbone_divergence: 1.0})
+            p = None
+            if objective.needs_target and original is not None:
+                p = LiveDistributions(positions.take(original[0]), original[1])
+            trained = head_of(joint.backbone).cut(self.vocab_size)
+            labels = positions.next_tokens(inputs["input_ids"])
+            with self.clock.phase("loss"):
+                kept = chunked_objective(objective, positions.take(hidden), trained, p, labels, sizes=self.sizes)
+            return total + config.backbone_weight * kept
+
+        return joint.inside_head(hidden, losses)
+
+    def _heads_loss(
+        self, hidden: Tensor, embed: nn.Module, inputs: dict[str, Tensor], teacher: tuple[Tensor, OutputHead] | None
+    ) -> Tensor:
+        """Return the heads' weighted loss, summed over their tokens; called inside of the model's forward.
+
+        Args:
+            hidden: what the heads see, (B, T, H).
+            embed: the target's embeddings.
+            inputs: a batch.
+            teacher: as in `chain_loss`.
+        """
+        heads, at = self.heads, Chains(inputs, self.count)
+        states = [
+            heads.states(i, at.before(i, hidden, heads), at.embeddings(i, embed, heads)) for i in range(self.count)
+        ]
+        return heads.inside_lm_heads(states, lambda states: self.chain_loss(at, states, self._trained_head, teacher))
+
+    def _replayed(
+        self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
+    ) -> Tensor:
+        """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
+        heads, embed = self.heads, backbone.get_input_embeddings()
+        at = Chains(inputs, self.count)
+
+        def features(index: int, features_of: FeaturesOf) -> Tensor:
+            states = heads.states(index, at.before(index, hidden, heads), at.embeddings(index, embed, heads))
+            inside = lambda states: features_of(states, self._trained_head(index))  # noqa: E731
+            return heads.lm_head_of(index)(states, inside=inside)
+
+        return self.chain_sums(at, chosen, LiveDistributions(at.teacher(hidden), head), features)
+
+    def _trained_head(self, index: int) -> OutputHead:
+        """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
+        return self.known(self.heads.head(index))
+
+    def trained_work(self) -> Work | None:
+        """Return the arithmetic of the heads, and of a backbone in training; what it was before is counted apart."""
+        of_heads = Work.of_maps(*self.heads.maps)
+        if not self.config.joint:
+            return of_heads
+        backbone = Work.of(self.target)
+        return None if backbone is None else replace(backbone, head=backbone.head + of_heads.head)
+
+    @property
+    def ends(self) -> list[LMHead]:
+        """The heads' language-model heads."""
+        return self.heads.all_lm_heads
+
+    @property
+    def bad_beginning(self) -> str:
+        """Whose heads they are."""
+        if self.config.heads is not None:
+            return f"look whether {self.config.heads} were trained for this target"
+        return "they begin with the target's head, which is made for the next token alone"
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Give heads in joint training another learning rate than the backbone."""
+        made = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if self.config.joint and made:
+            of_heads = {id(p) for p in self.accelerator.unwrap_model(self.model).heads.parameters()}
+            groups = list(optimizer.param_groups)
+            optimizer.param_groups.clear()
+            for group in groups:
+                for in_heads, rate in ((True, self.config.head_learning_rate_multiplier), (False, 1.0)):
+                    parameters = [p for p in group["params"] if (id(p) in of_heads) == in_heads]
+                    if parameters:
+                        optimizer.add_param_group({**group, "params": parameters, "lr": group["lr"] * rate})
+        return optimizer
+
+    def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
+        """Write heads; of Medusa-2 the backbone too, in `backbone`, its adapters merged. Checkpoints hold both."""
+        if not self.config.joint:
+            return super().write_model(directory, state_dict)
+        joint: Joint = self.accelerator.unwrap_model(self.model)
+        state = joint.state_dict() if state_dict is None else state_dict
+        if self._checkpoints is not None:
+            return super().write_model(directory, joint.trained_state(state))
+        if self.args.should_save:
+            parts: dict[str, dict[str, Tensor]] = {"heads.": {}, "backbone.": {}}
+            for name, tensor in state.items():
+                prefix = next(prefix for prefix in parts if name.startswith(prefix))
+                parts[prefix][name.removeprefix(prefix)] = tensor
+            joint.heads.save_pretrained(directory, state_dict=in_dtype(parts["heads."], self.save_dtype))
+            declare_dtype(Path(directory), self.save_dtype)
+            backbone, merged = joint.merged(parts["backbone."])
+            merged = in_dtype(merged, self.save_dtype)
+            save_model(backbone, self.tokenizer, Path(str(self.args.output_dir)) / "backbone", merged)

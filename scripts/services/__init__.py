@@ -1,0 +1,1 @@
+"""Services beside the commands: drafts over HTTP, and the coordinator of servers."""

@@ -1,0 +1,75 @@
+"""`draftsmith coordinate`: the coordinator on this machine, in a Ray of its own."""
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
+from draftsmith.train.cli import parse_config
+
+OBJECTS = 80 * 2**20
+"""Bytes for Ray's object store, of which nothing is wanted here."""
+NAME = "draftsmith"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Answer requests until a signal ends it; those under way are then finished first."""
+    config = parse_config(CoordinatorConfig, argv, prog="draftsmith coordinate")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    # It kills workers where the whole machine's memory is short, whoever takes it. Ours take little; an engine beside
+    # them that fills its share is not to shut the door.
+    os.environ["RAY_memory_monitor_refresh_ms"] = "0"  # noqa: SIM112
+    try:
+        import ray
+        from ray import serve
+
+        from draftsmith.scripts.services.coordinate.application import DISPATCHER, INGRESS, application
+        from draftsmith.scripts.services.coordinate.watch import AWAY, watch
+        from draftsmith.scripts.services.http_server import listening
+    except ImportError as error:
+        raise InputError(
+            f"coordinate: expected Ray Serve, found none ({error}): pip install 'draftsmith[coordinator]'"
+        ) from error
+    built = application(config)
+    listening(config.host, config.port).close()  # seconds before Ray is up, and a replica wants it
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    stopped = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        stopped.set()
+        signal.signal(number, signal.SIG_DFL)  # a second one does not wait
+
+    try:
+        try:
+            ray.init(
+                address="local",  # never a cluster that happens to be there
+                num_cpus=1,  # Ray starts a worker for each
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                object_store_memory=OBJECTS,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+            for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which sets its own
+                signal.signal(number, stop)
+            serve.start(proxy_location="Disabled")
+            serve.run(built, name=NAME, route_prefix=None)
+        except Exception as error:  # of many kinds; one is that Ray is not up in the time that it takes for itself
+            raise InputError(f"coordinate: expected Ray to start, found: {first_line(error)}") from error
+        print(f"coordinator: http://{config.host}:{config.port}, {', '.join(config.models)}", flush=True)
+        wanted = {INGRESS: config.ingress, DISPATCHER: 1}
+        if lost := watch(wanted, NAME, stopped, lambda line: print(line, file=sys.stderr, flush=True)):
+            print(f"coordinator: ends: no replica of {', '.join(lost)} for {AWAY:g} s", file=sys.stderr, flush=True)
+            return 1
+        dispatcher: Any = serve.get_deployment_handle(DISPATCHER, NAME)
+        dispatcher.drain.remote(config.timeout).result()
+        serve.delete(NAME)
+    finally:
+        ray.shutdown()
+    return 0

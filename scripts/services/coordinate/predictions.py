@@ -1,0 +1,137 @@
+"""Speeds of a pair at every load, from the report that `draftsmith measure` left: costs times acceptance.
+
+A round of γ drafted tokens emits τ(γ) tokens for d(γ) + t(γ + 1) + o seconds (`decode/planner.py`), and all three grow
+with the rows that are decoded together. τ is replayed, and of a request's category where the report knows it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.costs import CostTable, KeptTable
+from draftsmith.decode.validation import MOST, Amount, Count, Said, read
+from draftsmith.scripts.services.coordinate.config import Pair
+from draftsmith.scripts.services.coordinate.rates import Rates
+
+MOST_ROWS = 1024
+"""Requests at once that speeds are tabled for; beyond the measured batch sizes costs are a line."""
+
+
+class Estimated(Said):
+    """A figure, None where it is not known."""
+
+    value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
+
+
+Lengths = Mapping[int, Estimated]
+"""τ by γ."""
+
+
+class Figures(Said):
+    """Those of one category's prompts."""
+
+    mean_acceptance_length: Lengths
+
+
+class Drafter(Said):
+    """One of the drafters."""
+
+    name: str
+    tree_nodes: Annotated[Count, Field(ge=1)] | None
+
+
+class Curve(Figures):
+    """A drafter's τ at one temperature."""
+
+    proposer: Drafter
+    temperature: Amount
+    verifier: str
+    by_category: Mapping[str, Figures]
+
+
+class Recommended(Said):
+    """What the report recommends."""
+
+    proposer: str | None
+    draft_length: Count | None
+
+
+class Tables(Said):
+    """What rounds cost."""
+
+    tables: Annotated[Sequence[KeptTable], Field(min_length=1)]
+
+
+class Report(Said):
+    """What is read of a report."""
+
+    is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
+    costs: Tables | None
+    curves: Sequence[Curve]
+    recommendation: Recommended
+
+
+def predicted_rates(pair: Pair) -> Rates:
+    """Return how fast a pair writes at every load, as its report has it.
+
+    Args:
+        pair: says which report, and which drafter and draft length its servers run.
+
+    Raises:
+        InputError: no such report, or one without costs, or without this drafter or draft length.
+    """
+    where = f"pairs.{pair.name}.report"
+    path = Path(pair.report or "")
+    try:
+        report = read(Report, path, where)
+    except FileNotFoundError as error:
+        raise InputError(f"{where}: expected a report of `draftsmith measure` at {path}, found none") from error
+    if report.costs is None:
+        raise InputError(f"{where}: expected costs in {path}, found none (measure without --measure_costs false)")
+    tables = report.costs.tables
+    if pair.draft_length == 0:
+        return Rates({table.temperature: {None: list(_plain(table))} for table in tables})
+    return _speculative(pair, report, tables, where)
+
+
+def _plain(table: CostTable) -> Iterator[float]:
+    """Give the speed of plain decoding for each number of rows."""
+    name = next(iter(table.drafters))  # the target's costs are the same beside any
+    for rows in range(1, MOST_ROWS + 1):
+        costs = table.at(name, rows)
+        yield 1.0 / (costs.verification(1) + max(costs.plain_overhead, 0.0))  # noise may leave it below zero
+
+
+def _speculative(pair: Pair, report: Report, tables: Sequence[CostTable], where: str) -> Rates:
+    name = pair.drafter or report.recommendation.proposer
+    length = pair.draft_length or report.recommendation.draft_length
+    if name is None or length is None:
+        raise InputError(f"{where}: expected drafter and draft_length beside a report that recommends none, found none")
+    curves = [curve for curve in report.curves if curve.proposer.name == name]
+    if not curves or any(name not in table.drafters for table in tables):
+        found = ", ".join(dict.fromkeys(curve.proposer.name for curve in report.curves)) or "none"
+        raise InputError(f"pairs.{pair.name}.drafter: expected one of the report's drafters, {found}, found {name!r}")
+    by_temperature = {}
+    for temperature in dict.fromkeys(curve.temperature for curve in curves):
+        table = next((table for table in tables if table.temperature == temperature), tables[0])
+        # At T=0 both verifiers accept the same, and the report has the probabilistic one alone.
+        of_it = {curve.verifier: curve for curve in curves if curve.temperature == temperature}
+        curve = of_it.get(pair.drafts, next(iter(of_it.values())))
+        if length not in curve.mean_acceptance_length:
+            known = ", ".join(map(str, curve.mean_acceptance_length))
+            raise InputError(
+                f"pairs.{pair.name}.draft_length: expected one that the report has, {known}, found {length}"
+            )
+        lengths: dict[str | None, Lengths] = {None: curve.mean_acceptance_length}
+        lengths |= {category: figures.mean_acceptance_length for category, figures in curve.by_category.items()}
+        nodes = curve.proposer.tree_nodes
+        seconds = [table.at(name, rows).round_seconds(length, nodes) for rows in range(1, MOST_ROWS + 1)]
+        by_temperature[temperature] = {
+            category: [estimate.value / round_seconds for round_seconds in seconds]
+            for category, estimates in lengths.items()
+            if (estimate := estimates.get(length)) is not None and estimate.value is not None
+        }
+    return Rates(by_temperature)

@@ -1,0 +1,141 @@
+"""The draft service's HTTP side: `/propose`, `/health`, `/metrics`."""
+
+import asyncio
+import hmac
+import time
+
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from draftsmith.scripts.services.draft_protocol import (
+    MOST_BYTES,
+    ProtocolError,
+    Service,
+    decode_request,
+    encode_drafts,
+    encode_service,
+)
+from draftsmith.scripts.services.serve_draft.metrics import Metrics
+from draftsmith.scripts.services.serve_draft.worker import Work, Worker
+
+JSON = "application/json"
+MOST_READ = 32 * MOST_BYTES
+"""Bytes of requests that come in, at once."""
+LEFT = 499
+"""The status that a client's leaving is counted under; nobody reads it."""
+
+
+class _TooMuch(Exception):
+    """A body that is too large, or one too many."""
+
+    def __init__(self, status: int, line: str):
+        super().__init__(line)
+        self.status = status
+
+
+class DraftApp:
+    """Answers requests out of what a worker drafts.
+
+    Args:
+        worker: the thread that drafts.
+        service: what `/health` says.
+        metrics: what `/metrics` shows.
+        timeout: seconds for a request.
+        key: what clients must send; nothing if empty.
+    """
+
+    def __init__(self, worker: Worker, service: Service, metrics: Metrics, timeout: float, key: str = ""):
+        self._worker, self._service, self._metrics = worker, service, metrics
+        self._timeout, self._key, self._room = timeout, key, MOST_READ
+        routes = [
+            Route("/propose", self._propose, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/metrics", self._show_metrics),
+        ]
+        self.app = Starlette(routes=routes)
+
+    async def _propose(self, http: HttpRequest) -> Response:
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await self._answer(http)
+        except TimeoutError:
+            response = _refusal(504, f"timeout: expected drafts within {self._timeout:g} s, found none")
+        except ClientDisconnect:
+            response = _refusal(LEFT, "request: expected a client that waits for its answer, found a closed connection")
+        except asyncio.CancelledError:  # the server's grace is over; to raise it would be logged as an error
+            response = _refusal(503, "service: expected drafts before its end, found none")
+        self._metrics.requests.labels(str(response.status_code)).inc()
+        self._metrics.seconds.observe(time.perf_counter() - start)
+        return response
+
+    async def _answer(self, http: HttpRequest) -> Response:
+        if not self._allowed(http.headers.get("authorization", "")):
+            return _refusal(401, "authorization: expected `Bearer` and this service's key, found neither")
+        try:
+            request = decode_request(await self._body(http))
+        except ProtocolError as error:
+            return _refusal(400, str(error))
+        except _TooMuch as error:
+            return _refusal(error.status, str(error))
+        if len(request.rows) > self._service.max_rows:
+            return _refusal(400, f"rows: expected at most {self._service.max_rows}, found {len(request.rows)}")
+        self._metrics.client_failures.inc(request.report.failures)
+        self._metrics.client_plain_rounds.inc(request.report.plain_rounds)
+        work = Work(request)
+        if not self._worker.submit(work):
+            return _refusal(503, "service: expected room for a request, found a full queue")
+        answered, gone = asyncio.wrap_future(work.answer), asyncio.ensure_future(_gone(http))
+        try:
+            await asyncio.wait((answered, gone), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left = answered.cancel()  # what nobody waits for any more is not drafted
+            gone.cancel()
+        if left:
+            raise ClientDisconnect
+        try:
+            drafts = answered.result()
+        except Exception as error:
+            return _refusal(500, f"service: expected drafts, found {type(error).__name__}")
+        return Response(encode_drafts(drafts), media_type=JSON)
+
+    async def _body(self, http: HttpRequest) -> bytes:
+        """Return a request's body; what all of them hold while they come in is bounded."""
+        body = bytearray()
+        try:
+            async for part in http.stream():
+                body += part
+                self._room -= len(part)
+                if len(body) > MOST_BYTES:
+                    raise _TooMuch(413, f"request: expected at most {MOST_BYTES} bytes, found more")
+                if self._room < 0:
+                    raise _TooMuch(503, "service: expected room for a request, found too many that come in")
+            return bytes(body)
+        finally:
+            self._room += len(body)
+
+    async def _health(self, http: HttpRequest) -> Response:
+        if not self._worker.is_alive():
+            return _refusal(503, "service: expected a thread that drafts, found none")
+        return Response(encode_service(self._service), media_type=JSON)
+
+    async def _show_metrics(self, http: HttpRequest) -> Response:
+        return Response(generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _allowed(self, authorization: str) -> bool:
+        given = authorization.encode("utf-8", "replace")
+        return not self._key or hmac.compare_digest(given, f"Bearer {self._key}".encode())
+
+
+async def _gone(http: HttpRequest) -> None:
+    """Wait until the client leaves."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refusal(status: int, line: str) -> Response:
+    return PlainTextResponse(line + "\n", status)

@@ -1,0 +1,111 @@
+"""`draftsmith serve-draft`: load a draft model, listen, and draft until told to end."""
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from draftsmith.decode.cache import cached_numbers, check_model
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts.services.draft_protocol import VERSION, Row, Service
+from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
+from draftsmith.scripts.services.serve_draft.metrics import Metrics
+from draftsmith.scripts.services.serve_draft.texts import DraftTexts
+from draftsmith.scripts.services.serve_draft.worker import Worker
+from draftsmith.train.cli import parse_config, run
+from draftsmith.train.endpoint.server import api_key
+from draftsmith.train.models import load_draft
+
+KEEP_ALIVE = 120
+"""Seconds that a silent connection stays open: a decoder without requests asks for nothing."""
+GRACE = 5
+"""Seconds for what has begun, at the end."""
+
+
+def load_texts(config: ServeDraftConfig) -> DraftTexts:
+    """Load the draft model.
+
+    Raises:
+        InputError: no model that can draft, or lengths that do not fit it.
+    """
+    model = load_draft(
+        config.draft,
+        dtype=config.dtype,
+        device=config.device,
+        trust_remote_code=config.trust_remote_code,
+    )
+    check_model(model, "draft")
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = config.max_length or positions
+    if longest is None:
+        raise InputError(f"max_length: expected one for {config.draft}, whose config names no limit, found none")
+    if positions is not None and longest > positions:
+        raise InputError(f"max_length: expected at most the draft's {positions} positions, found {longest}")
+    if config.cache_tokens < longest:
+        raise InputError(
+            f"cache_tokens: expected room for a text of {longest} tokens, found {config.cache_tokens}; max_length may "
+            "be less"
+        )
+    return DraftTexts(model, longest, config.max_draft_length, config.cache_tokens)
+
+
+def serve(config: ServeDraftConfig) -> int:
+    """Load, listen, and draft until SIGTERM or SIGINT.
+
+    Raises:
+        InputError: a model that does not fit, a port that is taken, or libraries that are not there.
+    """
+    try:
+        from draftsmith.scripts.services.http_server import bounded_server, listening
+        from draftsmith.scripts.services.serve_draft.app import DraftApp
+    except ModuleNotFoundError as error:
+        raise InputError(f"serve-draft: expected `pip install draftsmith[serve]`, found no {error.name}") from error
+    key = api_key(config.key_env, "key_env") or ""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    door = listening(config.host, config.port)
+    texts, metrics = load_texts(config), Metrics()
+    texts.draft(["warm-up"], [Row(0, 0, [0, 0], 2)])  # the first forwards allocate, and show that it can draft
+    texts.clear()
+    worker = Worker(texts, config.max_batch, config.max_waiting, metrics)
+    name = Path(config.draft).name
+    service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
+    app = DraftApp(worker, service, metrics, config.timeout, key).app
+    server = bounded_server(app, KEEP_ALIVE, GRACE)
+
+    def end(number: int, frame: FrameType | None) -> None:
+        server.should_exit = True
+
+    # The server ends by these signals, and sends them once more when it has ended, which is no failure; one that comes
+    # before it listens to them is not lost.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    worker.start()
+    bytes_ = (cached_numbers(texts.model) or 0) * texts.model.dtype.itemsize * config.cache_tokens
+    where = "[{}]:{}" if door.family == socket.AF_INET6 else "{}:{}"
+    where = where.format(*door.getsockname()[:2])
+    print(
+        f"serving {name} on http://{where}: texts of up to {texts.max_length} tokens, a cache of "
+        f"{config.cache_tokens} tokens ({bytes_ / 2**20:.0f} MiB)",
+        flush=True,
+    )
+    server.run(sockets=[door])
+    worker.stop()
+    print("ended", flush=True)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve, and return 0 when told to end."""
+    config = parse_config(ServeDraftConfig, argv, prog="draftsmith serve-draft")
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    return serve(config)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

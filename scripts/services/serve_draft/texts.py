@@ -1,0 +1,199 @@
+"""The texts that a draft service remembers, their caches, and the drafts behind them.
+
+A text's keys and values lie in a batch (`CachedModel`) while it is drafted for together with the same others, round
+after round, and nothing is copied then. When the batch changes, those of each row are put aside, and a new batch begins
+with them. A text that was not asked for longest is forgotten first, where room is needed.
+"""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache import CachedModel, SavedRow, rotary_limit
+from draftsmith.decode.sampling import argmax
+from draftsmith.scripts.services.draft_protocol import Row
+
+AFTER_A_ROUND = 2
+"""Tokens that a cache lacks of a text one round later at most: the target's own, and the last drafted, never fed."""
+
+
+@dataclass
+class Text:
+    """What is known of one text."""
+
+    tokens: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    """The tokens whose keys and values are cached, slot for slot: of the text, and drafted ones behind it."""
+    saved: SavedRow = ()
+    """The cache, while the text is in no batch."""
+
+    def tell(self, start: int, tokens: Sequence[int]) -> None:
+        """Let the text be its first `start` tokens and these; what was cached beyond what agrees is dropped."""
+        agreed = min(start, len(self.slots))
+        if agreed == start:
+            cached = self.slots[start : start + len(tokens)]
+            differs = (i for i, (slot, token) in enumerate(zip(cached, tokens, strict=False)) if slot != token)
+            agreed += next(differs, len(cached))
+        del self.slots[agreed:]
+        self.tokens[start:] = tokens
+
+    @property
+    def lacking(self) -> int:
+        """How many tokens are to be fed before it can be drafted for; the last one is fed always."""
+        return len(self.tokens) - min(len(self.slots), len(self.tokens) - 1)
+
+
+class DraftTexts:
+    """A draft model and the texts that it drafts for; one thread's own.
+
+    Args:
+        model: the drafter, which `check_model` passes.
+        max_length: tokens of a text at most, drafted ones included; less where the model's rotary embedding says so.
+        max_draft_length: γ at most.
+        cache_tokens: tokens whose keys and values are kept at most, those of the present batch as many a row as its
+            longest text has; at least `max_length`. While a batch changes, there are up to twice as many.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_length: int, max_draft_length: int, cache_tokens: int):
+        self.model, self.max_draft_length, self.cache_tokens = model, max_draft_length, cache_tokens
+        limit = rotary_limit(model)
+        self.max_length = max_length if limit is None else min(max_length, limit[1])
+        # Where the head is padded, ids beyond the tokenizer's may be drafted, and are rejected.
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self._known = len(cast(Tensor, model.get_input_embeddings().weight))
+        self._texts: OrderedDict[Hashable, Text] = OrderedDict()  # that asked for longest ago first
+        self._batch: list[Hashable] = []
+        self._cache: CachedModel | None = None
+        self.evictions = 0
+        """Texts that were forgotten to make room."""
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens whose keys and values are kept, as `cache_tokens` counts them."""
+        batch = [len(self._texts[key].slots) for key in self._batch]
+        aside = sum(len(text.slots) for key, text in self._texts.items() if key not in self._batch)
+        return aside + len(batch) * max(batch, default=0)
+
+    def forget(self, keys: Sequence[Hashable]) -> None:
+        """Drop texts; those that are not known are none."""
+        for key in keys:
+            self._texts.pop(key, None)
+        if not self._texts.keys() >= set(self._batch):
+            self._put_aside()
+
+    def clear(self) -> None:
+        """Forget everything, after an error that may have left a batch half written."""
+        self._texts.clear()
+        self._batch, self._cache = [], None
+
+    @torch.inference_mode()
+    def draft(self, keys: Sequence[Hashable], rows: Sequence[Row]) -> list[list[int] | None]:
+        """Return a greedy draft behind each text; None where the text is not known up to a row's `start`.
+
+        Args:
+            keys: the texts, each once.
+            rows: what is told and wanted of them. A draft is shorter, or empty, where `max_length` ends it.
+        """
+        drafts: list[list[int] | None] = []
+        wanted: dict[Hashable, int] = {}
+        for key, row in zip(keys, rows, strict=True):
+            text = self._texts.get(key, Text())
+            if row.start > len(text.tokens):
+                drafts.append(None)
+                continue
+            drafts.append([])
+            self._texts[key] = text
+            self._texts.move_to_end(key)
+            text.tell(row.start, row.tokens)
+            if (room := min(row.want, self.max_draft_length, self.max_length - len(text.tokens))) > 0:
+                wanted[key] = room
+        wanted = self._make_room(wanted)
+        if not wanted:
+            return [draft if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
+        self._gather(list(wanted))
+        chains = dict(zip(self._batch, self._chains([wanted[key] for key in self._batch]), strict=True))
+        return [chains.get(key, draft) if key in self._texts else None for key, draft in zip(keys, drafts, strict=True)]
+
+    def _make_room(self, wanted: dict[Hashable, int]) -> dict[Hashable, int]:
+        """Forget texts until the batch and what is left fit; return what is left of the batch."""
+        # Texts that were told and never drafted for take room too, or they would be kept without end.
+        sizes = {key: max(len(text.tokens), len(text.slots)) for key, text in self._texts.items()}
+        sizes |= {key: len(self._texts[key].tokens) + want for key, want in wanted.items()}
+        aside, batch = sum(size for key, size in sizes.items() if key not in wanted), dict(wanted)
+        for key in list(self._texts):
+            if aside + len(batch) * max((sizes[key] for key in batch), default=0) <= self.cache_tokens:
+                break
+            if key in batch:
+                del batch[key]
+            else:
+                aside -= sizes[key]
+            self.forget([key])
+            self.evictions += 1
+        return batch
+
+    def _gather(self, keys: Sequence[Hashable]) -> None:
+        """Let the batch be of these texts, each of which lacks no more than a forward of all can feed."""
+        texts = [self._texts[key] for key in keys]
+        most = min(AFTER_A_ROUND, *(len(text.tokens) for text in texts))
+        if set(keys) == set(self._batch) and all(text.lacking <= most for text in texts):
+            return
+        self._put_aside()
+        if fresh := [text for text in texts if not text.slots and len(text.tokens) > 1]:
+            cache = self._new_cache(len(fresh))
+            cache.prefill_texts([self._tensor(text.tokens) for text in fresh])
+            for row, text in enumerate(fresh):
+                text.slots = text.tokens[:-1]
+                text.saved = cache.saved(row, len(text.slots))
+        for text in texts:
+            if text.lacking > most:
+                cache = self._new_cache(1)
+                cache.restore([text.saved])
+                start = len(text.slots)
+                cache.feed(self._tensor(text.tokens[start:-1])[None], [start], keep=1)
+                text.slots = text.tokens[:-1]
+                text.saved = cache.saved(0, len(text.slots))
+        self._batch, self._cache = list(keys), self._new_cache(len(keys))
+        self._cache.restore([text.saved for text in texts])
+        for text in texts:
+            text.saved = ()
+
+    def _put_aside(self) -> None:
+        """Save the rows of the present batch, and end it."""
+        batch, cache = self._batch, self._cache
+        self._batch, self._cache = [], None
+        for row, key in enumerate(batch):
+            if cache is not None and key in self._texts:
+                text = self._texts[key]
+                text.saved = cache.saved(row, len(text.slots))
+
+    def _chains(self, wanted: Sequence[int]) -> list[list[int]]:
+        """Draft all rows of the batch a token at a time; what a row drafts beyond what is wanted is left out."""
+        assert self._cache is not None
+        texts = [self._texts[key] for key in self._batch]
+        lengths, lacking = [len(text.tokens) for text in texts], max(text.lacking for text in texts)
+        fed = torch.stack([self._tensor(text.tokens[-lacking:]) for text in texts])
+        logits = self._cache.feed(fed, [length - lacking for length in lengths], keep=1)
+        chosen: list[Tensor] = []
+        for step in range(max(wanted)):
+            if step:
+                logits = self._cache.feed(chosen[-1], [length + step - 1 for length in lengths])
+            chosen.append(argmax(logits.float()))  # (B, 1)
+        drafts = [draft[:want] for draft, want in zip(torch.cat(chosen, 1).tolist(), wanted, strict=True)]
+        for text, draft in zip(texts, drafts, strict=True):
+            text.slots += [*text.tokens[len(text.slots) :], *draft[:-1]]
+        return drafts
+
+    def _new_cache(self, rows: int) -> CachedModel:
+        return CachedModel(self.model, rows, self.max_length, self.max_draft_length, rollback=self.max_length)
+
+    def _tensor(self, tokens: Sequence[int]) -> Tensor:
+        """Return tokens, (T,), on the model's device; one that only the target has is read as the draft's first."""
+        return torch.tensor([token if token < self._known else 0 for token in tokens], device=self.model.device)

@@ -1,0 +1,120 @@
+"""The thread that drafts: it takes the requests that wait together into one batch."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from draftsmith.scripts.services.draft_protocol import Request
+from draftsmith.scripts.services.serve_draft.metrics import Metrics
+from draftsmith.scripts.services.serve_draft.texts import DraftTexts
+
+LOGGER = logging.getLogger(__name__)
+
+Key = tuple[str, int]
+"""A client and its own number of a text."""
+Drafts = list[list[int] | None]
+
+
+@dataclass
+class Work:
+    """One request, and what is to become of it; it is left out if nobody waits for it any more (`cancel`)."""
+
+    request: Request
+    answer: "Future[Drafts]" = field(default_factory=Future)
+
+    @property
+    def keys(self) -> list[Key]:
+        """The texts that it asks for."""
+        return [(self.request.client, row.id) for row in self.request.rows]
+
+
+class Worker(threading.Thread):
+    """Drafts for one batch after another, until it is stopped.
+
+    Args:
+        texts: the drafter, which is this thread's from now on.
+        max_batch: rows drafted for together at most; no request has more.
+        max_waiting: requests that wait at most.
+        metrics: what it counts in.
+    """
+
+    def __init__(self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: Metrics):
+        super().__init__(name="draft", daemon=True)
+        self._texts, self._max_batch, self._max_waiting, self._metrics = texts, max_batch, max_waiting, metrics
+        self._waiting: deque[Work] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def submit(self, work: Work) -> bool:
+        """Let a request wait for its turn; return whether there was room for it."""
+        with self._changed:
+            if self._stopped or len(self._waiting) >= self._max_waiting:
+                return False
+            self._waiting.append(work)
+            self._metrics.waiting.set(len(self._waiting))
+            self._changed.notify()
+        return True
+
+    def stop(self) -> None:
+        """Draft for what waits, and end."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self.join()
+
+    def run(self) -> None:
+        """Draft until stopped. An error is the answer to the requests that it befell, and all texts are forgotten."""
+        while batch := self._take():
+            before = self._texts.evictions
+            start = time.perf_counter()
+            try:
+                self._texts.forget([(work.request.client, id_) for work in batch for id_ in work.request.ended])
+                rows = [row for work in batch for row in work.request.rows]
+                drafts = self._texts.draft([key for work in batch for key in work.keys], rows)
+            except Exception as error:
+                LOGGER.exception("expected drafts of %d requests, found an error; all texts are forgotten", len(batch))
+                self._texts.clear()
+                for work in batch:
+                    work.answer.set_exception(error)
+                continue
+            self._metrics.work_seconds.inc(time.perf_counter() - start)
+            self._count(drafts, self._texts.evictions - before)
+            for work in batch:
+                count = len(work.request.rows)
+                work.answer.set_result(drafts[:count])
+                drafts = drafts[count:]
+
+    def _take(self) -> list[Work]:
+        """Wait for requests, and return those that fit together: each text once; none at the end."""
+        with self._changed:
+            batch: list[Work] = []
+            while not batch:
+                self._changed.wait_for(lambda: self._waiting or self._stopped)
+                if not self._waiting:
+                    return []
+                room, keys = self._max_batch, set[Key]()
+                while self._waiting:
+                    work = self._waiting[0]
+                    if batch and (len(work.request.rows) > room or keys & set(work.keys)):
+                        break
+                    self._waiting.popleft()
+                    if work.answer.set_running_or_notify_cancel():
+                        batch.append(work)
+                        room -= len(work.request.rows)
+                        keys |= set(work.keys)
+            self._metrics.waiting.set(len(self._waiting))
+            return batch
+
+    def _count(self, drafts: Sequence[list[int] | None], evictions: int) -> None:
+        metrics = self._metrics
+        metrics.rows.inc(len(drafts))
+        metrics.unknown.inc(drafts.count(None))
+        metrics.tokens.inc(sum(len(draft) for draft in drafts if draft))
+        metrics.batch_rows.observe(len(drafts))
+        metrics.evictions.inc(evictions)
+        metrics.texts.set(len(self._texts))
+        metrics.cached_tokens.set(self._texts.cached_tokens)

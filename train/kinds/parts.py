@@ -1,0 +1,186 @@
+"""A target, a draft or heads as `draftsmith doctor` sees them: shapes, and headers of what is stored."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import (
+    Stored,
+    end_ids,
+    integer_weight,
+    is_quantized,
+    load_generation_config,
+    of_any_layer,
+    stored_tensors,
+)
+from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.models import empty_model, load_tokenizer
+
+# What safetensors calls the dtypes that are arithmetic too; others are quantised.
+STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+REMEDY = "copy config.json and weights of one model there"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A target, a draft or heads, without the weights."""
+
+    role: str
+    path: str
+    model: Any
+    """On the meta device."""
+    stored: Counter[str]
+    """Numbers in the checkpoint by dtype, as safetensors names it; empty where its files are not here to be read."""
+
+
+@dataclass(frozen=True)
+class Side(Part):
+    """A target or a draft."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: tuple[int, ...]
+    """The ids that end a text, by its generation config."""
+
+    @property
+    def config(self) -> Any:
+        """The text model's config."""
+        return self.model.config.get_text_config()
+
+    @property
+    def head(self) -> int:
+        """Logits a position."""
+        return int(self.config.vocab_size)
+
+    @property
+    def positions(self) -> int | None:
+        """The longest text, in tokens; None where the architecture has no such limit."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is checked; None was not given, or does not load."""
+
+    target: Side | None = None
+    draft: Side | None = None
+    heads: Part | None = None
+    eagle: Part | None = None
+
+    @property
+    def sides(self) -> list[Side]:
+        """Target and draft, as far as there are any."""
+        return [side for side in (self.target, self.draft) if side is not None]
+
+    @property
+    def parts(self) -> list[Part]:
+        """All that has weights."""
+        return [part for part in (self.target, self.draft, self.heads, self.eagle) if part is not None]
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """The longest text that each model reads, in tokens, by its role; of those that have such a limit."""
+        limits = {side.role: side.positions for side in self.sides if side.positions is not None}
+        if self.eagle is not None:
+            limits[self.eagle.role] = self.eagle.model.config.max_position_embeddings
+        return limits
+
+
+def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | None, Finding]:
+    """Load a target or a draft without its weights, and say what it is; None where it does not load."""
+    try:
+        tokenizer = load_tokenizer(path, field=role, trust_remote_code=trust_remote_code)
+        # In bfloat16: grouped products of experts have no shapes in another dtype.
+        model = empty_model(path, field=role, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+        ends = end_ids(load_generation_config(path, model.config, field=role), role)
+    except InputError as error:
+        text = str(error).removeprefix(f"{role}: ")
+        return None, Finding("error", role, text, "give the directory of a causal LM and its tokenizer")
+    layers = getattr(model.config.get_text_config(), "num_hidden_layers", "?")
+    text = f"{type(model).__name__}, {counted(layers, 'layer')}, {count(model.num_parameters())} parameters"
+    tensors, finding = checkpoint(role, path, text)
+    if finding.state != "error":
+        finding = _as_described(model, tensors, role, text) or finding
+    return Side(role, path, model, by_dtype(tensors), tokenizer, tuple(ends)), finding
+
+
+def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding | None:
+    """Return an error where tensors are not what the config says: others, of other layers or shapes, or in integers.
+
+    What the library renames as it loads is no tensor of the model's, and is left out; so is what is quantised.
+    """
+    if is_quantized(model) or not tensors:
+        return None
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    stored = {name: shape for name, (_, shape) in tensors.items()}
+    shared = set(map(of_any_layer, expected)) & set(map(of_any_layer, stored))
+    differing = [name for name in expected.keys() | stored.keys() if of_any_layer(name) in shared]
+    differing = [name for name in differing if expected.get(name) != stored.get(name)]
+    if stored.keys() <= expected.keys():  # nothing is renamed
+        differing += [name for name in expected.keys() - stored.keys() if name not in model.all_tied_weights_keys]
+    if differing:
+        return other_tensors(role, text, expected, stored, sorted(set(differing)), REMEDY)
+    if name := integer_weight(model, tensors):
+        text += f", but {name} in {tensors[name][0]}, and nothing says how it was quantised"
+        return Finding("error", role, text, "save it in a floating-point type")
+    return None
+
+
+def other_tensors(
+    role: str, text: str, expected: Mapping[str, Any], stored: Mapping[str, Any], differing: list[str], remedy: str
+) -> Finding:
+    """Return an error: the tensors that differ are not what a config says, whose shapes are expected."""
+    name = differing[0]
+    return Finding(
+        "error",
+        role,
+        f"{text}, but {len(differing)} tensors are not what its config.json says, the first {name}: expected "
+        f"{expected.get(name, 'none')}, found {stored.get(name, 'none')}",
+        remedy,
+    )
+
+
+def checkpoint(role: str, path: str, text: str) -> tuple[Stored, Finding]:
+    """Read the headers of a directory's safetensors, and say what is wrong with the files."""
+    directory = Path(path)
+    if not directory.is_dir():
+        return {}, Finding("ok", role, f"{text}; the weights, on the hub, were not looked at")
+    try:
+        tensors = stored_tensors(path, role)
+    except InputError as error:
+        return {}, Finding("error", role, f"{text}; {str(error).removeprefix(f'{role}: ')}", "copy it there again")
+    if not tensors and any(directory.glob("pytorch_model*.bin")):
+        remedy = "save it again with save_pretrained: safetensors"
+        return tensors, Finding("warning", role, f"{text}, in pickled weights", remedy)
+    if not tensors:
+        return tensors, Finding("error", role, f"{text}, but no weights in {path}", "copy its *.safetensors there")
+    stored = by_dtype(tensors)
+    (dtype, most), whole = stored.most_common(1)[0], stored.total()
+    mixed = "" if most == whole else f" ({most / whole:.0%} of it)"
+    return tensors, Finding("ok", role, f"{text}, stored as {dtype}{mixed}")
+
+
+def by_dtype(tensors: Stored) -> Counter[str]:
+    """Count numbers by the dtype that they are stored in."""
+    counts: Counter[str] = Counter()
+    for dtype, shape in tensors.values():
+        counts[dtype] += prod(shape)
+    return counts
+
+
+def count(number: int) -> str:
+    """Format a large number."""
+    units = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
+    return next((f"{number / unit:.1f} {name}" for unit, name in units if number >= unit), str(number))
+
+
+def counted(number: Any, what: str) -> str:
+    """Return a number of things."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,1 @@
+"""What a training run holds in GPU memory, counted without weights."""
