@@ -37,7 +37,7 @@ LogitsAfter = Callable[[Level, Tensor], Tensor]
 (B, 1, V) where they are alike for all parents of a depth."""
 SUPPORT = 1024
 """M: siblings are drawn from the drafter's most likely tokens, renormalised, for a tree's distributions would else be
-its nodes times the vocabulary. Flat drafters want many (docs/log.md, section 25)."""
+its nodes times the vocabulary. Flat drafters want many (docs/log/tensor-loop.md)."""
 
 
 def draft_static_tree(

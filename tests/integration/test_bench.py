@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from pages import shell_blocks
+from pages import GUIDES, shell_blocks
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.bench import (
@@ -36,8 +36,7 @@ COMMAND = re.compile(r"python -m draftsmith\.scripts\.bench\.(\w+)([^`\n]*)")
 
 def commands() -> list[tuple[str, list[str]]]:
     """Return the benchmarks and arguments of all command lines in the documentation; what is optional is given."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    found = [match for page in pages for match in COMMAND.findall(page.read_text("utf-8").replace("\\\n", ""))]
+    found = [match for page in GUIDES for match in COMMAND.findall(page.read_text("utf-8").replace("\\\n", ""))]
     return [(name, shlex.split(re.sub(r"\[(--[^]]*)\]", r"\1", flags), comments=True)) for name, flags in found]
 
 

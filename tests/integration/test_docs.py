@@ -6,12 +6,13 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, get_type_hints
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from pages import GUIDES, PAGES, ROOT, blocks, inline_code, shell_blocks
+from pages import GUIDES, ROOT, blocks, inline_code, shell_blocks
 from transformers import TrainingArguments
 
 from draftsmith.distill.__main__ import main as distill
@@ -125,7 +126,7 @@ def test_inline_code_names_what_is_there(page):
             check_line(words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=by_name)
+@pytest.mark.parametrize("page", GUIDES, ids=by_name)
 def test_named_files_and_modules_exist(page):
     for module in re.findall(r"-m (draftsmith(?:\.\w+)+)", page.read_text()):
         assert find_spec(module), f"there is no module {module}"
@@ -193,8 +194,9 @@ def test_the_site_builds_without_a_warning(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="mkdocs"):
         build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path)))
     assert not caplog.messages
-    pages = {path.name for path in tmp_path.glob("*.html")} - {"404.html"}
-    written = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*.html")]  # a report is shown as it is
-    assert pages == {f"{path.stem}.html" for path in written}
-    for path in tmp_path.glob("*.html"):  # nothing is loaded from elsewhere
+    pages = {path.relative_to(tmp_path) for path in tmp_path.rglob("*.html")} - {Path("404.html")}
+    docs = ROOT / "docs"
+    written = [*docs.rglob("*.md"), *docs.rglob("*.html")]  # a report is shown as it is
+    assert pages == {path.relative_to(docs).with_suffix(".html") for path in written}
+    for path in tmp_path.rglob("*.html"):  # nothing is loaded from elsewhere
         assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"?https?://", path.read_text())

@@ -46,7 +46,7 @@ def test_assets_are_small_safetensors_with_their_licence():
 
 
 def test_target_reads_heldout_python(embedded):
-    """Far above the loss in docs/log.md: it fails where the weights and the tokenizer do not belong together."""
+    """Far above the trained loss (docs/log/embedded-pair.md): it fails where the weights and the tokenizer differ."""
     tokenizer, target, _ = embedded
     heldout = [m.source for m in stdlib_modules() if m.heldout and m.name in {"colorsys", "tempfile", "threading"}]
     ids = [tokenizer(source, return_tensors="pt")["input_ids"][:, :512] for source in heldout]
