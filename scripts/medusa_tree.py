@@ -30,6 +30,7 @@ from draftsmith.decode.measurement.tree_search import (
 )
 from draftsmith.decode.planner import Costs, verification_costs
 from draftsmith.decode.progress import each, phase
+from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -38,7 +39,6 @@ from draftsmith.distill.parallel.layout import TREE
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.medusa.heads.replay import text_states
-from draftsmith.medusa.tree_drafters import TreeDrafter, depth_of, ranks_in_text, with_tree
 from draftsmith.scripts.configs import MedusaTreeConfig
 from draftsmith.scripts.pair import EAGLE, MEDUSA, PARALLEL, DrafterSpec
 from draftsmith.scripts.report.tree_chart import draw_tree
@@ -91,7 +91,7 @@ def search(config: MedusaTreeConfig) -> dict[str, Any]:
         config.compiled if config.nodes is None else False,  # without a choice of nodes nothing is timed
         config.trust_remote_code,
     )
-    target, drafter = pair.target, cast(TreeDrafter, pair.drafter.proposer)
+    target, drafter = pair.target, cast(TreeProposer, pair.drafter.proposer)
     require_split(target, "target")
     texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config))
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
@@ -108,7 +108,7 @@ def search(config: MedusaTreeConfig) -> dict[str, Any]:
     else:
         with phase("search"):
             tree = search_tree(searched_on, config.nodes, selection)
-    count = depth_of(drafter)
+    count = drafter.depth
     trees = {
         "chain": Tree.chain(count),
         "reference": reference_tree(count),
@@ -159,7 +159,7 @@ def search(config: MedusaTreeConfig) -> dict[str, Any]:
 def replayed_texts(
     config: MedusaTreeConfig,
     target: PreTrainedModel,
-    drafter: TreeDrafter,
+    drafter: TreeProposer,
     size: int,
 ) -> tuple[list[TextRanks], int]:
     """Return the ranks of every different text's tokens, and the median length to a text's middle.
@@ -184,7 +184,7 @@ def replayed_texts(
             if turned and not wrong:
                 first = f"the first in sample {sample['id']!r}, token {turned[0]} of its text"
             wrong, tokens = wrong + len(turned), tokens + len(hidden)
-            texts.append(ranks_in_text(target, drafter, sequence, prompt_length, hidden))
+            texts.append(drafter.ranks(target, sequence, prompt_length, hidden))
             middles.append((prompt_length + len(ids)) // 2)
         if wrong > MOST_DISAGREEMENT * tokens:
             raise InputError(
@@ -214,7 +214,7 @@ def calibration_text(config: MedusaTreeConfig) -> Tensor:
 
 def round_costs(
     target: PreTrainedModel,
-    drafter: TreeDrafter,
+    drafter: TreeProposer,
     text: Tensor,
     rows: int,
     context: int,
@@ -227,7 +227,7 @@ def round_costs(
     rest of a round is that of an eager one.
     """
     eager = verification_costs(target, rows, context, [1, *(len(tree) + 1 for tree in trees)], repeats=9)
-    proposers = {str(i): with_tree(drafter, tree) for i, tree in enumerate(trees)}
+    proposers = {str(i): drafter.with_tree(tree) for i, tree in enumerate(trees)}
     depths = {str(i): tree.depth for i, tree in enumerate(trees)}
     with endless(target):
         token, rounds = loop_seconds(

@@ -25,12 +25,12 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.progress import phase
+from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.distill.parallel.layout import tree_of
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.medusa.tree_drafters import TreeDrafter
 from draftsmith.train.models import (
     DTYPES,
     check_head,
@@ -100,7 +100,7 @@ class Drafter:
     @property
     def tree(self) -> Tree | None:
         """The tree that was searched for it, or the chain of all heads."""
-        if not isinstance(self.proposer, TreeDrafter) or not isinstance(self.proposer.tree, Tree):
+        if not isinstance(self.proposer, TreeProposer) or not isinstance(self.proposer.tree, Tree):
             return None
         return self.proposer.tree
 

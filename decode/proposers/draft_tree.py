@@ -3,14 +3,18 @@
 Shape suffixes: B rows, F nodes of a frontier, K nodes, N nodes fed so far, V vocabulary.
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Drafts, Proposal, SiblingDraws
+from draftsmith.decode.proposers.base import Drafts, Proposal, Proposer, SiblingDraws
+from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler, draw_rows, draw_siblings, scores_of_rows, uniforms
 from draftsmith.decode.tree import ROOT, Level, Tree
 
@@ -30,6 +34,39 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if self.width < 1 or self.nodes < self.width:
             raise InputError(f"dynamic tree: expected 1 ≤ width ≤ nodes, found width {self.width}, nodes {self.nodes}")
+
+
+DEEPEST = 8
+"""The depth of the deepest tree of a drafter that names no limit."""
+
+
+class TreeProposer(Proposer):
+    """A proposer that can draft any tree of one shape: `measurement.tree_search` finds the best one."""
+
+    tree: Tree | DynamicTree | None
+    """The shape of its drafts; None for chains."""
+
+    @property
+    def depth(self) -> int:
+        """The depth of its deepest tree."""
+        return self.longest or DEEPEST
+
+    @abstractmethod
+    def with_tree(self, tree: Tree) -> Self:
+        """Return the same drafter with another tree."""
+
+    @abstractmethod
+    def ranks(
+        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
+    ) -> TextRanks:
+        """Return the ranks of a text's tokens among the drafter's logits, which give every tree's counts at T=0.
+
+        Args:
+            target: the model that wrote the text, at T=0.
+            sequence: prompt and text, (T,) int64.
+            prompt_length: tokens of the prompt, at least 1 and less than T.
+            hidden_NH: the target's hidden states behind the text's N tokens, if known; some drafters need them.
+        """
 
 
 LogitsAfter = Callable[[Level, Tensor], Tensor]

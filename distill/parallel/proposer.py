@@ -4,6 +4,7 @@ Shape suffixes: B rows, K drafted tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -11,16 +12,17 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import WrittenText
-from draftsmith.decode.sampling import argmax, draw_rows, uniforms
+from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import check_depth, length_of, mask_token_of
 from draftsmith.distill.parallel.replay import text_acceptance, text_ranks
 
 
-class ParallelDraftProposer(DraftModelProposer):
+class ParallelDraftProposer(TreeProposer, DraftModelProposer):
     """Drafts K tokens with one forward of a draft trained for it: see `draftsmith.distill.parallel.layout`.
 
     Fed are the tokens of the text that the cache lacks, and K − 1 mask tokens behind them. What was drafted is never
@@ -47,6 +49,18 @@ class ParallelDraftProposer(DraftModelProposer):
         self.longest = length_of(draft_model.config)
         if tree is not None:
             check_depth(tree, draft_model.config)
+
+    def with_tree(self, tree: Tree) -> Self:
+        """Return the same draft with another tree."""
+        return type(self)(self.draft_model, tree)
+
+    def ranks(
+        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
+    ) -> TextRanks:
+        """Return the ranks of a text's tokens among the draft's logits."""
+        text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
+        vocab_size = target.config.get_text_config().vocab_size
+        return text_ranks(self.draft_model, text, Sampler.of(0), vocab_size, [MOST_RANKS] * self.depth)[0]
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache."""

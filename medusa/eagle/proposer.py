@@ -10,7 +10,7 @@ Shape suffixes: B rows, L places, F nodes fed together, N nodes fed so far, H hi
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,8 @@ from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.base import Outcome, Proposal, Task
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
-from draftsmith.decode.proposers.draft_tree import DynamicTree
+from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
+from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
@@ -91,7 +92,7 @@ class EagleModel(PreTrainedModel):
         return SimpleNamespace(logits=torch.cat([step.states, step.hidden], dim=-1)[:, -logits_to_keep:])
 
 
-class EagleProposer(DraftModelProposer):
+class EagleProposer(TreeProposer, DraftModelProposer):
     """Drafts chains or trees with EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840, section 3).
 
     The first round of a text has no features to draft from: it drafts nothing, and emits the token that the prompt's
@@ -111,6 +112,17 @@ class EagleProposer(DraftModelProposer):
         self._layer = EagleModel(heads).eval()
         self.draft_model: PreTrainedModel = self._layer
         self.wants_features = heads.layer_ids
+
+    def with_tree(self, tree: Tree) -> Self:
+        """Return the same heads with another tree."""
+        return type(self)(self.heads, tree)
+
+    def ranks(
+        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
+    ) -> TextRanks:
+        """Return the ranks of a text's tokens among the heads' logits."""
+        text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
+        return eagle_ranks(target, self.heads, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
     def start(self, task: Task) -> int:
         """Begin with an empty cache and no features.

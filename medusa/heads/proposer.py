@@ -1,15 +1,16 @@
 """Medusa heads as a drafter: no further model, one matrix product a head, and the target's hidden states."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
-from draftsmith.decode.proposers.draft_tree import draft_static_tree
+from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
+from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
@@ -19,7 +20,7 @@ from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
 from draftsmith.train.losses.output_head import last_hidden
 
 
-class MedusaProposer(Proposer):
+class MedusaProposer(TreeProposer):
     """Drafts a chain or a tree from the hidden state that the last round left (Cai et al. 2024, section 2.1).
 
     At T=0 siblings are a head's most likely tokens; under sampling they are drawn from the head's distribution without
@@ -39,7 +40,22 @@ class MedusaProposer(Proposer):
 
     def __init__(self, heads: MedusaHeads, tree: Tree | None = None):
         self.heads = heads.eval()
-        self.tree = check_depth(heads.tree if tree is None else tree, heads.config.num_heads)
+        self.tree: Tree = check_depth(heads.tree if tree is None else tree, heads.config.num_heads)
+
+    @property
+    def depth(self) -> int:
+        """The number of heads."""
+        return self.heads.config.num_heads
+
+    def with_tree(self, tree: Tree) -> Self:
+        """Return the same heads with another tree."""
+        return type(self)(self.heads, tree)
+
+    def ranks(
+        self, target: PreTrainedModel, sequence: Tensor, prompt_length: int, hidden_NH: Tensor | None = None
+    ) -> TextRanks:
+        """Return the ranks of a text's tokens among the heads' logits."""
+        return replay_ranks(target, self.heads, sequence, prompt_length, hidden_NH=hidden_NH)
 
     def start(self, task: Task) -> int:
         """Begin with no hidden states."""

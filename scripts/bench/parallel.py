@@ -37,7 +37,6 @@ from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.decode.measurement.tree_search import choices_of, search_tree
 from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa.tree_drafters import ranks_in_text
 from draftsmith.scripts.bench.common import ASSETS, in_turns, run_benchmark
 from draftsmith.scripts.bench.variants import VariantsConfig, compare, pooled, read_texts
 from draftsmith.train.cli import parse_config, run
@@ -212,7 +211,7 @@ def _search_trees(config: BenchParallelConfig, results: dict[str, Any]) -> None:
             continue
         drafter = ParallelDraftProposer(load_model(str(_directory(config, variant, seed)), device="cpu").eval())
         searched, check = (
-            [ranks_in_text(target, drafter, *pair) for pair in zip(*read_texts(config.completions / side), strict=True)]
+            [drafter.ranks(target, *pair) for pair in zip(*read_texts(config.completions / side), strict=True)]
             for side in ("searched", "replayed-greedy")
         )
         for size in missing:

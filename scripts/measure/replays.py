@@ -9,8 +9,8 @@ from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_shares
 from draftsmith.decode.progress import each
+from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
-from draftsmith.medusa.tree_drafters import TreeDrafter, ranks_in_text, with_tree
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
 from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.tree_chart import draw_tree
@@ -40,8 +40,8 @@ def replay_all(
     """
     proposers: dict[tuple[str, Verifier | None], Proposer] = dict(replayed_proposers(pair, sampler).items())
     for drafter in pair.drafters:
-        if isinstance(drafter.proposer, TreeDrafter) and (drafter.name, PROBABILISTIC) not in proposers:
-            proposers[drafter.name, None] = with_tree(drafter.proposer, Tree.chain(1))
+        if isinstance(drafter.proposer, TreeProposer) and (drafter.name, PROBABILISTIC) not in proposers:
+            proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
     replays = replay_drafters(pair.target, proposers, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
@@ -53,7 +53,7 @@ def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier
     """Return what replay applies to, by drafter and verifier: under sampling draft models with both."""
     proposers: dict[tuple[str, Verifier], Proposer] = {}
     for drafter in pair.drafters:
-        if isinstance(drafter.proposer, TreeDrafter) and drafter.proposer.replay_refusal(sampler.do_sample):
+        if isinstance(drafter.proposer, TreeProposer) and drafter.proposer.replay_refusal(sampler.do_sample):
             continue
         proposers[drafter.name, PROBABILISTIC] = drafter.proposer
         if drafter.greedy is not None and sampler.do_sample:
@@ -66,9 +66,9 @@ def tree_pictures(pair: Pair, sequences: Sequence[Tensor], prompt_lengths: Seque
     pictures = []
     for drafter in pair.drafters:
         tree = drafter.tree
-        if isinstance(drafter.proposer, TreeDrafter) and tree is not None and not tree.is_chain:
+        if isinstance(drafter.proposer, TreeProposer) and tree is not None and not tree.is_chain:
             texts = each(list(zip(sequences, prompt_lengths, strict=True)), "pictures of trees", "texts")
-            ranks = [ranks_in_text(pair.target, drafter.proposer, *text) for text in texts]
+            ranks = [drafter.proposer.ranks(pair.target, *text) for text in texts]
             length = format_estimate(acceptance_estimate(ranks, tree), spread="none")
             title = f"{len(tree)} nodes, mean acceptance length {length}"
             subtitle = f"T=0, replayed on {len(sequences)} texts"
