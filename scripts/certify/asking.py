@@ -12,9 +12,10 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.validation import Amount, Count, TokenId, file_bytes, parsed, require_tokens
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
+from draftsmith.scripts.serving.client import Client, StreamedCompletion
 from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 IDS, TEXT, CHAT = "ids", "text", "chat"
@@ -214,7 +215,7 @@ def _body(
     return body | {"messages": messages, "chat_template_kwargs": config.chat_template_kwargs}
 
 
-def _tokens(config: CertifyConfig, client: Client, question: Question, answer: Answer) -> list[int]:
+def _tokens(config: CertifyConfig, client: Client, question: Question, answer: StreamedCompletion) -> list[int]:
     """Return a text's tokens, of an answer that can be judged."""
     where = f"{client.name}: expected"
     if answer.token_ids is None:

@@ -16,10 +16,10 @@ from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.judging import Greedy, Law, judge_greedy, judge_law
 from draftsmith.scripts.certify.servers import Servers, target_identity
 from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
-from draftsmith.scripts.serving.client import ServerFailure
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable
 from draftsmith.train.job.lock import locked
 from draftsmith.train.models import load_tokenizer, vocabulary_size

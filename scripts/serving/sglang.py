@@ -1,4 +1,4 @@
-"""SGLang's own doors: `/generate`, whose answers are counted one by one, and `/server_info`.
+"""SGLang's own paths: `/generate`, whose answers are counted one by one, and `/server_info`.
 
 Its OpenAI-compatible answers say nothing of speculative decoding while they stream, and its metrics have gauges in
 place of counters; so prompts whose tokens or text are known go to `/generate`.
@@ -7,21 +7,31 @@ place of counters; so prompts whose tokens or text are known go to `/generate`.
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.serving.answers import Generated, Meta, ServerInfo, Version
-from draftsmith.scripts.serving.client import Answer, Client
-from draftsmith.train.endpoint.server import server_words
+from draftsmith.decode.validation import Count, Said, parse_json
+from draftsmith.scripts.serving.client import Client, StreamedCompletion
+from draftsmith.train.endpoint.answers import Generated, Limit, Meta
+from draftsmith.train.endpoint.http import server_words
 
-T = TypeVar("T")
 PATH = "/generate"
 COUNTED = (
     ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram"),
     ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
 )
 """What an answer calls its drafted and accepted tokens, and its steps by accepted tokens: since 2026, and before."""
+
+
+class ServerInfo(Said):
+    """SGLang's `/server_info`; its `internal_states` tell it from other servers."""
+
+    version: str | None = None
+    speculative_algorithm: str | None = None
+    speculative_num_draft_tokens: Limit | None = None
+    speculative_num_steps: Count | None = None
+    speculative_eagle_topk: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -35,18 +45,19 @@ class Engine:
     draft_tokens: int | None = None
     """SGLang's tokens that a step verifies beyond the last one of the text."""
     tree: bool = False
-    """Whether they are a tree's, and not a chain's."""
+    """Whether they form a tree, not a chain."""
 
 
 async def recognised(client: Client) -> Engine:
-    """Return what answers, by the doors that it has.
+    """Return what answers, by the paths that it has.
 
     Raises:
         ServerFailure: nothing does, or it says of itself what cannot be.
     """
     for path in ("/server_info", "/get_server_info"):  # the latter of older versions
-        info = await _answer(client, ServerInfo, path)
-        if info is not None and "internal_states" in info.model_fields_set:
+        text, value = await _page(client, path)
+        if isinstance(value, dict) and "internal_states" in value:
+            info = client.read(ServerInfo, text, f"{client.name}: {client.url}{path}")
             drafted, width = info.speculative_num_draft_tokens, info.speculative_eagle_topk or 1
             return Engine(
                 "sglang",
@@ -55,20 +66,22 @@ async def recognised(client: Client) -> Engine:
                 None if drafted is None else drafted - 1,
                 tree=width > 1 and drafted != (info.speculative_num_steps or 0) + 1,
             )
-    told = await _answer(client, Version, "/version")
-    version = None if told is None else told.version
-    return Engine("other") if version is None else Engine("vllm", version)
+    _, value = await _page(client, "/version")
+    if isinstance(value, dict) and isinstance(value.get("version"), str):
+        return Engine("vllm", value["version"])
+    return Engine("other", value if isinstance(value, str) else None)
 
 
-async def _answer(client: Client, kind: type[T], path: str) -> T | None:
-    """Return what a path answers; None where there is none."""
+async def _page(client: Client, path: str) -> tuple[str, Any]:
+    """Return what a path answers, and the value of its JSON; None where there is no such path, or no JSON."""
     try:
-        return await client.get_json(kind, path)
-    except InputError:
-        return None
+        text = await client.get_text(path)
+        return text, parse_json(text)
+    except (InputError, ValueError):
+        return "", None
 
 
-async def generate(client: Client, request: Mapping[str, Any]) -> Answer:
+async def generate(client: Client, request: Mapping[str, Any]) -> StreamedCompletion:
     """Return one completion by `/generate`, read as it streams in, with what SGLang counted of it.
 
     The shapes are those of `handle_loop` and `_calculate_spec_decoding_metrics` (now `fill_spec_decoding_meta`) in
@@ -83,9 +96,9 @@ async def generate(client: Client, request: Mapping[str, Any]) -> Answer:
         InputError: the request is refused (4xx).
         ServerFailure: no answer, a broken one, or none within the timeout.
     """
-    answer, meta, ids = Answer(sent=time.perf_counter()), None, list[int]()
+    answer, meta, ids = StreamedCompletion(sent=time.perf_counter()), None, list[int]()
     most = request.get("sampling_params", {}).get("max_new_tokens")
-    async for data in client.parts(PATH, {**request, "stream": True, "return_prompt_token_ids": True}):
+    async for data in client.events(PATH, {**request, "stream": True, "return_prompt_token_ids": True}):
         now, part = time.perf_counter(), client.said(Generated, data, PATH)
         if part.error is not None:
             raise client.no_completion(PATH, server_words(data.encode()))

@@ -18,7 +18,7 @@ from draftsmith.scripts import cli
 from draftsmith.scripts.certify import command
 from draftsmith.scripts.certify.asking import Kept, Question, Request, ask, companions, stages
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.serving.client import Answer
+from draftsmith.scripts.serving.client import StreamedCompletion
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.runs import save_model
 
@@ -360,7 +360,7 @@ def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
         name, url = "server", "http://127.0.0.1"
 
         async def complete(self, body, path):
-            return Answer(token_ids=[1, 300], finish_reason="stop")
+            return StreamedCompletion(token_ids=[1, 300], finish_reason="stop")
 
     kept, questions = Kept(tmp_path / "texts.jsonl", 4), [Question(Prompt("a", "x", None, None), [1])]
     with pytest.raises(InputError, match=r"^server: http://127\.0\.0\.1: .*300"):

@@ -14,7 +14,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.scripts.prepare import main
 from draftsmith.train.data import generate as completions
 from draftsmith.train.data.generate import prepare
-from draftsmith.train.endpoint.completions import Answer, Completion, Vocabulary, settle
+from draftsmith.train.endpoint.completions import Completion, Vocabulary, settle
+from draftsmith.train.endpoint.completions import ServedCompletion as Served
 
 pytest_plugins = ["server_fixtures"]
 
@@ -132,17 +133,26 @@ def test_every_setting_is_sent_and_nothing_is_left_to_the_server(remote, server,
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (Answer("", "stop", None, [5, 1], None, 2), Completion([5, 1], "stop")),  # the end is listed
-        (Answer("", "stop", 2, [5], None, 1), Completion([5, 2], "stop")),  # it is not, but the server says which
-        (Answer("", "stop", None, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or does not
-        (Answer("", "stop", 3, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or a stranger
-        (Answer("", "stop", None, [], None, 0), Completion([1], "stop", uncertain=True)),
-        (Answer("", "stop", None, [5, 0], None, 2), Completion([5, 0], "stop")),  # servers know the tokenizer's end too
-        (Answer("", "length", None, [5, 6], None, 2), Completion([5, 6], "length")),
-        (Answer("", "length", None, [5, 2, 6, 1], None, 4), Completion([5, 2], "stop")),  # it went on past the end
-        (Answer("", "length", None, [5, 300, 6], None, 3), Completion([5], "length", padded=True)),
-        (Answer("", "stop", None, [5, 1, 300], None, 3), Completion([5, 1], "stop")),
-        (Answer("", "length", None, [300], None, 1), Completion([], "length", padded=True)),
+        (Served("", "stop", None, [5, 1], None, 2), Completion([5, 1], "stop")),  # the end is listed
+        (
+            Served("", "stop", 2, [5], None, 1),
+            Completion([5, 2], "stop"),
+        ),  # it is not, but the server says which
+        (Served("", "stop", None, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or does not
+        (Served("", "stop", 3, [5], None, 1), Completion([5, 1], "stop", uncertain=True)),  # or a stranger
+        (Served("", "stop", None, [], None, 0), Completion([1], "stop", uncertain=True)),
+        (
+            Served("", "stop", None, [5, 0], None, 2),
+            Completion([5, 0], "stop"),
+        ),  # servers know the tokenizer's end too
+        (Served("", "length", None, [5, 6], None, 2), Completion([5, 6], "length")),
+        (
+            Served("", "length", None, [5, 2, 6, 1], None, 4),
+            Completion([5, 2], "stop"),
+        ),  # it went on past the end
+        (Served("", "length", None, [5, 300, 6], None, 3), Completion([5], "length", padded=True)),
+        (Served("", "stop", None, [5, 1, 300], None, 3), Completion([5, 1], "stop")),
+        (Served("", "length", None, [300], None, 1), Completion([], "length", padded=True)),
     ],
 )
 def test_a_completion_ends_with_the_first_end_of_sequence_token(answer, expected, remote_tokenizer):
@@ -155,20 +165,20 @@ def test_text_that_spells_a_token_without_a_logit_is_cut_there():
     size = len(tokenizer) - 1
     vocabulary, text = Vocabulary(tokenizer, size, size, [1]), f"def add{IMAGE}(a, b)"
     ids = tokenizer("def add", add_special_tokens=False).input_ids
-    found = settle(Answer(text, "length", None, None, None, None), [2], vocabulary, "p")
+    found = settle(Served(text, "length", None, None, None, None), [2], vocabulary, "p")
     assert (found.ids, found.finish_reason, found.padded) == (ids, "length", True)
     with pytest.raises(InputError, match=f"endpoint: expected ids below {size} for p, found {size}: does the server"):
-        settle(Answer("", "length", None, [5, size], None, 2), [2], vocabulary, "p")
+        settle(Served("", "length", None, [5, size], None, 2), [2], vocabulary, "p")
 
 
 def test_an_end_that_is_not_told_is_the_tokenizers(remote_tokenizer):
-    answer = Answer("", "stop", None, [5], None, 1)
+    answer = Served("", "stop", None, [5], None, 1)
     several = Vocabulary(remote_tokenizer, 290, 320, [OTHER_END, remote_tokenizer.eos_token_id])
     assert settle(answer, [4], several, "p") == Completion([5, remote_tokenizer.eos_token_id], "stop", uncertain=True)
     single = Vocabulary(remote_tokenizer, 290, 320, [OTHER_END])
     assert settle(answer, [4], single, "p") == Completion([5, OTHER_END], "stop")
     with pytest.raises(InputError, match=r"^endpoint: expected at least one token for p, found none$"):
-        settle(Answer("", "length", None, [], None, 0), [4], several, "p")
+        settle(Served("", "length", None, [], None, 0), [4], several, "p")
 
 
 def test_ids_that_pad_the_vocabulary_cut_a_completion_and_are_counted(remote, server, remote_tokenizer, capsys):

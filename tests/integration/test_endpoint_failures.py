@@ -9,8 +9,8 @@ from fake_server import COUNT, refusal, rows, vllm
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.generate import prepare
-from draftsmith.train.endpoint import server as server_module
-from draftsmith.train.endpoint.server import Window
+from draftsmith.train.endpoint import http
+from draftsmith.train.endpoint.retries import Window
 
 pytest_plugins = ["server_fixtures"]
 
@@ -167,7 +167,7 @@ def test_an_answer_of_more_tokens_than_were_asked_for_is_refused(remote, server)
 
 
 def test_an_answer_without_end_is_not_kept_in_memory(remote, server, monkeypatch):
-    monkeypatch.setattr(server_module, "MOST_BYTES", 2**20)
+    monkeypatch.setattr(http, "MOST_BYTES", 2**20)
     server.answer = lambda path, body, number: (200, {}, b" " * 2**21)
     assert refusal(remote(endpoint_concurrency=1)) == (
         f"endpoint: expected an answer of at most 1048576 bytes from {server.root}/v1/completions, found more"
@@ -179,7 +179,7 @@ def test_a_server_that_drips_bytes_is_waited_for_no_longer_than_one_that_is_sile
     server.drips = 0.05
     server.answer = lambda path, body, number: vllm(body, [65], "length")
     message = refusal(remote(endpoint_timeout=0.3, endpoint_retries=1, endpoint_concurrency=1, endpoint_model="tiny"))
-    assert "found no whole answer within 0 s in the last of 2 tries; finished shards are kept" in message
+    assert "found no whole answer within 0.3 s in the last of 2 tries; finished shards are kept" in message
     assert len(waits) == 1
 
 

@@ -48,7 +48,7 @@ from draftsmith.scripts.measure.side_by_side import Group, Row
 from draftsmith.scripts.services.coordinate.config import Pair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
-from draftsmith.scripts.serving.client import Client, ServerFailure
+from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.sglang import generate, recognised
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.checkpoint import WEIGHTS, stored_tensors
@@ -56,7 +56,9 @@ from draftsmith.train.cli import check_fields, keys_of
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.data.shards import completion_files, read_completions, read_manifest, settle_manifest
-from draftsmith.train.endpoint.completions import Completed, Generated, native_answer, openai_answer
+from draftsmith.train.endpoint.answers import WholeCompletion, WholeGeneration
+from draftsmith.train.endpoint.completions import native_answer, openai_answer
+from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.job.resume import Job as TrainingJob
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
@@ -99,13 +101,16 @@ class Sent(Client):
         super().__init__("http://127.0.0.1:9")
         self.file = path
 
-    async def parts(self, path, body):
+    async def events(self, path, body):
         for line in self.file.read_bytes().decode("utf-8", "replace").split("\n"):
             if line.strip():
                 yield line
 
     async def get_text(self, path):
         return self.file.read_bytes().decode("utf-8", "replace")
+
+    async def fetch(self, kind, path, body=None, what=None, timeout=None):
+        return self.read(kind, self.file.read_bytes(), path, names=True)
 
 
 def answered(answer: Any) -> None:
@@ -248,12 +253,12 @@ READERS: dict[str, Reader] = {
     "SGLang's metrics": Reader(SGLANG.encode(), run(lambda c: c.metrics()), counters, (damaged, misworded, misworded)),
     "an endpoint's completion": Reader(
         lines(COMPLETED),
-        lambda path: openai_answer(parsed(Completed, path.read_bytes(), "it")),
+        lambda path: openai_answer(parsed(WholeCompletion, path.read_bytes(), "it")),
         lambda answer: ids_below(2**31, answer.token_ids, answer.prompt_ids),
     ),
     "an endpoint's native completion": Reader(
         lines(NATIVE),
-        lambda path: native_answer(parsed(Generated, path.read_bytes(), "it")),
+        lambda path: native_answer(parsed(WholeGeneration, path.read_bytes(), "it")),
         lambda answer: ids_below(2**31, answer.token_ids),
     ),
     "an engine's answers": Reader(

@@ -4,9 +4,9 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.serving.answers import Meta
 from draftsmith.scripts.serving.counters import read_metrics
 from draftsmith.scripts.serving.sglang import counted
+from draftsmith.train.endpoint.answers import Meta
 
 VLLM = """
 # TYPE vllm:spec_decode_num_drafts counter

@@ -12,10 +12,11 @@ from draftsmith.decode.validation import answered
 from draftsmith.scripts.services.coordinate.asked import TEXT, Keywords, read_request
 from draftsmith.scripts.services.coordinate.relay import Relay
 from draftsmith.scripts.services.coordinate.routing import DOWN, Lease, Refusal
-from draftsmith.scripts.serving import answers
 from draftsmith.scripts.serving import client as module
-from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
-from draftsmith.train.endpoint import completions
+from draftsmith.scripts.serving.client import Client, StreamedCompletion
+from draftsmith.scripts.serving.sglang import Engine, ServerInfo, recognised
+from draftsmith.train.endpoint import answers, http
+from draftsmith.train.endpoint.http import ServerFailure
 
 KEY = "sk-not-to-be-seen"
 
@@ -35,10 +36,10 @@ async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
-def complete(monkeypatch, body: bytes, status: str = "200 OK") -> Answer:
+def complete(monkeypatch, body: bytes, status: str = "200 OK") -> StreamedCompletion:
     monkeypatch.setenv("KEY", KEY)
 
-    async def ask() -> Answer:
+    async def ask() -> StreamedCompletion:
         async with answering(body, status) as url, Client(url, key_env="KEY", timeout=10) as client:
             return await client.complete({"model": "m", "prompt": "p", "max_tokens": 4})
 
@@ -79,8 +80,9 @@ def test_a_key_is_not_in_what_is_said_of_a_refusal(monkeypatch):
     "body", [b"data: " + b"x" * 2000, event(choices=[{"text": "abc"}]) * 100], ids=["a line", "many parts"]
 )
 def test_an_answer_without_end_is_given_up(body, monkeypatch):
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    with pytest.raises(ServerFailure, match="expected an answer of at most 1000 bytes, found more"):
+    for each in (http, module):
+        monkeypatch.setattr(each, "MOST_BYTES", 1000)
+    with pytest.raises(ServerFailure, match=r"expected an answer of at most 1000 bytes from http://.*, found more"):
         complete(monkeypatch, body)
 
 
@@ -150,14 +152,37 @@ def test_what_a_server_says_of_the_coordinators_key_is_not_passed_on():
         (answers.ModelCard, '{"id": "m", "max_model_len": 0}', {"max_model_len": None}),
         (answers.ModelCard, '{"id": "m", "max_model_len": -1}', {"max_model_len": None}),
         (answers.ModelCard, '{"id": "m", "max_model_len": 4096}', {"max_model_len": 4096}),
-        (answers.ServerInfo, '{"speculative_num_draft_tokens": 0}', {"speculative_num_draft_tokens": None}),
-        (answers.Version, '{"version": {"major": 1}}', {"version": None}),
+        (ServerInfo, '{"speculative_num_draft_tokens": 0}', {"speculative_num_draft_tokens": None}),
         (answers.Delta, '{"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}', {"text": "ab"}),
         (answers.Delta, '{"content": null, "reasoning": "why"}', {"text": "why"}),
         (answers.Delta, '{"content": "cut \\ud83d"}', {"text": "cut \ufffd"}),
-        (completions.Choice, '{"text": null, "token_ids": [1]}', {"text": None, "finish_reason": None}),
+        (answers.Choice, '{"text": null, "token_ids": [1]}', {"text": None, "finish_reason": None}),
     ],
 )
 def test_what_real_servers_say_is_taken(kind, said, read):
     answer = answered(kind, said, "here")
     assert {name: getattr(answer, name) for name in read} == read
+
+
+@pytest.mark.parametrize(
+    ("pages", "engine"),
+    [
+        ({"/version": '{"version": "0.32.0"}'}, Engine("vllm", "0.32.0")),
+        ({"/version": '"1.2"', "/server_info": "[1, 2]"}, Engine("other", "1.2")),
+        ({"/version": '{"version": {"major": 1}}'}, Engine("other")),
+        ({"/version": "<html>", "/server_info": "{}"}, Engine("other")),
+        ({"/get_server_info": '{"internal_states": [], "version": "0.4"}'}, Engine("sglang", "0.4")),
+    ],
+)
+def test_any_server_is_recognised_by_its_pages(pages, engine):
+    class Paged(Client):
+        async def get_text(self, path):
+            if path not in pages:
+                raise InputError("404")
+            return pages[path]
+
+    async def ask() -> Engine:
+        async with Paged("http://127.0.0.1:9") as client:
+            return await recognised(client)
+
+    assert asyncio.run(ask()) == engine

@@ -16,24 +16,23 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field
 from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Count, Said, TokenId
 from draftsmith.train.data.prepare_config import PrepareConfig
 from draftsmith.train.data.samples import Batch, Completion, Sample
+from draftsmith.train.endpoint.answers import ModelList, WholeCompletion, WholeGeneration
+from draftsmith.train.endpoint.retries import RetryingServer
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
-from draftsmith.train.endpoint.server import Server
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A server's answer, whatever its dialect; None where it does not say."""
+class ServedCompletion:
+    """A completion in either dialect; None where the server does not say."""
 
     text: str | None
     finish_reason: str | None
@@ -41,64 +40,6 @@ class Answer:
     token_ids: list[int] | None
     prompt_ids: list[int] | None
     count: int | None
-
-
-class Choice(Said):
-    """A completion of `/v1/completions`; what ended it is vLLM's `stop_reason` and SGLang's `matched_stop`."""
-
-    text: str | None = None
-    finish_reason: str | None = None
-    stop_reason: Any = None
-    matched_stop: Any = None
-    token_ids: list[TokenId] | None = None
-    prompt_token_ids: list[TokenId] | None = None
-
-
-class Usage(Said):
-    """Tokens, as a server counts them."""
-
-    completion_tokens: Count | None = None
-
-
-class Completed(Said):
-    """An answer of `/v1/completions`."""
-
-    choices: Annotated[list[Choice], Field(min_length=1)]
-    usage: Usage | None = None
-
-
-class Finished(Said):
-    """How a text of SGLang's `/generate` ended."""
-
-    type: str
-    matched: Any = None
-
-
-class Meta(Said):
-    """What SGLang says of a text."""
-
-    finish_reason: Finished
-    completion_tokens: Count | None = None
-
-
-class Generated(Said):
-    """An answer of SGLang's `/generate`."""
-
-    text: str
-    meta_info: Meta
-    output_ids: list[TokenId] | None = None
-
-
-class Model(Said):
-    """One of the models that a server lists."""
-
-    id: str
-
-
-class Models(Said):
-    """What `/v1/models` answers."""
-
-    data: list[Model]
 
 
 @dataclass(frozen=True)
@@ -124,10 +65,10 @@ def served_model(config: PrepareConfig) -> str:
     if config.endpoint_model is not None:
         return config.endpoint_model
 
-    async def ask() -> Models:
-        server = Server(config)
+    async def ask() -> ModelList:
+        server = RetryingServer(config)
         async with server.client:
-            return await server.call(Models, "/models", "a list of models")
+            return await server.call(ModelList, server.models, "a list of models")
 
     names = [model.id for model in asyncio.run(ask()).data]
     if len(names) != 1:
@@ -175,7 +116,7 @@ def complete_remotely(
             if len(done) == len(batch.samples):
                 finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
 
-        source = Source(Server(config), model, vocabulary)
+        source = Source(RetryingServer(config), model, vocabulary)
         window = source.server.window
         async with source.server.client, asyncio.TaskGroup() as group:
             for batch in batches:
@@ -193,7 +134,7 @@ def complete_remotely(
 class Source:
     """The target on a server."""
 
-    server: Server
+    server: RetryingServer
     model: str
     vocabulary: Vocabulary
     warned: bool = False
@@ -204,9 +145,9 @@ class Source:
         name, url = f"prompt {sample.prompt.id!r}", self.server.url
         what, request = f"a completion of {name}", self.request(sample)
         if self.server.native:
-            answer = native_answer(await self.server.call(Generated, "/completions", what, request))
+            answer = native_answer(await self.server.call(WholeGeneration, self.server.completions, what, request))
         else:
-            answer = openai_answer(await self.server.call(Completed, "/completions", what, request))
+            answer = openai_answer(await self.server.call(WholeCompletion, self.server.completions, what, request))
         if answer.text is None and answer.token_ids is None:
             raise InputError(f"endpoint: expected {what} from {url}, found neither a text nor token ids")
         most = self.server.config.new_tokens()
@@ -247,19 +188,20 @@ class Source:
         return asked | sampling | seed | {"return_token_ids": True}
 
 
-def openai_answer(body: Completed) -> Answer:
+def openai_answer(body: WholeCompletion) -> ServedCompletion:
     """Return what `/v1/completions` answers."""
     choice = body.choices[0]
     stopped_by = choice.matched_stop if choice.stop_reason is None else choice.stop_reason
     count = None if body.usage is None else body.usage.completion_tokens
-    return Answer(choice.text, choice.finish_reason, _id(stopped_by), choice.token_ids, choice.prompt_token_ids, count)
+    ids = choice.token_ids
+    return ServedCompletion(choice.text, choice.finish_reason, _id(stopped_by), ids, choice.prompt_token_ids, count)
 
 
-def native_answer(body: Generated) -> Answer:
+def native_answer(body: WholeGeneration) -> ServedCompletion:
     """Return what SGLang's `/generate` answers."""
     about = body.meta_info
     ended = about.finish_reason
-    return Answer(body.text, ended.type, _id(ended.matched), body.output_ids, None, about.completion_tokens)
+    return ServedCompletion(body.text, ended.type, _id(ended.matched), body.output_ids, None, about.completion_tokens)
 
 
 def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str | None:
@@ -277,7 +219,7 @@ def reason_of(ids: Sequence[int] | None, most: int, ends: Sequence[int]) -> str 
     return "length" if len(ids) >= most else None
 
 
-def settle(answer: Answer, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
+def settle(answer: ServedCompletion, prompt_ids: list[int], vocabulary: Vocabulary, what: str) -> Completion:
     """Turn an answer into what `generate` would have returned: ids that end with the first end-of-sequence token.
 
     Raises:

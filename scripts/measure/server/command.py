@@ -14,9 +14,9 @@ from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
-from draftsmith.scripts.serving.client import ServerFailure
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.shards import output_directory
+from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.provenance import write_json
 

@@ -12,10 +12,11 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.validation import Amount, Count, Finite, TokenId
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.serving.client import Answer, Client, ServerFailure
+from draftsmith.scripts.serving.client import Client, StreamedCompletion
 from draftsmith.scripts.serving.counters import Metrics
 from draftsmith.scripts.serving.sglang import Engine, generate, recognised
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 
@@ -111,7 +112,7 @@ class Door:
                 f"{self.config.max_new_tokens} new tokens, found {needed} of prompt {asked.prompt.id!r}"
             )
 
-    async def ask(self, asked: Asked, temperature: float, seed: int) -> Answer:
+    async def ask(self, asked: Asked, temperature: float, seed: int) -> StreamedCompletion:
         """Return one completion."""
         config = self.config
         sampling = sampling_fields(config, temperature) | {"ignore_eos": config.ignore_eos}
@@ -178,7 +179,7 @@ async def ask_all(
     return records, time.perf_counter() - start
 
 
-def _record(place: int, answer: Answer, due: float, door: Door) -> Record:
+def _record(place: int, answer: StreamedCompletion, due: float, door: Door) -> Record:
     tokens = answer.completion_tokens
     if tokens is None:
         tokens = None if answer.token_ids is None else len(answer.token_ids)

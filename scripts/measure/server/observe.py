@@ -20,12 +20,13 @@ from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.load import Asked, Door, Record, ask_all
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SCHEMA, Kept, identified_prompts
-from draftsmith.scripts.serving.client import Client, ServerFailure
+from draftsmith.scripts.serving.client import Client
 from draftsmith.scripts.serving.counters import Metrics
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import git_sha

@@ -23,7 +23,7 @@ from draftsmith.scripts.services.coordinate.request_log import Writer, record, r
 from draftsmith.scripts.services.coordinate.routing import Lease, Refusal
 from draftsmith.scripts.services.http_server import bounded_server, listening
 from draftsmith.train.cli import parse_config
-from draftsmith.train.endpoint.server import api_key
+from draftsmith.train.endpoint.http import api_key
 
 KEEP_ALIVE = 75
 """Seconds that a connection stays open after an answer."""

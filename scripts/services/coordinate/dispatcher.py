@@ -17,7 +17,7 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.coordinate.rates import Rates
 from draftsmith.scripts.services.coordinate.relay import Outcome
 from draftsmith.scripts.services.coordinate.routing import DOWN, Facts, Lease, Refusal, Router
-from draftsmith.scripts.serving.client import Client, ServerFailure
+from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Bounds of the histograms."""
@@ -34,7 +34,7 @@ class Dispatcher:
     def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates]):
         self.config, self.router = config, Router(config, rates)
         self.clients = {
-            url: Client(url, f"pairs.{pair.name}", pair.key_env, config.health_seconds)
+            url: HttpClient(url, f"pairs.{pair.name}", pair.key_env, config.health_seconds)
             for pair in config.pairs
             for url in pair.endpoints
         }

@@ -19,8 +19,7 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.coordinate.relay import Kept, Outcome, Relay, refusal
 from draftsmith.scripts.services.coordinate.request_log import assembled
 from draftsmith.scripts.services.coordinate.routing import DOWN, UNKNOWN, Facts, Lease, Refusal
-from draftsmith.scripts.serving.client import Client
-from draftsmith.train.endpoint.server import api_key
+from draftsmith.train.endpoint.http import HttpClient, api_key
 
 WORD = 2.0
 """Seconds between two words of an ingress on all the leases that it holds."""
@@ -124,7 +123,7 @@ class Ingress:
         self.line, self.keywords = Line(exchange), Keywords(config.rules)
         self.key, self.begun = api_key(config.key_env, "key_env"), begun
         self.clients = {
-            url: Client(url, f"pairs.{pair.name}", pair.key_env, config.timeout)
+            url: HttpClient(url, f"pairs.{pair.name}", pair.key_env, config.timeout)
             for pair in config.pairs
             for url in pair.endpoints
         }

@@ -18,8 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from draftsmith.scripts.services.coordinate.asked import Asked, Refused
 from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Lease, Refusal
-from draftsmith.scripts.serving.client import Client, ServerFailure, whole_body
-from draftsmith.train.endpoint.server import MOST_BYTES
+from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure
 
 BUSY_OR_GONE = frozenset({429, 502, 503, 504})
 """What a server answers that another one may not."""
@@ -27,6 +26,8 @@ BROKEN = 500
 """What a server answers that another one may not, or that the request itself brings about: then two answer it."""
 LOCKED = frozenset({401, 403})
 """What a server answers to our key, which some repeat: the client, whose key it is not, does not see it."""
+CONNECT = 5.0
+"""Seconds to wait for a connection to a server."""
 LEFT = 499
 """The status that a client's leaving is counted under; nobody reads it."""
 PAIR_HEADER, REQUEST_ID = b"x-draftsmith-pair", "x-request-id"
@@ -119,7 +120,7 @@ class Relay(Response):
         self,
         asked: Asked,
         dispatch: Dispatch,
-        clients: Mapping[str, Client],
+        clients: Mapping[str, HttpClient],
         server_models: Mapping[str, str | None],
         logged: Callable[[Kept], Awaitable[None]] | None = None,
     ):
@@ -174,7 +175,10 @@ class Relay(Response):
         server_model = self.server_models[lease.pair]
         content, names = self.asked.content(server_model), Names(server_model, self.asked.facts.model)
         try:
-            async with client.passed_on(self.asked.path, content, self.asked.headers) as response:
+            headers = {**self.asked.headers, "Content-Type": "application/json"}
+            async with client.stream(
+                "POST", self.asked.path, connect=CONNECT, content=content, headers=headers
+            ) as response:
                 if response.status_code in LOCKED:
                     outcome.status, outcome.failed = 0, True
                     return Refused(502, f"the server of {lease.pair} refused the coordinator", "server_error")
@@ -195,7 +199,7 @@ class Relay(Response):
                     await self._pass(send, names.end())
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                 else:
-                    body = names.whole(await whole_body(response))
+                    body = names.whole(await client.whole_body(response))
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
                     await _start(send, response, lease.pair, len(body))
                     self._keep(body)

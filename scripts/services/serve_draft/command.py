@@ -18,7 +18,7 @@ from draftsmith.scripts.services.serve_draft.metrics import Metrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.endpoint.server import api_key
+from draftsmith.train.endpoint.http import api_key
 from draftsmith.train.models import load_draft
 
 KEEP_ALIVE = 120

@@ -1,4 +1,4 @@
-"""What servers of OpenAI's API say, as far as it is read: vLLM's and SGLang's words, `draftsmith.decode.validation`."""
+"""Answers of vLLM and SGLang, as far as they are read: the fields of OpenAI's API and of SGLang's `/generate`."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -47,13 +47,17 @@ class Delta(Said):
 
 
 class Choice(Said):
-    """One of a part's texts; there is never more than one."""
+    """An answer's text, or a part of it; there is never more than one."""
 
     text: str | None = None
     delta: Delta | None = None
     token_ids: list[TokenId] | None = None
     prompt_token_ids: list[TokenId] | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None
+    """vLLM's: the token or text that ended it."""
+    matched_stop: Any = None
+    """SGLang's word for it."""
 
 
 class Usage(Said):
@@ -86,11 +90,19 @@ class Part(Said):
     metrics: AnswerMetrics | None = None
 
 
+class WholeCompletion(Part):
+    """A completion in one piece."""
+
+    choices: Annotated[Sequence[Choice], Field(min_length=1)]
+
+
 class FinishReason(Said):
     """Why a text of SGLang's `/generate` ended."""
 
     type: str
     message: str | None = None
+    matched: Any = None
+    """The token or text that ended it."""
 
 
 class Meta(Said):
@@ -118,18 +130,14 @@ class Generated(Said):
     meta_info: Meta | None = None
 
 
-class ServerInfo(Said):
-    """What SGLang's `/server_info` says; that it has `internal_states` tells it from other servers."""
+class WholeMeta(Meta):
+    """SGLang's `meta_info` of an answer that has ended."""
 
-    internal_states: Any = None
-    version: str | None = None
-    speculative_algorithm: str | None = None
-    speculative_num_draft_tokens: Limit | None = None
-    speculative_num_steps: Count | None = None
-    speculative_eagle_topk: Count | None = None
+    finish_reason: FinishReason
 
 
-class Version(Said):
-    """What vLLM's `/version` says; other servers have other things there."""
+class WholeGeneration(Generated):
+    """An answer of SGLang's `/generate` in one piece."""
 
-    version: Annotated[str | None, BeforeValidator(lambda said: said if isinstance(said, str) else None)] = None
+    text: str
+    meta_info: WholeMeta

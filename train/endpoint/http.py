@@ -1,0 +1,266 @@
+"""Requests to an inference server, each sent once: errors, time limits and sizes are the same for all who ask."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import httpx2
+
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.validation import answered, parse_json, parsed
+
+T = TypeVar("T")
+MOST_BYTES = 2**26
+"""Of an answer: 32k tokens with their text are a hundredth of it."""
+MOST_WORDS = 300
+"""Characters of a server's words in a message."""
+BUSY = frozenset({429, 503})
+TEMPORARY = frozenset({408, 425, 429})
+"""Refusals (4xx) that do not mean that the request is wrong."""
+
+
+class ServerFailure(RuntimeError):
+    """A server that did not answer as it should, through no fault of the input: one line that says which and how.
+
+    Args:
+        line: the message.
+        temporary: whether the same request may be answered later.
+        busy: whether the server has too much to do.
+        retry_after: seconds that the server asks to wait.
+    """
+
+    def __init__(self, line: str, temporary: bool = True, busy: bool = False, retry_after: float = 0.0):
+        super().__init__(line)
+        self.temporary, self.busy, self.retry_after = temporary, busy, retry_after
+
+
+class HttpClient:
+    """Requests to one server; an asynchronous context manager.
+
+    Args:
+        url: what paths are added to.
+        name: the option that the URL was given by, for messages.
+        key_env: the environment variable that holds the API key.
+        timeout: seconds to wait for one whole answer.
+        key_field: the option that named the variable; `{name}_key_env` if None.
+
+    Raises:
+        InputError: the variable holds no key; the environment names a proxy or certificates that cannot be used.
+    """
+
+    def __init__(
+        self, url: str, name: str, key_env: str | None = None, timeout: float = 600.0, key_field: str | None = None
+    ):
+        self.url, self.name, self.timeout = url, name, timeout
+        self.key = api_key(key_env, key_field or f"{name}_key_env")
+        try:
+            self._client = httpx2.AsyncClient(
+                headers={"Authorization": f"Bearer {self.key}"} if self.key else None,
+                timeout=None,
+                limits=httpx2.Limits(max_connections=None),
+            )
+        except Exception as error:  # the environment's words raise anything
+            kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+            raise InputError(
+                f"{name}: expected a proxy and certificates that can be used in the environment, found: "
+                f"{kind}{first_line(error)}"
+            ) from error
+
+    async def __aenter__(self) -> Self:
+        """Return the client."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close its connections."""
+        await self._client.aclose()
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        what: str = "an answer",
+        timeout: float | None = None,
+        connect: float | None = None,
+        **request: Any,
+    ) -> AsyncIterator[httpx2.Response]:
+        """Give the answer to a request, whatever its status; none of its body is read yet.
+
+        Args:
+            method: GET or POST.
+            path: where to.
+            what: is asked for, for messages.
+            timeout: seconds for the whole answer; the client's if None.
+            connect: seconds to wait for a connection, within the timeout.
+            request: as httpx takes it: `json`, or `content` and `headers`.
+
+        Raises:
+            ServerFailure: no answer, one that breaks off while it is read, or none within the timeout.
+        """
+        where, seconds = f"{self.url}{path}", self.timeout if timeout is None else timeout
+        waits = httpx2.Timeout(None, connect=connect)
+        try:
+            async with (
+                asyncio.timeout(seconds),
+                self._client.stream(method, where, timeout=waits, **request) as response,
+            ):
+                yield response
+        except TimeoutError as error:
+            found = f"no whole answer within {seconds:.3g} s"
+            raise ServerFailure(f"{self.name}: expected {what} from {where}, found {found}", busy=True) from error
+        except httpx2.RequestError as error:
+            found = self.hidden(f"{type(error).__name__} {error}")
+            raise ServerFailure(f"{self.name}: expected {what} from {where}, found {found}") from error
+
+    @asynccontextmanager
+    async def accepted(
+        self, path: str, body: Any = None, what: str = "an answer", timeout: float | None = None
+    ) -> AsyncIterator[httpx2.Response]:
+        """Give the answer to a POST of JSON, or to a GET where there is none, once the server has accepted it (200).
+
+        Raises:
+            InputError: it is refused (4xx).
+            ServerFailure: as `stream`, and for any other status.
+        """
+        async with self.stream("GET" if body is None else "POST", path, what, timeout, json=body) as response:
+            status = response.status_code
+            if status != 200:
+                words = server_words(await self.whole_body(response)) or response.reason_phrase
+                line = f"{self.name}: expected {what} from {self.url}{path}, found {status} {self.hidden(words)}"
+                if status < 500 and status not in TEMPORARY:
+                    raise InputError(line)
+                asked = response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
+                raise ServerFailure(line, busy=status in BUSY, retry_after=float(asked) if asked.isdecimal() else 0.0)
+            yield response
+
+    async def get_text(self, path: str) -> str:
+        """Return the text that a path answers with; raises as `accepted`."""
+        async with self.accepted(path) as response:
+            return (await self.whole_body(response)).decode("utf-8", "replace")
+
+    async def fetch(
+        self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None
+    ) -> T:
+        """Return the JSON that a path answers with: to a POST of `body`, or to a GET where there is none.
+
+        Raises:
+            InputError: it is refused (4xx).
+            ServerFailure: as `accepted`, and where the answer is not what the class `kind` says.
+        """
+        async with self.accepted(path, body, what or "an answer", timeout) as response:
+            content = await self.whole_body(response)
+        where = f"{self.name}: {f'{what} from ' if what else ''}{self.url}{path}"
+        return self.read(kind, content, where, names=body is None)
+
+    def read(self, kind: type[T], content: str | bytes, where: str, names: bool = False) -> T:
+        """Return what a server's JSON says, as an instance of a class.
+
+        Args:
+            kind: as of `parsed`.
+            content: the JSON.
+            where: it came from, for messages.
+            names: it holds names, which must be whole; a text may be cut within a character (`answered`).
+
+        Raises:
+            ServerFailure: it says something else; temporary where it is no JSON at all.
+        """
+        try:
+            return (parsed if names else answered)(kind, content, where, self.key)
+        except InputError as error:
+            try:
+                parse_json(content)
+            except ValueError:
+                temporary = True
+            else:
+                temporary = False
+            raise ServerFailure(self.hidden(str(error)), temporary) from error
+
+    async def whole_body(self, response: httpx2.Response) -> bytes:
+        """Return an answer's body.
+
+        Raises:
+            ServerFailure: it is too long.
+        """
+        content = bytearray()
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > MOST_BYTES:
+                raise self.too_long(str(response.url))
+        return bytes(content)
+
+    async def events(self, path: str, body: Any) -> AsyncIterator[str]:
+        """Give the data of server-sent events as they stream in, up to `[DONE]`.
+
+        Raises:
+            InputError: the request is refused (4xx).
+            ServerFailure: as `accepted`, or an event is too long, or the answer ends before `[DONE]`.
+        """
+        async with self.accepted(path, body) as response:
+            async for line in self._lines(response):
+                if line.startswith("data:"):
+                    data = line[5:].strip()
+                    if data == "[DONE]":
+                        return
+                    yield data
+        raise self.broken_off(path)
+
+    async def _lines(self, response: httpx2.Response) -> AsyncIterator[str]:
+        """Give an answer's lines as they come. Only a line feed ends one: JSON may hold U+2028 and the like."""
+        rest = bytearray()
+        async for part in response.aiter_bytes():
+            rest += part
+            if b"\n" in part:
+                *lines, rest = rest.split(b"\n")
+                for line in lines:
+                    yield line.decode("utf-8", "replace")
+            if len(rest) > MOST_BYTES:
+                raise self.too_long(str(response.url))
+        yield rest.decode("utf-8", "replace")
+
+    def broken_off(self, path: str) -> ServerFailure:
+        """Return the failure of an answer that ended too early."""
+        return ServerFailure(f"{self.name}: expected a whole answer from {self.url}{path}, found one that breaks off")
+
+    def too_long(self, where: str) -> ServerFailure:
+        """Return the failure of an answer that is longer than any that is asked for."""
+        return ServerFailure(
+            f"{self.name}: expected an answer of at most {MOST_BYTES} bytes from {where}, found more", temporary=False
+        )
+
+    def hidden(self, words: str) -> str:
+        """Return a server's words on one line, without the key, which some servers repeat."""
+        words = words.replace(self.key, "***") if self.key else words  # before it is cut, which may leave half a key
+        return " ".join(words.encode("utf-8", "backslashreplace").decode("utf-8").split())[:MOST_WORDS]
+
+
+def api_key(variable: str | None, name: str) -> str | None:
+    """Return the API key that an environment variable holds; None where no variable is named.
+
+    Raises:
+        InputError: it holds none; says by which option (`name`) it was named.
+    """
+    if variable is None:
+        return None
+    key = os.environ.get(variable, "").strip()
+    # A key with other characters would be printed by the client library's error.
+    if not key or not key.isascii() or not key.isprintable():
+        raise InputError(f"{name}: expected an API key in the environment variable {variable}, found none")
+    return key
+
+
+def server_words(content: bytes) -> str:
+    """Return the server's words: OpenAI's and vLLM's `error.message`, SGLang's `message`, FastAPI's `detail`."""
+    said = content.decode("utf-8", "replace")
+    try:
+        body = parse_json(said)
+    except ValueError:
+        return said
+    if isinstance(body, dict):
+        error = body.get("error", body)
+        body = (error.get("message") or error.get("detail") or body) if isinstance(error, dict) else error
+    return str(body)

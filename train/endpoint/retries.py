@@ -1,0 +1,113 @@
+"""Requests that are sent again where a server fails: how many at once, how often, and how long each is waited for."""
+
+import asyncio
+import logging
+import random
+import time
+from typing import Any, TypeVar
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.data.prepare_config import PrepareConfig
+from draftsmith.train.endpoint.http import HttpClient, ServerFailure
+
+T = TypeVar("T")
+FIRST_WAIT, LONGEST_BACKOFF, LONGEST_WAIT = 1.0, 60.0, 600.0  # seconds; the last bounds what Retry-After may ask for
+FIRST_REQUESTS, MOST_REQUESTS = 64, 1024
+
+logger = logging.getLogger(__name__)
+
+
+class RetryingServer:
+    """The server that a config names.
+
+    Raises:
+        InputError: as of `HttpClient`.
+    """
+
+    def __init__(self, config: PrepareConfig):
+        self.config = config
+        self.url = (config.endpoint or "").rstrip("/")
+        self.window = Window(config.endpoint_concurrency)
+        # SGLang's native API: https://docs.sglang.io/basic_usage/native_api.html
+        self.native = self.url.endswith("/generate")
+        root = self.url.removesuffix("/generate") if self.native else self.url.removesuffix("/completions")
+        self.models, self.completions = ("/v1/models", "/generate") if self.native else ("/models", "/completions")
+        """Paths."""
+        self.client = HttpClient(root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
+
+    async def call(self, kind: type[T], path: str, what: str, body: dict[str, Any] | None = None) -> T:
+        """Return what a path answers with: to a POST of `body`, or to a GET where there is none.
+
+        Args:
+            kind: what is expected; broken JSON is asked for again, an answer that says something else is an error.
+            path: of the server's API.
+            what: is asked for, for messages.
+            body: of the request.
+
+        Raises:
+            InputError: it was refused, every try failed, or the deadline has passed; says for `what`, where, and in the
+            server's words why.
+        """
+        tries, end = self.config.endpoint_retries + 1, time.monotonic() + self.config.endpoint_deadline
+        for attempt in range(1, tries + 1):
+            left = min(self.config.endpoint_timeout, max(end - time.monotonic(), 0.0))
+            try:
+                answer = await self.client.fetch(kind, path, body, what, left)
+            except ServerFailure as error:
+                failure = error
+            else:
+                self.window.grow()
+                return answer
+            if not failure.temporary:
+                raise InputError(str(failure)) from failure
+            if failure.busy:
+                self.window.shrink()
+            backoff = min(FIRST_WAIT * 2 ** (attempt - 1), LONGEST_BACKOFF) * random.uniform(0.5, 1)
+            wait = min(max(backoff, failure.retry_after), LONGEST_WAIT)
+            late = time.monotonic() + wait > end
+            if late or attempt == tries:
+                break
+            logger.warning("%s; next try in %.0f s", failure, wait)
+            await asyncio.sleep(wait)
+        raise InputError(
+            f"{failure} in the last of {attempt} tries"
+            + (f" within endpoint_deadline ({self.config.endpoint_deadline:g} s)" if late else "")
+            + "; finished shards are kept, run the same command again"
+        )
+
+
+class Window:
+    """How many requests are under way: a fixed number, or as many as the server takes.
+
+    Without a number, one more for each answer and half as many where the server is busy (Chiu and Jain 1989, "Analysis
+    of the increase and decrease algorithms for congestion avoidance"). Too few leave a server idle; too many only make
+    each one wait longer.
+    """
+
+    def __init__(self, fixed: int | None):
+        self.size, self._fixed, self._taken = fixed or FIRST_REQUESTS, fixed is not None, 0
+        self._answered = True  # since it last shrank: what is refused together is refused once
+        self._freed = asyncio.Event()
+
+    async def enter(self) -> None:
+        """Wait until one request more may be under way."""
+        while self._taken >= self.size:
+            self._freed.clear()
+            await self._freed.wait()
+        self._taken += 1
+
+    def leave(self) -> None:
+        """Say that a request has ended."""
+        self._taken -= 1
+        self._freed.set()
+
+    def grow(self) -> None:
+        """Say that the server has answered."""
+        self._answered = True
+        if not self._fixed:
+            self.size = min(self.size + 1, MOST_REQUESTS)
+
+    def shrink(self) -> None:
+        """Say that the server has too much to do."""
+        if self._answered and not self._fixed:
+            self.size, self._answered = max(self.size // 2, 1), False
