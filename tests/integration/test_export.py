@@ -73,7 +73,7 @@ def speculative(line: str) -> tuple[list[str], dict]:
 
 
 def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path, monkeypatch):
-    """In one format: the readers of all are tested in this process, in tests/unit/test_medusa_formats.py."""
+    """In one format: the readers of all are tested in this process, in tests/unit/medusa/heads."""
     started = []
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, **k: started.append(a[0]) or run(*a, **k))

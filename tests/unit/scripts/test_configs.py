@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pages import ROOT
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
@@ -21,7 +22,7 @@ from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig
 from draftsmith.train.teacher.cache_writer import CacheConfig
 
-ROOT = Path(__file__).parents[2] / "configs"
+CONFIGS = ROOT / "configs"
 FOLDERS = {
     "train": PretrainConfig,
     "distill": DistillConfig,
@@ -42,7 +43,7 @@ FOLDERS = {
 OF_FILES = {Path("measure/server.yaml"): MeasureServerConfig}
 FOREIGN = {"accelerate", "deepspeed"}  # read by those libraries, not by ours
 FOREIGN_FILES = {Path("serve/compose.yaml"), Path("serve/ray.yaml")}  # tested in tests/integration/test_services.py
-FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.y*ml"))
+FILES = sorted(path.relative_to(CONFIGS) for path in CONFIGS.rglob("*.y*ml"))
 OURS = [path for path in FILES if path.parts[0] not in FOREIGN and path not in FOREIGN_FILES]
 
 DISTILL = "target: t\ndraft: d\ncompletions: [c]\n"
@@ -75,7 +76,7 @@ def test_it_parses(path):
     cls = config_of(path)
     # bf16 asks for a GPU, which machines that test need not have.
     flags = ["--training.use_cpu", "true"] if cls in (DistillConfig, MedusaTrainingConfig, EagleTrainingConfig) else []
-    assert isinstance(parse_config(cls, ["--config", str(ROOT / path), *flags]), cls)
+    assert isinstance(parse_config(cls, ["--config", str(CONFIGS / path), *flags]), cls)
 
 
 def test_the_old_name_of_recomputation_is_heard(tmp_path):
@@ -94,7 +95,7 @@ def test_what_the_library_refuses_is_one_line(tmp_path):
 def test_an_unknown_key_is_refused(path, tmp_path):
     """In one file of each command."""
     with pytest.raises(InputError, match="no_such_key") as error:
-        parse(config_of(path), (ROOT / path).read_text() + "\nno_such_key: 1\n", tmp_path)
+        parse(config_of(path), (CONFIGS / path).read_text() + "\nno_such_key: 1\n", tmp_path)
     assert "\n" not in str(error.value)
 
 

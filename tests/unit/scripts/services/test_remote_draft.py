@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from draftsmith.scripts.services import draft_line
 from draftsmith.scripts.services import draft_protocol as protocol
 from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, Seldom
 from draftsmith.scripts.services.remote_draft import RemoteDraft
-from draftsmith.scripts.serving import draft_line
 
 SERVICE = protocol.Service(protocol.VERSION, "fake", 100, 50, 8, 8)
 LENGTH = 64

@@ -3,15 +3,15 @@
 import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from pages import ROOT
 
 from draftsmith.decode import Counts, DraftModelProposer, InputError, speculative_generate
 from draftsmith.decode.measurement.intervals import ratio
 
-FOLDER = Path(__file__).parents[2] / "decode" / "acceptance_rate"
+FOLDER = ROOT / "decode" / "acceptance_rate"
 FOUR = {
     "num_drafts": 10,
     "num_draft_tokens": 40,

@@ -43,7 +43,7 @@ def test_acceptance_probability_is_p_over_q():
     generator = torch.Generator().manual_seed(0)
     n = 4000
     accepted = sum(on_chain(p, q, torch.tensor([0]), generator)[0] for _ in range(n))
-    # Binomial(4000, 1/4): sd 27.4; 5 sd leave a false alarm of 6e-7. Exactly: tests/unit/test_rules.py.
+    # Binomial(4000, 1/4): sd 27.4; 5 sd leave a false alarm of 6e-7. Exactly: test_rules.py.
     assert abs(accepted - n / 4) < 5 * 27.4
 
 
