@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 from draftsmith.decode.errors import InputError, first_line
+from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import INTERRUPTED, check_fields, flags, parse_config, run
 from draftsmith.train.job.ranks import killed
 
@@ -30,9 +31,6 @@ COMMANDS = {
         "the target's distributions or features on its completions, to train with no target in memory",
         "train.teacher.cache_config:CacheConfig",
     ),
-    "distill": ("a draft model from the target's completions", "distill.config:DistillConfig"),
-    "medusa": ("Medusa heads from the target's completions", "medusa.config:MedusaTrainingConfig"),
-    "eagle": ("EAGLE-3 heads from the target's completions", "medusa.eagle.config:EagleTrainingConfig"),
     "learning-curve": (
         "how much text is enough? trains on shares of it, and forecasts acceptance for more",
         "configs:LearningCurveConfig",
@@ -53,9 +51,9 @@ COMMANDS = {
         "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
         "configs:ProfileConfig",
     ),
-    "medusa-tree": (
-        "the tree that Medusa heads should draft, searched on the target's own text",
-        "configs:MedusaTreeConfig",
+    "tree": (
+        "the tree that a drafter of several tokens should draft, searched on the target's own text",
+        "configs:TreeConfig",
     ),
     "tune": (
         "lossy rules at many levels: speed against departure from the target, and the level to take",
@@ -63,7 +61,7 @@ COMMANDS = {
     ),
     "coordinate": (
         "one door to several servers: rules, load and measured costs say which of them answers",
-        "coordinate.config:CoordinatorConfig",
+        "services.coordinate.config:CoordinatorConfig",
     ),
     "export": (
         "heads in the formats of vLLM, SGLang and others, and what launches a draft model there",
@@ -71,16 +69,18 @@ COMMANDS = {
     ),
     "serve-draft": (
         "a draft model as a service: drafts for decoders in other processes, such as vLLM",
-        "serve_draft.config:ServeDraftConfig",
+        "services.serve_draft.config:ServeDraftConfig",
     ),
 }
 """Commands: what each does, and where its config is."""
-PACKAGES = ("certify", "coordinate", "doctor", "export", "measure", "plan", "serve_draft", "tune")
+PACKAGES = ("certify", "doctor", "export", "measure", "plan", "tune")
 """Commands that are packages of several modules."""
-TRAINING = {"distill": "distill", "medusa": "medusa", "eagle": "medusa.eagle"}
-"""Recipes, and their packages."""
-LAUNCHED = TRAINING | {name: f"scripts.{name}" for name in ("prepare", "cache")}
-"""Commands that `accelerate launch` starts where there are several processes, and their modules."""
+SERVICES = ("coordinate", "serve_draft")
+"""Those among the services."""
+RENAMED = {"medusa-tree": "tree"}
+"""Commands by the names that they had before."""
+LAUNCHED = ("prepare", "cache")
+"""Commands beside those that train which `accelerate launch` starts where there are several processes."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """What `accelerate launch` is told on each of several machines."""
@@ -88,15 +88,11 @@ VERSIONS = ("draftsmith", "torch", "transformers")
 """What `--version` is of."""
 NO_FILE = "<N/A>"
 """How torch's launcher calls the file of a process that left no message."""
-USAGE = "\n".join(
-    [
-        "usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]",
-        "",
-        *(f"  {name:<16}{what}" for name, (what, _) in COMMANDS.items()),
-        "",
-        "draftsmith COMMAND --help lists its fields; draftsmith --version says which one this is.",
-    ]
-)
+USAGE = """usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]
+
+{commands}
+
+draftsmith COMMAND --help lists its fields; draftsmith --version says which one this is."""
 LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with
   --processes N              so many processes, one a GPU; as accelerate is configured if not given
   --accelerate-config FILE   a file of accelerate's, such as configs/accelerate/fsdp2.yaml
@@ -110,21 +106,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 2 bad input; a failure of ours raises."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
-        return run(lambda: print(USAGE))
+        lines = (f"  {name:<16}{summary}" for name, summary in summaries().items())
+        return run(lambda: print(USAGE.format(commands="\n".join(lines))))
     if arguments[0] in ("-V", "--version", "version"):
         return run(lambda: print(", ".join(f"{name} {version(name)}" for name in VERSIONS)))
     name, *rest = arguments
-    if name not in COMMANDS:
-        print(f"error: expected a command out of {', '.join(COMMANDS)}, found {name!r}", file=sys.stderr)
+    name = RENAMED.get(name, name)
+    if name not in summaries():
+        print(f"error: expected a command out of {', '.join(summaries())}, found {name!r}", file=sys.stderr)
         return 2
+    launched = name in LAUNCHED or name in recipes()
     if {"-h", "--help"} & set(rest):
-        if name in LAUNCHED:
+        if launched:
             print(LAUNCH_USAGE.format(name=name))
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
-    if name in LAUNCHED:
+    if launched:
         return run(lambda: _launch(name, rest))
     module = name.replace("-", "_")
-    module += ".command" if module in PACKAGES else ""
+    if module in SERVICES:
+        module = f"services.{module}.command"
+    elif module in PACKAGES:
+        module += ".command"
 
     def command() -> int:
         if name != "plan":  # which is of runs on other machines: what they have is not looked for on this one
@@ -135,10 +137,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(command)
 
 
+def summaries() -> dict[str, str]:
+    """Return what each command does; those that train stand behind what they learn from."""
+    found = {name: summary for name, (summary, _) in COMMANDS.items()}
+    place = 1 + list(found).index("cache")
+    trained = {name: recipe.summary for name, recipe in recipes().items()}
+    return dict([*list(found.items())[:place], *trained.items(), *list(found.items())[place:]])
+
+
 def config_class(name: str, arguments: Sequence[str] = ()) -> type[Any]:
     """Return the dataclass of a command's fields; what is planned, or measured, is said by the arguments."""
+    if name in recipes():
+        return recipes()[name].config_class()
     module, _, cls = COMMANDS[name][1].partition(":")
-    home = "" if module.split(".")[0] in ("train", *TRAINING) else "scripts."
+    home = "" if module.startswith("train.") else "scripts."
     config: Any = getattr(import_module(f"draftsmith.{home}{module}"), cls)
     return config if isinstance(config, type) else config(arguments)  # type: ignore[no-any-return]
 
@@ -149,7 +161,7 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
     Without a configuration of accelerate's and with at most one GPU, it runs as it is, in one process.
 
     Args:
-        name: one of `LAUNCHED`.
+        name: one of `LAUNCHED`, or a command that trains.
         arguments: `--processes`, `--accelerate-config`, and the command's own.
         alone: let it run in one process unless `arguments` ask for more.
 
@@ -161,7 +173,8 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
 
     launcher, rest = launcher_flags(arguments)
     file, processes = launcher.accelerate_config, launcher.processes
-    recipe = ["-m", f"draftsmith.{LAUNCHED[name]}", *rest]
+    trained = recipes().get(name)
+    recipe = ["-m", trained.package if trained else f"draftsmith.scripts.{name}", *rest]
     if alone and file is None and processes is None:
         return [sys.executable, *recipe], {}
     gpus = torch.cuda.device_count()
@@ -185,7 +198,7 @@ def _launch(name: str, arguments: Sequence[str]) -> int:
     """Start a run of one or several processes, and end as it does."""
     (_, own), alone = launcher_flags(arguments), False
     # What is wrong with the fields is said before seconds of imports, and once.
-    if name in TRAINING:
+    if name in recipes():
         check_fields(config_class(name), own)
     else:
         alone = parse_config(config_class(name), own).alone
@@ -193,7 +206,7 @@ def _launch(name: str, arguments: Sequence[str]) -> int:
     if command[1:3] == LAUNCHER:
         os.environ |= environment
         return _launched(command[3:])
-    code: int | None = import_module(command[2] + (".__main__" if name in TRAINING else "")).main(own)
+    code: int | None = import_module(command[2] + (".__main__" if name in recipes() else "")).main(own)
     return code or 0
 
 

@@ -1,11 +1,10 @@
-"""What the commands of one module each are told. Light: `--help` must not wait for torch."""
+"""Settings of single-module commands. Light: `--help` must not wait for torch."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from draftsmith.decode.errors import (
     InputError,
-    Range,
     at_least,
     at_most,
     finite,
@@ -15,12 +14,19 @@ from draftsmith.decode.errors import (
     require_some,
 )
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.measure.config import TEST_TOKENS
+from draftsmith.scripts.kinds import (
+    NONE,
+    Drafters,
+    aliases,
+    aliases_of_recipes,
+    drafter_texts,
+    only_drafter,
+    recipe_of,
+)
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.options import (
     DRAFT_LENGTH,
     DTYPES,
-    THREADS,
     TREE_NODES,
     ModelOptions,
     PromptOptions,
@@ -28,25 +34,12 @@ from draftsmith.train.options import (
 )
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
-PROPOSERS = (
-    "draft", "parallel_draft", "medusa", "eagle", "prompt_lookup", "lookahead", "unigram", "early_exit", "none",
-)  # fmt: skip
 STORED = tuple(name for name in DTYPES if name != "auto")
 """What weights can be written in."""
 SERVERS = ("vllm", "sglang")
 """What loads a draft model as it is."""
 ENGINES = ("vllm",)
 """What an export can be verified in."""
-MODELS = ("draft", "early_exit", "eagle")
-"""Proposers that are models: their confidence says something, and they can grow trees."""
-STORED_DRAFTERS = ("draft", "parallel_draft", "medusa", "eagle")
-"""Proposers that are read from a directory."""
-CHECKED = ("draft", "tree", "dynamic", "prompt_lookup", "lookahead")
-"""What the check of losslessness decodes by."""
-PARALLEL_CHECKED = ("parallel_draft", "parallel_tree")
-"""What it decodes by where it is given a parallel draft."""
-EAGLE_CHECKED = ("eagle", "eagle_tree", "eagle_dynamic")
-"""What it decodes by where it is given EAGLE-3 heads."""
 
 
 @dataclass
@@ -57,20 +50,12 @@ class GenerateConfig(Sampling, TemplateOptions):
     """The target: a model directory or hub id."""
     prompt: str
     """The text to go on from; `-` reads it from standard input, without its last newline."""
-    draft: str | None = None
-    """The draft model, for the proposer `draft`. If its tokenizer is another than the target's, in more than the ids of
-    its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
-    proposer: str = "draft"
-    """What drafts: draft, parallel_draft, medusa, eagle, prompt_lookup, lookahead, unigram, early_exit, or none for
-    plain decoding."""
-    parallel_draft: str | None = None
-    """A draft of `draft_length` tokens in one forward, for the proposer `parallel_draft`."""
-    medusa: str | None = None
-    """The directory of the heads, for the proposer `medusa`; they draft their tree, no deeper than `draft_length`."""
-    eagle: str | None = None
-    """The directory of EAGLE-3 heads, for the proposer `eagle`; they draft a chain, or the tree of their config."""
-    exit_layers: int | None = None
-    """The target's layers that draft, for the proposer `early_exit`."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """What drafts: a directory or hub id of draft models or heads, or a kind: prompt_lookup, lookahead, unigram,
+    early_exit:N with the target's first N layers, or none for plain decoding. If a draft model's tokenizer is another
+    than the target's, in more than the ids of its tokens, its text is re-encoded: at temperature 0 alone, in chains."""
+    proposer: str | None = None
+    """Of several drafters the one of this kind; or the kind itself, where it needs no directory."""
     draft_length: int = 4
     """γ, drafted tokens a round; of a tree its depth."""
     width: int = 0
@@ -90,23 +75,17 @@ class GenerateConfig(Sampling, TemplateOptions):
         from draftsmith.decode.rules import as_rule
 
         super().__post_init__()
-        require(self, one_of(PROPOSERS), "proposer")
-        for proposer, name in (*((name, name) for name in STORED_DRAFTERS), ("early_exit", "exit_layers")):
-            if self.proposer == proposer and getattr(self, name) is None:
-                raise InputError(f"{name}: expected one with the proposer {proposer}, found none")
+        given = drafter_texts(self.drafter)
+        if self.proposer is not None:
+            given = [text for text in given if text.startswith(f"{self.proposer}:")] or [self.proposer]
+        self.drafter = only_drafter(given)
         require(self, DRAFT_LENGTH, "draft_length")
-        require(self, at_least(1), "max_new_tokens", "exit_layers")
+        require(self, at_least(1), "max_new_tokens")
         require(self, at_least(0), "width", "seed")
         TREE_NODES.check("width: nodes of a tree of width · draft_length", max(self.width, 1) * self.draft_length)
         as_rule(self.rule)
-        for name, wanted in (("width", self.width > 0), ("rule", self.rule == "cascade")):
-            if wanted and self.proposer not in MODELS:
-                raise InputError(
-                    f"{name}: expected a proposer that is a model ({' or '.join(MODELS)}) with {name} "
-                    f"{getattr(self, name)}, found {self.proposer}"
-                )
-        if self.compare and self.proposer == "none":
-            raise InputError("compare: expected a proposer that drafts, found none")
+        if self.compare and self.drafter == [NONE]:
+            raise InputError("compare: expected a drafter to compare with plain decoding, found none")
 
 
 @dataclass
@@ -119,18 +98,10 @@ class ProfileConfig(Sampling, PromptOptions):
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `trace.json` and `profile.json`."""
-    draft: str | None = None
-    """The draft model that drafts."""
-    parallel_draft: str | None = None
-    """A draft of `draft_length` tokens in one forward, in its place."""
-    medusa: str | None = None
-    """Medusa or Hydra heads, which draft the tree of their config, in place of a draft model."""
-    eagle: str | None = None
-    """EAGLE-3 heads, in place of a draft model."""
-    prompt_lookup: bool = False
-    """Draft by prompt lookup, in place of a draft model."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """The drafter: `DIR`, or a kind that needs none, such as prompt_lookup."""
     draft_length: int = 4
-    """γ, drafted tokens a round; Medusa heads draft their tree."""
+    """γ, drafted tokens a round; what has a tree of its own drafts it."""
     batch_size: Ints = field(default_factory=lambda: [1])
     """Prompts decoded together, several sizes with commas; prompts that fill no whole batch are left out."""
     compiled: bool = False
@@ -138,43 +109,24 @@ class ProfileConfig(Sampling, PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in (*STORED_DRAFTERS, "prompt_lookup") if getattr(self, name)]
-        if len(given) != 1:
-            raise InputError(
-                f"draft: expected one drafter out of {', '.join(STORED_DRAFTERS)} and prompt_lookup, found "
-                + (" and ".join(given) or "none")
-            )
+        self.drafter = only_drafter(self.drafter)
         self.batch_size = numbers(self.batch_size, int, "batch_size")
         require_some(self, "batch_size", "number")
         require(self, at_least(1), "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
 
-    @property
-    def kind(self) -> str:
-        """What drafts."""
-        return next((name for name in STORED_DRAFTERS if getattr(self, name)), "prompt_lookup")
-
-    @property
-    def path(self) -> str | None:
-        """Where it lies; None of what needs no model."""
-        return self.draft or self.parallel_draft or self.medusa or self.eagle
-
 
 @dataclass
-class MedusaTreeConfig(ModelOptions):
-    """Search the tree that heads or a parallel draft should draft, on what the target wrote at temperature 0."""
+class TreeConfig(ModelOptions):
+    """Search the tree that a drafter of several tokens should draft, on what the target wrote at temperature 0."""
 
     target: str
     """The target: a model directory or hub id."""
     completions: list[str]
     """Directories that `draftsmith prepare --temperature 0` wrote with this target, other prompts than the drafter was
     trained on."""
-    heads: str | None = None
-    """The directory of its heads, whose config.json gets the tree."""
-    parallel_draft: str | None = None
-    """In their place a draft of several tokens in one forward, whose config.json gets the tree."""
-    eagle: str | None = None
-    """In their place EAGLE-3 heads, whose config.json gets the tree."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases("heads"))
+    """The directory of the drafter, whose config.json gets the tree."""
     nodes: int | None = None
     """Nodes of the tree, the target's own token not counted; fewer where more would never be accepted in these texts.
     None measures what rounds with some trees take on this machine, and lets that choose."""
@@ -192,10 +144,7 @@ class MedusaTreeConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        given = [name for name in ("heads", "parallel_draft", "eagle") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) or "none"
-            raise InputError(f"heads: expected heads, `parallel_draft` or `eagle` to search a tree for, found {found}")
+        self.drafter = only_drafter(self.drafter)
         require(self, at_least(1), "limit")
         require(self, at_least(1) & at_most(1024), "rows")
         require(self, TREE_NODES, "nodes")
@@ -289,73 +238,15 @@ class ExportConfig:
 
 
 @dataclass
-class LosslessConfig(Sampling, ModelOptions):
-    """Decode prompts by every drafter, and compare: token for token at T=0, in distribution under sampling."""
-
-    target: str = str(ASSETS / "tiny-target")
-    """The target: a model directory or hub id."""
-    draft: str = str(ASSETS / "tiny-draft")
-    """A draft model with the target's tokenizer."""
-    parallel_draft: str | None = None
-    """A draft of `draft_length` tokens in one forward, for the proposers parallel_draft and parallel_tree."""
-    eagle: str | None = None
-    """EAGLE-3 heads, for the proposers eagle, eagle_tree and eagle_dynamic."""
-    prompts: str | None = None
-    """A file of prompts; held-out modules of the standard library if None."""
-    limit: int | None = None
-    """Use the first so many prompts; all if None (128 of the standard library)."""
-    proposers: list[str] = field(default_factory=lambda: list(CHECKED))
-    """Any of draft (a chain), tree (a static one of nine nodes), dynamic (grown by probability), prompt_lookup,
-    lookahead, parallel_draft (the tree of its config, or a chain), parallel_tree (the one of nine nodes), and eagle,
-    eagle_tree and eagle_dynamic likewise."""
-    draft_length: int = 4
-    """γ."""
-    max_new_tokens: int = 64
-    """Tokens of a text at most."""
-    max_prompt_tokens: int = 128
-    """Keep the last so many tokens of a longer prompt."""
-    batch_size: int = 8
-    """Prompts decoded together, plainly too; figures don't depend on it but for ties in half precision. 1 compares with
-    texts that no mistake of batches reaches."""
-    sampled_tokens: int = 0
-    """Tokens to test the distribution on, for each drafter; at least 2000, or 0 for none. Prompts are gone through as
-    often as it takes, each time with other seeds."""
-    temperature: float = field(default=1.0, kw_only=True)
-    """Of the sampled texts, as top_k, top_p, min_p and the penalties are."""
-    threads: int | None = None
-    """CPU threads; torch's default if None."""
-    output: str | None = None
-    """A JSON file for the figures."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known = (*CHECKED, *PARALLEL_CHECKED, *EAGLE_CHECKED)
-        unknown = [name for name in self.proposers if name not in known]
-        if unknown or not self.proposers:
-            raise InputError(f"proposers: expected some of {', '.join(known)}, found {', '.join(unknown) or 'none'}")
-        for name in self.proposers:
-            if name in PARALLEL_CHECKED and self.parallel_draft is None:
-                raise InputError(f"parallel_draft: expected one with the proposer {name}, found none")
-            if name in EAGLE_CHECKED and self.eagle is None:
-                raise InputError(f"eagle: expected heads with the proposer {name}, found none")
-        require(self, at_least(1), "max_new_tokens", "max_prompt_tokens", "batch_size")
-        require(self, DRAFT_LENGTH, "draft_length")
-        require(self, THREADS, "threads")
-        require(self, TEST_TOKENS, "sampled_tokens")
-        if self.sampled_tokens:
-            require(self, Range("more than 0 for sampled texts", more_than(0).holds), "temperature")
-
-
-@dataclass
 class LearningCurveConfig:
     """Train on several amounts of text, and say how acceptance would go on with more; resumable."""
 
     run: str
-    """The config of the training run, as the command of `recipe` reads it, with `heldout` directories."""
+    """The config of the training run, with `heldout` directories."""
     output: str
     """Receives what was trained on each share, learning_curve.json and learning_curve.svg; a second run goes on."""
-    recipe: str = "distill"
-    """What trains: distill, medusa or eagle; with medusa the target stays frozen."""
+    drafter: Drafters = field(default_factory=lambda: ["draft"], metadata=aliases_of_recipes())
+    """The kind of drafter that the run trains; the target stays as it is."""
     flags: list[str] = field(default_factory=list)
     """Further flags of the training runs, such as --processes=8."""
     shares: Floats = field(default_factory=lambda: [0.125, 0.25, 0.5, 1.0])
@@ -363,13 +254,14 @@ class LearningCurveConfig:
     times: Floats = field(default_factory=lambda: [2.0, 4.0])
     """Multiples of the text to forecast τ for."""
     draft_length: int = 4
-    """γ of the replayed τ; Medusa heads and parallel drafts draft no more tokens than they have learned to."""
+    """γ of the replayed τ; drafters of several tokens draft no more than they have learned to."""
     luck: float = 0.05
     """By how much τ of equal runs of other seeds differs, a standard deviation, as far as you know it."""
 
     def __post_init__(self) -> None:
         require(self, more_than(0), "luck")
-        require(self, one_of(("distill", "medusa", "eagle")), "recipe")
+        (self.drafter,) = only_drafter(drafter_texts(self.drafter)[-1:])
+        recipe_of(self.drafter)
         self.shares, self.times = (sorted(numbers(getattr(self, n), float, n)) for n in ("shares", "times"))
         require(self, more_than(0) & at_most(1), "shares")
         require(self, finite(more_than(1)), "times")

@@ -21,11 +21,14 @@ from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
 from draftsmith.decode.tree import Tree
-from draftsmith.scripts.configs import STORED_DRAFTERS, GenerateConfig
+from draftsmith.distill.kind import DraftModel, ReencodedDraft
+from draftsmith.scripts.configs import GenerateConfig
+from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import INTERRUPTED, parse_config, run
 from draftsmith.train.data.prompts import Prompt, encode_prompt
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
 
 
@@ -49,7 +52,8 @@ def generate(config: GenerateConfig, console: Console, errors: Console) -> int:
     prompt = _prompt(config)
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     ids = _encode(config, prompt, tokenizer, vocabulary_size(config.target, trust_remote_code=config.trust_remote_code))
-    pair = load_pair(config.target, tokenizer, _drafters(config), config.dtype, config.trust_remote_code)
+    specs = _drafters(config)
+    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     target, input_ids = pair.target, torch.tensor([ids], device=default_device())
     proposer = pair.drafter.proposer if pair.drafters else NoDraft()
     pair.check_positions(len(ids), config.max_new_tokens)
@@ -117,12 +121,17 @@ def _encode(config: GenerateConfig, text: str, tokenizer: PreTrainedTokenizerBas
 
 
 def _drafters(config: GenerateConfig) -> list[DrafterSpec]:
-    if config.proposer == "none":
-        return []
-    path = getattr(config, config.proposer) if config.proposer in STORED_DRAFTERS else None
     tree = DynamicTree(config.width, config.width * config.draft_length) if config.width else None
-    options: dict[str, Any] = {"tree": tree, "exit_layers": config.exit_layers, "draft_lengths": [config.draft_length]}
-    return [DrafterSpec(config.proposer, path, retokenize=config.proposer == "draft", **options)]
+    specs = drafter_specs(config.drafter, [config.draft_length], tree=tree)
+    for name, wanted in (("width", tree is not None), ("rule", config.rule == "cascade")):
+        if wanted and specs and not kind_named(specs[0].kind).grows_trees:
+            expected = " or ".join(kind.name for kind in KINDS if kind.grows_trees)
+            raise InputError(
+                f"{name}: expected a drafter that has a confidence ({expected}) with {name} {getattr(config, name)}, "
+                f"found {specs[0].kind}"
+            )
+    # A draft model may have another tokenizer here: only one text is decoded, and nothing is compared with replay.
+    return [replace(spec, kind=ReencodedDraft.name) if spec.kind == DraftModel.name else spec for spec in specs]
 
 
 def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput | None, errors: Console) -> None:
@@ -133,7 +142,7 @@ def _summarise(config: GenerateConfig, progress: Progress, output: DecodeOutput 
     interrupted = "" if output is not None else ", interrupted"
     tau_text = "" if tau is None else f", τ {tau:.2f}"
     lines = [Text(f"{counts.num_emitted_tokens} tokens in {counts.num_drafts} rounds{tau_text}, {pace}{interrupted}")]
-    if config.proposer != "none":
+    if config.drafter != [NONE]:
         drafted = f"{counts.num_accepted_tokens} of {counts.num_draft_tokens} drafted accepted"
         rate_text = "" if rate is None else f" ({rate:.0%} at γ = {config.draft_length})"
         parts = [Text(drafted, STYLES["accepted"]) + Text(rate_text)]

@@ -17,18 +17,15 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
-from draftsmith.decode import Proposer, Tree, replay_acceptance
+from draftsmith.decode import Proposer, replay_acceptance
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.decode.measurement.learning_curve import LearningCurve, learning_curve
 from draftsmith.decode.validation import Amount, Count, Share, read
-from draftsmith.distill.config import DistillConfig
-from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.scripts.cli import config_class, launcher_flags
+from draftsmith.scripts.cli import launcher_flags
 from draftsmith.scripts.configs import LearningCurveConfig
-from draftsmith.scripts.pair import PARALLEL, DrafterSpec, load_pair
+from draftsmith.scripts.kinds import drafter_specs, recipe_of
+from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.report.charts import value_of
 from draftsmith.scripts.summary import print_summary
 from draftsmith.train.cli import parse_config, run
@@ -41,7 +38,7 @@ from draftsmith.train.provenance import write_json
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import kept_told
 
-SCHEMA = "draftsmith.learning_curve/2"
+SCHEMA = "draftsmith.learning_curve/3"
 
 
 class Replayed(TypedDict):
@@ -81,7 +78,7 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
     output = require_writable(config.output)
     path = output / "learning_curve.json"
     settings = {**asdict(config), "run": Path(config.run).read_text("utf-8") if Path(config.run).is_file() else ""}
-    settings = {name: settings[name] for name in ("run", "recipe", "flags", "draft_length")}
+    settings = {name: settings[name] for name in ("run", "drafter", "flags", "draft_length")}
     known: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "points": []}
     if path.is_file():
         known = dict(read(Known, path))
@@ -121,7 +118,8 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
 def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[str, Any]:
     """Train on a share, and return what was learned from and, by law and held-out text, tokens and expected rounds."""
     given = ["--config", config.run, *config.flags, f"--share={share}", f"--training.output_dir={directory}"]
-    recipe: RecipeConfig = parse_config(config_class(config.recipe), launcher_flags(given)[1])
+    command = recipe_of(str(config.drafter))
+    recipe: RecipeConfig = parse_config(command.config_class(), launcher_flags(given)[1])
     if not recipe.heldout_directories:
         raise InputError(
             f"run: expected heldout directories in {config.run}, to replay what was trained on, found none"
@@ -136,9 +134,9 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
     print(f"share {share:g}: {learned} tokens in {directory}", flush=True)
     chosen_by_it = recipe.training.eval_strategy != "no" or recipe.training.eval_on_start
     # Held-out text is replayed below, by law: a run that chooses nothing by it need not replay it as well.
-    if code := _trained(config.recipe, given if chosen_by_it else [*given, "--heldout=[]"]):
+    if code := _trained(command.command, given if chosen_by_it else [*given, "--heldout=[]"]):
         raise InputError(f"run: expected a training run on a share of {share:g} that ends well, found exit code {code}")
-    target, proposer, draft_length = _chains(config.recipe, recipe, str(directory), config.draft_length)
+    target, proposer, draft_length = _chains(recipe, str(directory), config.draft_length)
     by_law: dict[tuple[float, int, float], list[dict[str, Any]]] = {}
     for path in recipe.heldout_directories:
         noted = _law_of(path, recipe)
@@ -173,35 +171,23 @@ def _name(temperature: float, top_k: int, top_p: float) -> str:
     return f"T={temperature:g}" + (f", top-k {top_k}" if top_k else "") + (f", top-p {top_p:g}" if top_p < 1 else "")
 
 
-def _chains(
-    name: str, recipe: RecipeConfig, directory: str, draft_length: int
-) -> tuple[PreTrainedModel, Proposer, int]:
+def _chains(recipe: RecipeConfig, directory: str, draft_length: int) -> tuple[PreTrainedModel, Proposer, int]:
     """Load a run's target and what it trained; return both, to draft chains, and how many tokens they draft.
 
     Args:
-        name: of the recipe.
         recipe: the run.
         directory: what it left.
         draft_length: γ at most.
     """
     tokenizer = load_tokenizer(recipe.target, field="target", trust_remote_code=recipe.trust_remote_code)
-    parallel = recipe.parallel if isinstance(recipe, DistillConfig) else 0
-    kind = (PARALLEL if parallel else "draft") if name == "distill" else name  # heads are called as their recipe is
-    draft_length = min(draft_length, parallel or draft_length)
-    spec = DrafterSpec(kind, directory, draft_lengths=[draft_length])
-    pair = load_pair(recipe.target, tokenizer, [spec], recipe.target_dtype, recipe.trust_remote_code)
-    model = pair.drafter.model
-    if isinstance(model, MedusaHeads):
-        draft_length = min(draft_length, model.config.num_heads)
-        return pair.target, MedusaProposer(model, Tree.chain(draft_length)), draft_length
-    if isinstance(model, EagleHeads):  # heads that were gone on from may have a tree
-        return pair.target, EagleProposer(model), draft_length
-    return pair.target, pair.drafter.proposer, draft_length
+    specs = drafter_specs([directory], [1])
+    pair = load_pair(recipe.target, tokenizer, specs, recipe.target_dtype, recipe.trust_remote_code)
+    return pair.target, *pair.drafter.family.chain(pair.drafter, draft_length)
 
 
-def _trained(recipe: str, arguments: Sequence[str]) -> int:
-    """Run a recipe in a process of its own, which leaves nothing in memory; return its exit code."""
-    return subprocess.run([sys.executable, "-m", "draftsmith.scripts.cli", recipe, *arguments], check=False).returncode
+def _trained(command: str, arguments: Sequence[str]) -> int:
+    """Train in a process of its own, which leaves nothing in memory; return its exit code."""
+    return subprocess.run([sys.executable, "-m", "draftsmith.scripts.cli", command, *arguments], check=False).returncode
 
 
 def says(curve: LearningCurve) -> list[str]:

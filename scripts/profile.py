@@ -12,7 +12,8 @@ from draftsmith.decode import Counts, InputError, speculative_generate
 from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profile_table
 from draftsmith.decode.progress import each
 from draftsmith.scripts.configs import ProfileConfig
-from draftsmith.scripts.pair import DrafterSpec, left_padded, load_pair
+from draftsmith.scripts.kinds import drafter_specs, kind_named
+from draftsmith.scripts.pair import left_padded, load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.files import require_writable
@@ -38,8 +39,8 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     ]
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
-    spec = DrafterSpec(config.kind, config.path, draft_lengths=[config.draft_length])
-    pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
+    specs = drafter_specs(config.drafter, [config.draft_length])
+    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     pair.check_positions(max(map(len, encoded)), config.max_new_tokens)
     target, proposer, (draft_length,) = pair.target, pair.drafter.proposer, pair.drafter.draft_lengths
     options: dict[str, Any] = {
@@ -63,7 +64,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
         "schema": "draftsmith.profile/1",
         "environment": environment(default_device(), pair.dtype),
         "target": config.target,
-        "proposer": {"kind": config.kind, "path": config.path},
+        "proposer": {"kind": pair.drafter.kind, "path": pair.drafter.path},
         "draft_length": draft_length,
         "temperature": config.temperature,
         "compiled": config.compiled,
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Profile, print the table, and say where the trace is."""
     config = parse_config(ProfileConfig, argv, prog="draftsmith profile")
     report, profiles = profile(config)
-    where, kind = report["environment"], config.kind.replace("_", " ")
+    where, kind = report["environment"], kind_named(report["proposer"]["kind"]).title
     console = Console()
     console.print(
         f"{kind}, γ = {report['draft_length']}, T = {config.temperature:g}, {where['dtype']}, {where['device']}, "

@@ -14,12 +14,12 @@ from draftsmith.distill.__main__ import distill
 from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.__main__ import train_heads
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
-from draftsmith.scripts.configs import MedusaTreeConfig, QuickstartConfig
+from draftsmith.scripts.configs import QuickstartConfig, TreeConfig
 from draftsmith.scripts.measure.command import measure
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.medusa_tree import print_tree, search
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
+from draftsmith.scripts.tree import print_tree, search
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -73,12 +73,13 @@ def _stages(config: QuickstartConfig, output: Path, console: Console) -> Report:
     console.rule("3/4 medusa: heads on the target's hidden states, and the tree that is accepted furthest")
     fields = data | {"training.output_dir": output / "medusa"}
     _print_gain(train_heads(_config(MedusaTrainingConfig, "medusa", fields)), console)
-    fields = {"heads": output / "medusa", "completions": [str(output / "completions/searched")]}
-    print_tree(search(_config(MedusaTreeConfig, "medusa-tree", fields)), console)
+    fields = {"drafter": output / "medusa", "completions": [str(output / "completions/searched")]}
+    print_tree(search(_config(TreeConfig, "tree", fields)), console)
 
     console.rule("4/4 measure: plain and speculative decoding of held-out prompts, interleaved")
     write_prompts(output / "prompts/measured.jsonl", measured)
-    fields = {"draft": output / "draft", "baseline_draft": STOCK, "medusa": output / "medusa", "output": output}
+    drafters = [str(output / name) for name in ("draft", "medusa")]
+    fields = {"drafter": drafters, "baseline_draft": STOCK, "output": output}
     fields |= {"prompts": output / "prompts/measured.jsonl", "limit": config.measured_prompts}
     fields |= {"replay_limit": config.replayed_prompts}
     report = measure(_config(MeasureConfig, "measure", fields))

@@ -7,7 +7,7 @@ alike there are told apart by what verifying some tokens takes, which is what dr
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,18 +18,16 @@ import torch
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, now
 from draftsmith.decode.errors import first_line
+from draftsmith.decode.measurement.costs import forward_behind_text
 from draftsmith.decode.progress import phase
 from draftsmith.decode.validation import read
-from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.files import write_aside
-from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_draft, load_model
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Pair
+from draftsmith.train.models import DTYPES, default_device, fast_dtype, load_config, load_model
 
-CONTEXT = 64
 REPEATS = 9
 COMPILED_BELOW = 0.1
 """Seconds of a token: beyond, arithmetic and memory are all of it, and a compiler has little to win."""
@@ -116,7 +114,7 @@ def load_fastest(
         settings = fastest_settings(
             pair.target,
             path,
-            {str(drafter.path): drafter.model for drafter in pair.drafters if drafter.model is not None},
+            [drafter for drafter in pair.drafters if drafter.model is not None],
             dtype,
             threads,
             compiled,
@@ -137,7 +135,7 @@ def load_fastest(
 def fastest_settings(
     target: PreTrainedModel,
     path: str,
-    drafts: Mapping[str, PreTrainedModel],
+    drafters: Sequence[Drafter],
     dtype: str = "auto",
     threads: int | None = None,
     compiled: bool | None = None,
@@ -151,36 +149,34 @@ def fastest_settings(
     Args:
         target: the target, as it was loaded.
         path: where it lies, to be loaded in another dtype too.
-        drafts: draft models and heads by their paths; each gets the dtype in which it is faster.
+        drafters: those with weights; each gets the dtype in which it is faster.
         dtype: "auto" tries the target's own and float32, where the machine has fast arithmetic for both.
         threads: None tries all that torch has, half of them and one.
         compiled: None tries both, for models of less than 0.1 s a token.
         trust_remote_code: as for `load_model`.
     """
     own, most = str(target.dtype).removeprefix("torch."), torch.get_num_threads()
+    paths = [str(drafter.path) for drafter in drafters]
     if target.device.type == "cuda":
         compiled, why = compiled_on_gpu(target, compiled)
-        return Settings(own, threads or most, compiled, dict.fromkeys(drafts, own), why)
+        return Settings(own, threads or most, compiled, dict.fromkeys(paths, own), why)
     if target.device.type != "cpu":
-        return Settings(own, threads or most, bool(compiled), dict.fromkeys(drafts, own), None)
+        return Settings(own, threads or most, bool(compiled), dict.fromkeys(paths, own), None)
 
-    def copies(model: PreTrainedModel, path: str) -> dict[str, PreTrainedModel]:
+    def copies(model: PreTrainedModel, load: Callable[..., PreTrainedModel], path: str) -> dict[str, PreTrainedModel]:
         found = {own: model}
-        load = load_model if model is target else load_draft
         if dtype == "auto" and model.num_parameters() <= SMALL:
             for other in {stored, "float32"} - {own}:
-                found[other] = (
-                    type(model).from_pretrained(path, dtype=DTYPES[other])
-                    if isinstance(model, MedusaHeads | EagleHeads)
-                    else load(path, dtype=other, trust_remote_code=trust_remote_code)
-                )
+                found[other] = load(path, dtype=other, trust_remote_code=trust_remote_code)
         return found
 
     stored = fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu")
-    models = copies(target, path)
+    models = copies(target, load_model, path)
     counts = [threads] if threads else sorted({1, max(1, most // 2), most})
     calls = {
-        (name, count): partial(_with_threads, count, _step(model)) for name, model in models.items() for count in counts
+        (name, count): partial(_with_threads, count, forward_behind_text(model))
+        for name, model in models.items()
+        for count in counts
     }
     eager = median_seconds(calls, REPEATS)
     chosen, threads = min(eager, key=lambda key: eager[key])
@@ -188,7 +184,7 @@ def fastest_settings(
     seconds = {name: eager[name, threads] for name in models}
     if compiled is not False and (compiled or eager[chosen, threads] < COMPILED_BELOW):
         with phase("compiling, and timing tokens"):
-            compiled_steps = {name: _step(model, compiled=True) for name, model in models.items()}
+            compiled_steps = {name: forward_behind_text(model, compiled=True) for name, model in models.items()}
             with_compiler = median_seconds(compiled_steps, REPEATS)
         seconds |= {f"{name} compiled": of_model for name, of_model in with_compiler.items()}
         fastest = min(with_compiler, key=lambda name: with_compiler[name])
@@ -199,11 +195,18 @@ def fastest_settings(
     alike = {name: models[name] for name in models if of_token[name] <= ALIKE * of_token[chosen]}
     of_block: dict[str, float] = {}
     if len(alike) > 1:
-        of_block = median_seconds({name: _step(model, compiled, BLOCK) for name, model in alike.items()}, REPEATS)
+        of_block = median_seconds(
+            {name: forward_behind_text(model, compiled, BLOCK) for name, model in alike.items()}, REPEATS
+        )
         chosen = min(of_block, key=lambda name: of_block[name])
     draft_dtypes = {}
-    for draft, model in drafts.items():
-        of_draft = median_seconds({name: _step(each) for name, each in copies(model, draft).items()}, REPEATS)
+    for draft, drafter in zip(paths, drafters, strict=True):
+        assert drafter.model is not None
+        steps = {
+            name: drafter.family.forward(model)
+            for name, model in copies(drafter.model, drafter.family.reload, draft).items()
+        }
+        of_draft = median_seconds(steps, REPEATS)
         draft_dtypes[draft] = min(of_draft, key=lambda name: of_draft[name])
     torch.set_num_threads(most)
     if len(seconds) == len(counts) == 1:
@@ -232,7 +235,7 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
             continue
         try:
             with phase(f"timing {name} tokens"):
-                step = _step(target, compiled=name == "compiled")
+                step = forward_behind_text(target, compiled=name == "compiled")
                 timed, launched = median_seconds({name: step}, REPEATS, device), _launch_seconds(step, device)
         except Exception as error:
             if name == "eager" or compiled:
@@ -260,21 +263,6 @@ def _launch_seconds(call: Callable[[], object], device: torch.device) -> float:
         call()
         taken.append(time.perf_counter() - begin)
     return median_high(taken)
-
-
-def _step(model: PreTrainedModel, compiled: bool = False, tokens: int = 1) -> Callable[[], object]:
-    """Return a forward behind a short text, compiled by its first call; of heads, the logits of all, or of a step."""
-    if isinstance(model, EagleHeads):
-        states = torch.zeros(1, tokens, model.config.hidden_size, dtype=model.dtype)
-        places = torch.arange(tokens)[None]
-        return lambda: model.head(model(states, states, places).hidden)
-    if isinstance(model, MedusaHeads):
-        hidden = torch.zeros(1, 1, model.config.hidden_size, dtype=model.dtype)
-        seen = torch.zeros(1, 1, model.config.num_heads, model.config.hidden_size, dtype=model.dtype)
-        return lambda: [model.logits(head, hidden, seen) for head in range(model.config.num_heads)]
-    cached = CachedModel(model, rows=1, max_length=CONTEXT + tokens, block=tokens, compiled=compiled)
-    cached.prefill(torch.ones(1, CONTEXT, dtype=torch.long, device=model.device))
-    return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long, device=model.device), [CONTEXT])
 
 
 def _with_threads(count: int, call: Callable[[], object]) -> object:

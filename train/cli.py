@@ -6,6 +6,7 @@ Nothing here imports torch or transformers before a config is complete, so that 
 import dataclasses
 import errno
 import io
+import json
 import os
 import re
 import sys
@@ -47,6 +48,19 @@ REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, e
 Config = TypeVar("Config")
 
 
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """A flag, or key of a config file, that spells values of a field with several."""
+
+    name: str
+    says: str
+    """What it is an alias of, for `--help`."""
+    kind: type
+    """bool, or list for one text or several."""
+    spell: Callable[[Any], list[str]]
+    """What it spells, one text for each value."""
+
+
 class Terminated(KeyboardInterrupt):
     """An interruption by a signal of a scheduler's: `job.processes.terminable`."""
 
@@ -86,12 +100,21 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
     import jsonargparse
 
     fields = dataclasses.fields(cls)
-    arguments = flags(sys.argv[1:] if argv is None else argv, {f"--{f.name}" for f in fields if f.type is bool})
+    aliased = {f.name: f.metadata["aliases"]() for f in fields if "aliases" in f.metadata}
+    switches = {f"--{f.name}" for f in fields if f.type is bool}
+    switches |= {f"--{alias.name}" for aliases in aliased.values() for alias in aliases if alias.kind is bool}
+    arguments = flags(sys.argv[1:] if argv is None else argv, switches)
+    for name in aliased:
+        arguments = _gathered(arguments, f"--{name}")
     helps = bool({"-h", "--help"} & set(arguments))
     if helps:  # what a field means is written below it: to read that takes as long as all else, and help alone shows it
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
+    for aliases in aliased.values():
+        for alias in aliases:
+            types = bool if alias.kind is bool else str | list[str] | None
+            parser.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
     trained_by = next((field for field in fields if field.name == "training"), None)
     trains = trained_by is not None
     parser.add_class_arguments(cls, skip={"training"} if trains else None)
@@ -114,11 +137,37 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         for name in (f.name for f in fields if f.name == "training" or dataclasses.is_dataclass(f.type)):
             if not isinstance(parsed.get(name, {}), jsonargparse.Namespace | dict):
                 raise InputError(f"{name}: expected fields and their values, found {parsed[name]!r}")
-        return vars(parser.instantiate(parsed) if whole else parsed)
+        values = vars(parser.instantiate(parsed) if whole else parsed)
+        for name, aliases in aliased.items():
+            values[name] = _texts(values[name]) + [
+                text for alias in aliases for text in alias.spell(_texts(values.pop(alias.name, None)))
+            ]
+        return values
     except InputError:
         raise
     except (jsonargparse.ArgumentError, ValueError) as error:  # the latter from TrainingArguments
         raise InputError(_plain(" ".join(str(error).split()))) from error
+
+
+def _texts(value: Any) -> list[Any]:
+    """Return the values of what takes one or several; a switch that is off has none."""
+    return value if isinstance(value, list) else [value] if value else []
+
+
+def _gathered(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return arguments with a flag that stands there several times once, with a list."""
+    values, others = list[str](), list[str]()
+    rest = iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.partition("=")
+        if name == flag:
+            values.append(value if equals else next(rest, ""))
+        else:
+            others.append(argument)
+    if len(values) < 2:
+        return list(arguments)
+    listed = [text for value in values for text in (json.loads(value) if value.startswith("[") else [value])]
+    return [*others, f"{flag}={json.dumps(listed)}"]
 
 
 def _plain(said: str, within: str = "") -> str:

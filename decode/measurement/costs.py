@@ -40,6 +40,15 @@ WRITTEN = 24
 """Tokens that are written to see what the loop costs."""
 
 
+def forward_behind_text(
+    model: PreTrainedModel, compiled: bool = False, tokens: int = 1, context: int = 64
+) -> Callable[[], object]:
+    """Return a forward of a block of tokens behind a text of `context` tokens, compiled by its first call."""
+    cached = CachedModel(model, rows=1, max_length=context + tokens, block=tokens, compiled=compiled)
+    cached.prefill(torch.ones(1, context, dtype=torch.long, device=model.device))
+    return partial(cached.feed, torch.ones(1, tokens, dtype=torch.long, device=model.device), [context])
+
+
 @dataclass(frozen=True)
 class DraftCosts:
     """What drafting costs, in seconds, for a number of rows."""

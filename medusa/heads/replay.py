@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
 from draftsmith.decode.replay.rounds import expected_rounds_of_starts
 from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, contexts_of, ranks_by_start
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.train.losses.output_head import head_of, last_hidden
+from draftsmith.train.losses.output_head import head_of, text_states
 
 
 @dataclass(frozen=True)
@@ -103,19 +102,6 @@ def replay_heads(
 
 
 @torch.inference_mode()
-def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -> Tensor:
-    """Return the hidden states that the target predicted each token of the text from, (N, H).
-
-    Raises:
-        InputError: no prompt, or nothing after it.
-    """
-    if not 1 <= prompt_length < len(sequence):
-        raise InputError(
-            f"sequence: expected a prompt and a text, found {prompt_length} tokens of prompt among {len(sequence)}"
-        )
-    return last_hidden(target, input_ids=sequence[None, :-1].to(target.device))[0, prompt_length - 1 :]
-
-
 def _logits(target: PreTrainedModel, heads: MedusaHeads, hidden_NH: Tensor, text: WrittenText) -> LogitsAt:
     """Return the heads' logits by head and start: a round from s sees h_{s−1} and the tokens from s − 1 on."""
     tokens = text.tokens.to(hidden_NH.device)

@@ -22,9 +22,10 @@ from draftsmith.decode import (
 from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 

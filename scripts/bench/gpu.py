@@ -74,11 +74,10 @@ COMMANDS = (
         ("runs/gpu/eagle/config.json",),
     ),
     Command(
-        "python -m draftsmith.scripts.check_lossless --dtype float32 --sampled_tokens 20000"
-        " --proposers '[draft, tree, dynamic, prompt_lookup, parallel_draft, eagle_tree]'"
-        " --parallel_draft runs/gpu/parallel --eagle runs/gpu/eagle --output runs/gpu/lossless.json",
-        (r"(?m)^lossless$",),
-        ("runs/gpu/lossless.json",),
+        f"draftsmith measure --target assets/tiny-target {DRAFTERS} {MEASURED} --dtype float32 --temperature 0,1"
+        " --lossless_tokens 20000 --output runs/gpu/lossless",
+        (r"report:",),
+        ("runs/gpu/lossless/report.json",),
     ),
     Command(
         f"draftsmith measure --target assets/tiny-target {DRAFTERS} {MEASURED} --dtype float32 --temperature 0"

@@ -30,7 +30,7 @@ from draftsmith.medusa.eagle.replay import eagle_acceptance, eagle_ranks
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.heads.replay import ReplayedHeads, replay_heads, replay_ranks, text_states
+from draftsmith.medusa.heads.replay import ReplayedHeads, replay_heads, replay_ranks
 from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.scripts.bench.common import run_benchmark
 from draftsmith.scripts.bench.variants import (
@@ -45,7 +45,7 @@ from draftsmith.scripts.bench.variants import (
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import stdlib_prompts
 from draftsmith.train.data.examples import TrainingData
-from draftsmith.train.losses.output_head import head_of
+from draftsmith.train.losses.output_head import head_of, text_states
 from draftsmith.train.models import load_model, load_tokenizer
 
 NUM_HEADS = 4

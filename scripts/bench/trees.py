@@ -1,6 +1,6 @@
-"""`python -m draftsmith.scripts.bench.trees`: is the tree that `draftsmith medusa-tree` takes the fastest?
+"""`python -m draftsmith.scripts.bench.trees`: is the tree that `draftsmith tree` takes the fastest?
 
-Trees of several sizes are searched on text that the target wrote, and priced as `medusa-tree` prices them. Then each
+Trees of several sizes are searched on text that the target wrote, and priced as `tree` prices them. Then each
 decodes the same other prompts, in turns with plain decoding, at temperature 0.
 """
 
@@ -19,12 +19,12 @@ from draftsmith.decode.measurement.tree_search import mean_acceptance_length, se
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark
-from draftsmith.scripts.configs import MedusaTreeConfig
-from draftsmith.scripts.medusa_tree import calibration_text, replayed_texts, round_costs
-from draftsmith.scripts.pair import DrafterSpec
+from draftsmith.scripts.configs import TreeConfig
 from draftsmith.scripts.settings import load_fastest
+from draftsmith.scripts.tree import calibration_text, replayed_texts, round_costs
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
@@ -38,7 +38,7 @@ class BenchTreesConfig(BenchmarkConfig):
     heads: str
     """Its Medusa heads."""
     completions: list[str]
-    """What the target wrote at temperature 0: trees are searched on it, as by `draftsmith medusa-tree`."""
+    """What the target wrote at temperature 0: trees are searched on it, as by `draftsmith tree`."""
     prompts: str | None = None
     """A file of other prompts to decode; held-out modules of the standard library if None."""
     nodes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 24])
@@ -61,7 +61,7 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
         config.target, tokenizer, specs, config.dtype, torch.get_num_threads(), config.compiled, False
     )
     target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
-    planned = MedusaTreeConfig(target=config.target, heads=config.heads, completions=config.completions)
+    planned = TreeConfig(target=config.target, drafter=[config.heads], completions=config.completions)
     texts, median = replayed_texts(planned, target, MedusaProposer(heads), token_count(tokenizer, target.config))
     trees = [search_tree(texts, nodes) for nodes in config.nodes]
     costs = round_costs(

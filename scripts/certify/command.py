@@ -15,13 +15,15 @@ from draftsmith.scripts.certify.asking import Question, stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.judging import Greedy, Law, judge_greedy, judge_law
 from draftsmith.scripts.certify.servers import Servers, target_identity
-from draftsmith.scripts.pair import DrafterSpec, Pair, load_pair
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable
 from draftsmith.train.job.lock import locked
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import environment, git_sha, write_json
 from draftsmith.train.runs import kept_told
@@ -108,8 +110,9 @@ def _load(config: CertifyConfig) -> tuple[list[Question], Pair | None]:
         Question(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding))
         for prompt in each(prompts, "prompts", "texts")
     ]
-    specs = [] if config.draft is None else [DrafterSpec("draft", config.draft)]
-    return questions, load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
+    return questions, load_pair(
+        config.target, tokenizer, drafter_specs(config.drafter), config.dtype, config.trust_remote_code
+    )
 
 
 def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair | None) -> None:

@@ -15,6 +15,7 @@ from draftsmith.decode.errors import (
 )
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
+from draftsmith.scripts.kinds import Drafters, aliases
 from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import PromptOptions
 
@@ -38,8 +39,8 @@ class CertifyConfig(Filters, PromptOptions):
     plain_server: str | None = None
     """A server of the same target without a drafter. With `target` its texts are what T=0 is compared with; without,
     it is the reference for sampled text too, at less power."""
-    draft: str | None = None
-    """The server's draft model, which sharpens the test of sampled text: most mistakes lean towards the draft. Needs
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """The server's drafter, which sharpens the test of sampled text: most mistakes lean towards its drafts. Needs
     `target`."""
     temperature: Floats = field(default_factory=lambda: [0.0, 1.0])
     """Temperatures to certify, several with commas; 0 compares texts token for token."""

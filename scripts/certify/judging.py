@@ -15,7 +15,7 @@ from draftsmith.decode.measurement.exactness import mismatch_position
 from draftsmith.decode.measurement.two_samples import two_sample_tests
 from draftsmith.scripts.certify.asking import Question, companions
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.pair import Pair
+from draftsmith.train.kinds.drafter import Pair
 
 Texts = Sequence[tuple[list[int], str]]
 """Token ids and why each text ended, in the order of their places."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from draftsmith.decode import Counts, DraftModelProposer, Replay
+from draftsmith.decode import Counts, Replay
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.measurement.intervals import (
     Estimate,
@@ -17,14 +17,13 @@ from draftsmith.decode.measurement.intervals import (
     ratio_difference,
 )
 from draftsmith.decode.measurement.repetition import repeated_ngram_share
-from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge
-from draftsmith.scripts.pair import STOCK, Pair
 from draftsmith.scripts.report.types import (
     SCHEMA,
     Baseline,
@@ -41,6 +40,7 @@ from draftsmith.scripts.report.types import (
     RunCategory,
     Target,
 )
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment
 
 
@@ -192,20 +192,15 @@ def _replayed(measured: Measured, replay: Replay, rows: Sequence[Row], k: int, t
 
 
 def _memory(pair: Pair) -> Memory:
-    def cached(model: PreTrainedModel | None) -> int | None:
-        if isinstance(model, EagleHeads):
-            return model.cached_numbers * model.dtype.itemsize
-        numbers = None if model is None else cached_numbers(model)
-        return None if numbers is None else numbers * pair.target.dtype.itemsize
+    def bytes_of(numbers: int | None, model: PreTrainedModel | None) -> int | None:
+        return numbers * (model or pair.target).dtype.itemsize if numbers is not None else None
 
     return Memory(
         sum(p.numel() * p.element_size() for p in pair.target.parameters()),
-        cached(pair.target),
+        bytes_of(cached_numbers(pair.target), pair.target),
         {
             drafter.name: DrafterMemory(
-                drafter.weights_bytes,
-                # Medusa heads and n-grams keep nothing of the text.
-                cached(drafter.model) if isinstance(drafter.proposer, DraftModelProposer) else 0,
+                drafter.weights_bytes, bytes_of(drafter.family.cached_numbers(drafter), drafter.model)
             )
             for drafter in pair.drafters
         },

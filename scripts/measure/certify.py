@@ -14,7 +14,7 @@ from draftsmith.scripts.measure.estimates import rows_of
 from draftsmith.scripts.measure.side_by_side import Method, Observations
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import Unfinished
-from draftsmith.scripts.pair import Pair
+from draftsmith.train.kinds.drafter import Pair
 
 FAILED = unchecked("the check failed")
 NOT_ASKED = unchecked("lossless_tokens is 0")

@@ -16,6 +16,8 @@ from draftsmith.decode.measurement.costs import CostTable, KeptTable
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import TokenId
+from draftsmith.distill.kind import DraftModel
+from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import build_report
 from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
 from draftsmith.scripts.measure.config import MeasureConfig, measure_config
@@ -29,7 +31,6 @@ from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.side_by_side import Group, Method, decode_side_by_side
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
-from draftsmith.scripts.pair import EAGLE, MEDUSA, PARALLEL, PROMPT_LOOKUP, STOCK, DrafterSpec, Pair, short_names
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
@@ -41,6 +42,8 @@ from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
 from draftsmith.train.data.samples import Batch, Sample, make_batches, mixed_seed
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import require_writable, write_aside
+from draftsmith.train.kinds.drafter import DrafterSpec, Pair
+from draftsmith.train.kinds.untrained import PromptLookup
 from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import write_json
 
@@ -220,22 +223,13 @@ def _costs(
 
 
 def _drafters(config: MeasureConfig) -> list[DrafterSpec]:
-    """Return what is to be measured."""
-    specs = [
-        DrafterSpec("draft", path, name, config.draft_length)
-        for name, path in zip(short_names(config.drafts), config.drafts, strict=True)
-    ]
+    """Return what is to be measured, the draft to beat behind the other draft models."""
+    specs = drafter_specs(config.drafter, config.draft_length)
+    ngrams = f"{config.prompt_lookup_min}-{config.prompt_lookup_max}"
+    specs = [replace(spec, path=spec.path or ngrams) if spec.kind == PromptLookup.name else spec for spec in specs]
     if config.baseline_draft is not None:
-        specs.append(DrafterSpec("baseline_draft", config.baseline_draft, STOCK, config.draft_length))
-    if config.parallel_draft is not None:
-        specs.append(DrafterSpec(PARALLEL, config.parallel_draft, draft_lengths=config.draft_length))
-    if config.medusa is not None:
-        specs.append(DrafterSpec(MEDUSA, config.medusa))
-    if config.eagle is not None:
-        specs.append(DrafterSpec(EAGLE, config.eagle, draft_lengths=config.draft_length))
-    if config.prompt_lookup:
-        ngrams = (config.prompt_lookup_min, config.prompt_lookup_max)
-        specs.append(DrafterSpec(PROMPT_LOOKUP, draft_lengths=config.draft_length, ngrams=ngrams))
+        place = sum(spec.kind == DraftModel.name for spec in specs)
+        specs.insert(place, DrafterSpec(BASELINE, config.baseline_draft, STOCK, config.draft_length))
     return specs
 
 

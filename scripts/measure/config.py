@@ -1,4 +1,4 @@
-"""What `draftsmith measure` is told."""
+"""Settings of `draftsmith measure`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError, Range, at_least, between, finite, more_than, require, require_some
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
+from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.train.cli import Floats, Ints, keys_of, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
@@ -25,17 +26,10 @@ class MeasureConfig(Filters, PromptOptions):
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
-    draft: str | list[str] | None = None
-    """The draft model to measure, or several, as a list: '["a", "b"]'."""
-    parallel_draft: str | None = None
-    """A draft that drafts γ tokens in one forward, for γ up to its `parallel_length`. As `draft`, the same directory is
-    measured a token at a time."""
-    medusa: str | None = None
-    """Medusa or Hydra heads to measure; they draft the tree of their config."""
-    eagle: str | None = None
-    """EAGLE-3 heads to measure; they draft chains of γ tokens, or the tree of their config."""
-    prompt_lookup: bool = False
-    """Measure prompt lookup too: n-grams of the text, without a model."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """A drafter to measure, `[NAME=]DIR_OR_KIND`, or several: a directory or hub id, whose kind its config.json says,
+    or a kind that needs none, such as prompt_lookup. `KIND:DIR` measures a directory as another kind, such as a draft
+    of several tokens a token at a time, as `draft:DIR`."""
     prompt_lookup_min: int = 1
     """The shortest n-gram that it looks for, in tokens, as in vLLM: a longer one drafts less often, and fails less."""
     prompt_lookup_max: int = 3
@@ -43,7 +37,7 @@ class MeasureConfig(Filters, PromptOptions):
     baseline_draft: str | None = None
     """A stock draft to beat: measured beside the others, and compared prompt by prompt."""
     draft_length: Ints = field(default_factory=lambda: [4])
-    """γ, drafted tokens a round, of draft models and prompt lookup; several with commas. Replay adds 1 to 16."""
+    """γ, drafted tokens a round, of what drafts no tree of its own; several with commas. Replay adds 1 to 16."""
     temperature: Floats = field(default_factory=lambda: [0.0])
     """Sampling temperatures, several with commas; 0 is greedy."""
     batch_size: Ints = field(default_factory=lambda: [1])
@@ -79,11 +73,8 @@ class MeasureConfig(Filters, PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.drafts or self.parallel_draft or self.medusa or self.eagle or self.prompt_lookup):
-            raise InputError(
-                "draft: expected a draft model, a `parallel_draft` or, as `medusa` or `eagle`, heads to measure, or "
-                "`prompt_lookup`, found none"
-            )
+        self.drafter = drafter_texts(self.drafter)
+        require_some(self, "drafter", "drafter")
         for name, kind in (("draft_length", int), ("temperature", float), ("batch_size", int), ("context", int)):
             setattr(self, name, numbers(getattr(self, name), kind, name))
         for name in ("draft_length", "temperature", "batch_size"):
@@ -99,11 +90,6 @@ class MeasureConfig(Filters, PromptOptions):
         require(self, TEST_TOKENS, "lossless_tokens")
         if self.min_gain is not None and self.baseline_draft is None:
             raise InputError("min_gain: expected a `baseline_draft` to gain over, found none")
-
-    @property
-    def drafts(self) -> list[str]:
-        """The draft models, one or several."""
-        return [self.draft] if isinstance(self.draft, str) else self.draft or []
 
     def options(self, temperature: float) -> dict[str, Any]:
         """Return how texts are written at a temperature, as `generate` takes it."""

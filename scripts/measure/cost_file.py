@@ -13,7 +13,7 @@ from draftsmith.decode.measurement.costs import BLOCKS, CostTable, KeptTable, me
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.pair import Pair
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"

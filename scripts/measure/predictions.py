@@ -9,9 +9,9 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
 from draftsmith.scripts.measure.side_by_side import Group
 from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
-from draftsmith.scripts.pair import Drafter
 from draftsmith.scripts.report.types import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, ProposerEntry, Run, Verifier
+from draftsmith.train.kinds.drafter import Drafter
 
 WORTH_SAYING = 1.02
 """A draft length that was not decoded is spoken of where it promises this many times the speed."""

@@ -12,9 +12,9 @@ from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
-from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.report.types import TreePicture, Verifier
+from draftsmith.train.kinds.drafter import Pair
 
 
 def replay_all(

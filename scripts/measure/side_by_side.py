@@ -17,7 +17,8 @@ from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count, TokenId
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.unfinished import Unfinished
-from draftsmith.scripts.pair import Pair, left_padded
+from draftsmith.scripts.pair import left_padded
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import default_device
 
 PLAIN = ""

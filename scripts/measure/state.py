@@ -9,10 +9,10 @@ from draftsmith.decode.measurement.replay import Replay
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText
 from draftsmith.scripts.measure.side_by_side import Method, Observations
-from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report.types import Failure, TreePicture, Verifier
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.kinds.drafter import Drafter, Pair
 
 PROBABILISTIC: Verifier = "probabilistic"
 GREEDY: Verifier = "greedy"

@@ -14,11 +14,11 @@ from urllib.parse import quote
 from draftsmith.decode.errors import InputError, first_line, lacks_memory
 from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.pair import Pair
 from draftsmith.scripts.report.types import Failure
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.data.shards import settle_manifest
 from draftsmith.train.files import remove, write_aside
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import identity
 from draftsmith.train.provenance import environment
 
@@ -27,7 +27,7 @@ SCHEMA = "draftsmith.unfinished/1"
 DIRECTORY, SETTINGS = ".unfinished", "settings.json"
 MAY_CHANGE = ("output", "costs", "measure_costs", "min_speedup", "min_gain", "confidence", "trust_remote_code")
 """Settings that decide nothing of what is decoded: where it goes, what is timed beside it, and how it is judged."""
-IDENTIFIED = ("target", "prompts", "draft", "parallel_draft", "baseline_draft", "medusa", "eagle", "dtype", "threads")
+IDENTIFIED = ("target", "prompts", "drafter", "baseline_draft", "dtype", "threads")
 """Settings that say where something lies, or leave it open: it is compared itself."""
 
 logger = logging.getLogger(__name__)

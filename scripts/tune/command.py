@@ -17,7 +17,8 @@ from draftsmith.decode.measurement.intervals import confidence_of_each
 from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.rows import Departure
-from draftsmith.scripts.pair import DrafterSpec, Pair, left_padded, load_pair
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import left_padded, load_pair
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.scripts.tune.tradeoff import (
     EXACT,
@@ -35,6 +36,7 @@ from draftsmith.scripts.tune.tradeoff import (
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.files import require_writable
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
@@ -129,9 +131,8 @@ def _load(config: TuneConfig) -> Task:
     prompts = read_prompts(config.prompts, limit=config.limit)
     if len(prompts) < 2:  # of which no interval can be told
         raise InputError(f"prompts: expected at least 2 in {config.prompts}, found {len(prompts)}")
-    kind, path = ("draft", config.draft) if config.draft else ("medusa", config.medusa)
-    spec = DrafterSpec(kind, path, draft_lengths=[config.draft_length])
-    pair = load_pair(config.target, tokenizer, [spec], config.dtype, config.trust_remote_code)
+    specs = drafter_specs(config.drafter, [config.draft_length])
+    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
     size = pair.target.config.get_text_config().vocab_size
     ids = [
         encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)

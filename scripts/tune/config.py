@@ -1,9 +1,10 @@
-"""What `draftsmith tune` is told."""
+"""Settings of `draftsmith tune`."""
 
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, Range, at_least, less_than, more_than, require
 from draftsmith.decode.options import Sampling
+from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
 
@@ -22,13 +23,11 @@ class TuneConfig(Sampling, PromptOptions):
     """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `tune.json` and `tune.svg`."""
-    draft: str | None = None
-    """The draft model that drafts chains; or give `medusa`."""
-    medusa: str | None = None
-    """Medusa or Hydra heads that draft the tree of their config."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """The drafter: `DIR`, or a kind that needs none, such as prompt_lookup."""
     draft_length: int = 4
-    """γ, drafted tokens a round, of the draft model. Of all levels alike: where more tokens stand, a longer draft may
-    pay that did not."""
+    """γ, drafted tokens a round, of what drafts no tree of its own. Of all levels alike: where more tokens
+    stand, a longer draft may pay that did not."""
     batch_size: int = 8
     """Prompts decoded together. Acceptance and departure don't depend on it, but for ties in half precision; speeds are
     of such batches, and their intervals over them."""
@@ -41,7 +40,7 @@ class TuneConfig(Sampling, PromptOptions):
     """ε of typical acceptance: levels with commas, an empty list for none of this rule. However high ε is, it stays
     lenient where the target is unsure, unless δ is high too."""
     typical_delta: float | None = None
-    """δ of typical acceptance at every ε, above which ε changes nothing; None for √ε, as Medusa's authors set it."""
+    """δ of typical acceptance at every ε, above which ε changes nothing; None for √ε, as its authors set it."""
     threshold_levels: Floats = field(default_factory=lambda: [0.05, 0.1, 0.2, 0.4, 0.8])
     """Levels of the threshold rule, which near 1 is nearly exact, and slower than the exact rule: it refuses the
     target's own choice too where that is less likely. At temperature 0 it looks at the target's probability at
@@ -54,10 +53,7 @@ class TuneConfig(Sampling, PromptOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.draft is None) == (self.medusa is None):
-            raise InputError(
-                f"draft: expected a draft model or, as `medusa`, heads, found {'both' if self.draft else 'neither'}"
-            )
+        self.drafter = only_drafter(self.drafter)
         require(self, at_least(1), "batch_size")
         require(self, DRAFT_LENGTH, "draft_length")
         require(self, at_least(2), "limit")

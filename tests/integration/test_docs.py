@@ -17,7 +17,6 @@ from transformers import TrainingArguments
 
 from draftsmith.distill.__main__ import main as distill
 from draftsmith.scripts import cli
-from draftsmith.scripts.configs import LosslessConfig
 from draftsmith.train.cli import parse_config
 
 SHELL_ONLY = ("cat", "cd", "export", "mkdir", "pip", "source")
@@ -33,8 +32,6 @@ def by_name(path):
 @cache
 def config_class(name: str, *argv: str) -> type[Any]:
     """Return the config of a command, or of a module that runs by itself."""
-    if name == "draftsmith.scripts.check_lossless":
-        return LosslessConfig
     return cli.config_class(name.removeprefix("draftsmith.").removeprefix("scripts."), argv)
 
 
@@ -103,7 +100,7 @@ def field_names(cls: type[Any]) -> tuple[str, ...]:
 def known_flags() -> frozenset[str]:
     names = {"config", "help", "processes", "accelerate_config"}
     names.update(f"training.{field.name}" for field in fields(TrainingArguments))
-    for command in (*cli.COMMANDS, "draftsmith.scripts.check_lossless"):
+    for command in cli.summaries():
         names.update(field_names(config_class(command)))
     names.update(field_names(config_class("measure", "--server")))
     for module in iter_modules([str(ROOT / "scripts" / "bench")]):

@@ -25,8 +25,8 @@ from draftsmith.decode.speculative import Round
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli as commands
-from draftsmith.scripts import configs, live_view
 from draftsmith.scripts import generate as module
+from draftsmith.scripts import kinds, live_view
 from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.generate import generate, main
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal, kinds_of, row_end
@@ -178,6 +178,7 @@ def test_a_terminal_colours_every_token_by_how_it_came_about(pair, tokenizer):
     # Wide enough for no row to be broken: everything that is left on the screen is the text, and no status.
     console = terminal(width=400)
     argv = dict(zip(*[iter(flags(pair, draft_length=3))] * 2, strict=True))
+    argv["--drafter"] = argv.pop("--draft")
     config = GenerateConfig(**{k[2:]: int(v) if v.isdigit() else v for k, v in argv.items()})
     assert generate(config, console, silent()) == 0
     screen = shown(console)
@@ -375,12 +376,14 @@ PROPOSERS = {
     "lookahead": {},
     "unigram": {},
     "early_exit": {"exit_layers": 1},
+    "reencoded": {"drafter": ("reencoded:{}", "draft")},
+    "run_ahead": {"drafter": ("run_ahead:{}", "draft")},
     "none": {},
 }
 
 
 def test_all_proposers_are_tried_here():
-    assert set(PROPOSERS) == set(configs.PROPOSERS)
+    assert set(PROPOSERS) == {*(kind.name for kind in kinds.KINDS), kinds.NONE}
 
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
@@ -388,6 +391,9 @@ def test_every_proposer_writes_the_targets_text(pair, capsys, proposer):
     text, _, _ = decoded(pair)
     compare = proposer != "none"
     options = {name: pair / value if isinstance(value, str) else value for name, value in PROPOSERS[proposer].items()}
+    if "drafter" in options:
+        text, directory = options["drafter"]
+        options["drafter"] = text.format(pair / directory)
     out, err = ran(capsys, flags(pair, proposer=proposer, compare=compare, **options))
     assert out == text + "\n"
     assert err.splitlines()[0].startswith(f"{NEW} tokens in ")
@@ -443,7 +449,7 @@ def test_a_lossy_rule_says_how_far_it_departs(pair, capsys, rule, temperature):
 
 
 def test_where_the_texts_part_is_counted_from_the_first_new_token(pair):
-    config = GenerateConfig(str(pair / "target"), PROMPT, proposer="unigram", dtype="bfloat16")
+    config = GenerateConfig(str(pair / "target"), PROMPT, "unigram", dtype="bfloat16")
     progress = Progress(Plain(io.StringIO()), Detokenizer(load_tokenizer(pair / "target"), [1]))
     progress.counts += Counts.of_round(1, 0, 1)
     progress.seconds = 0.5
@@ -512,24 +518,30 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"proposer": "oracle"}, "proposer: expected one of draft, parallel_draft, medusa, eagle, prompt_lookup,"),
-        ({"proposer": "medusa"}, "medusa: expected one with the proposer medusa, found none"),
+        ({"proposer": "oracle"}, "drafter: expected a directory with a config.json, a hub id or one of prompt_lookup,"),
+        ({"proposer": "medusa"}, "drafter: expected medusa:DIR, found medusa without a directory"),
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
-        ({"proposer": "early_exit"}, "exit_layers: expected one with the proposer early_exit, found none"),
-        ({"proposer": "early_exit", "exit_layers": 3}, "exit_layers: expected at most the target's 2 layers, found 3"),
+        ({"proposer": "early_exit"}, "drafter: expected early_exit:N with at most the target's 2 layers, found none"),
+        (
+            {"proposer": "early_exit", "exit_layers": 3},
+            "drafter: expected early_exit:N with at most the target's 2 layers, found 3",
+        ),
         ({"draft_length": 0}, "draft_length: expected at least 1 and at most 256, found 0"),
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, found 0"),
         ({"width": -1}, "width: expected at least 0, found -1"),
         (
             {"width": 2, "proposer": "unigram"},
-            "width: expected a proposer that is a model (draft or early_exit or eagle)",
+            "width: expected a drafter that has a confidence (eagle or draft or reencoded or early_exit)",
         ),
         ({"rule": "sloppy"}, "rule: expected one of exact, typical, threshold, cascade, found 'sloppy'"),
         ({"rule": "cascade", "proposer": "prompt_lookup"}, "with rule cascade, found prompt_lookup"),
         ({"temperature": ".inf"}, "temperature: expected a finite number"),
         ({"top_p": 0}, "top_p: expected more than 0"),
         ({"dtype": "float8"}, "dtype: expected one of float32"),
-        ({"compare": True, "proposer": "none"}, "compare: expected a proposer that drafts, found none"),
+        (
+            {"compare": True, "proposer": "none"},
+            "compare: expected a drafter to compare with plain decoding, found none",
+        ),
         ({"prompt": ""}, "prompt: expected some text, found an empty string"),
         ({"prompt": "\udcff"}, "prompt: expected UTF-8 text"),
         ({"max_new_tokens": 512}, "max_new_tokens: expected prompt and text within the target's 512 positions, found"),
@@ -547,7 +559,7 @@ def test_bad_input_is_refused_in_one_line(pair, capsys, options, named):
 def test_the_proposer_draft_needs_a_draft(pair, capsys):
     argv = flags(pair)
     at = argv.index("--draft")
-    message = "draft: expected one with the proposer draft, found none"
+    message = "drafter: expected one, found none"
     assert message in ran(capsys, argv[:at] + argv[at + 2 :], 2)[1]
 
 

@@ -2,7 +2,7 @@
 
 The statistic is that of `decode.measurement.distribution_test`. Seeds are fixed; a right decoder fails one setting with
 probability 1e-4 over the choice of seed. LAW_TOKENS=100000 runs as many tokens a setting, in half an hour;
-`python -m draftsmith.scripts.check_lossless` runs the same test on any pair of models.
+`draftsmith measure` runs the same test on any pair of models.
 """
 
 import os

@@ -114,3 +114,16 @@ def require_split(model: PreTrainedModel, field: str) -> None:
         raise InputError(
             f"{field}: expected a model whose logits are its head's, found {type(model).__name__}, which does more"
         )
+
+
+def text_states(target: PreTrainedModel, sequence: Tensor, prompt_length: int) -> Tensor:
+    """Return the hidden states that the target predicted each token of the text from, (N, H).
+
+    Raises:
+        InputError: no prompt, or nothing after it.
+    """
+    if not 1 <= prompt_length < len(sequence):
+        raise InputError(
+            f"sequence: expected a prompt and a text, found {prompt_length} tokens of prompt among {len(sequence)}"
+        )
+    return last_hidden(target, input_ids=sequence[None, :-1].to(target.device))[0, prompt_length - 1 :]

@@ -15,10 +15,10 @@ from draftsmith.decode.sampling import Sampler, prefixes
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Named, Settings
 from draftsmith.scripts.measure.replays import replayed_proposers
-from draftsmith.scripts.pair import DRAFTS, Pair
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.data.decoding import complete
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import default_device
 
 DIGITS = 4
@@ -74,7 +74,7 @@ def expected_texts(
     replays = replay_drafters(
         pair.target, proposers, sequences, lengths, [draft_length], sampler, most, True, rounds_of=draft_length
     )
-    kinds = {drafter.name: drafter.kind for drafter in pair.drafters}
+    by_tokens = {drafter.name: drafter.family.by_token for drafter in pair.drafters}
     margins = None if sampler.do_sample else _margins(pair.target, sequences, lengths, sampler)
     expected = []
     for place, (prompt, ids, text, whole) in enumerate(zip(prompts, encoded, texts, longer, strict=True)):
@@ -83,7 +83,7 @@ def expected_texts(
             rounds = replay.texts[place].rounds
             if rounds is not None:
                 certain = rounds.astype(int) if not sampler.do_sample else rounds.round(DIGITS)
-                by_token = kinds[name] in DRAFTS
+                by_token = by_tokens[name]
                 accepted.setdefault(name, {})[verifier] = (certain[:, 0] if by_token else certain).tolist()
         of_text = None if margins is None else margins[place][: len(text)]
         expected.append(ExpectedText(prompt.id, temperature, ids, whole, len(text), of_text, accepted))

@@ -1,4 +1,4 @@
-"""`draftsmith medusa-tree`: the tree that heads or a parallel draft should draft, searched on target text."""
+"""`draftsmith tree`: the tree that a drafter of several tokens should draft, searched on target text."""
 
 import sys
 from collections.abc import Sequence
@@ -35,23 +35,19 @@ from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
 from draftsmith.decode.validation import read
-from draftsmith.distill.parallel.layout import TREE
-from draftsmith.medusa.eagle.heads import TREE as EAGLE_TREE
-from draftsmith.medusa.heads.proposer import MedusaProposer
-from draftsmith.medusa.heads.replay import text_states
-from draftsmith.scripts.configs import MedusaTreeConfig
-from draftsmith.scripts.pair import EAGLE, MEDUSA, PARALLEL, DrafterSpec
+from draftsmith.scripts.configs import TreeConfig
+from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable
-from draftsmith.train.losses.output_head import head_of, require_split
+from draftsmith.train.losses.output_head import head_of, require_split, text_states
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
-SCHEMA = "draftsmith.medusa-tree/1"
+SCHEMA = "draftsmith.tree/1"
 LADDER = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 63)
 COMPILED_SIZE = 17
 """Tokens of a compiled forward that is measured beside one of a single token; others lie on the line through both."""
@@ -61,31 +57,34 @@ MOST_DISAGREEMENT = 0.03
 FILES = ("tree.json", "tree.svg", "tree.png")
 TOP = (1, 2, 3, 5)
 NAMES = {
-    "chain": "chain of all heads",
-    "reference": "Medusa's reference",
+    "chain": "chain of full depth",
+    "reference": "reference of Cai et al.",
     "reference_cut": "its first nodes",
     "independence": "accuracies multiplied",
     "searched": "searched",
 }
 
 
-def search(config: MedusaTreeConfig) -> dict[str, Any]:
+def search(config: TreeConfig) -> dict[str, Any]:
     """Search as the config says, write the tree and its picture, and return what tree.json holds.
 
     Raises:
-        InputError: no heads or another target's, completions that are not the target's at temperature 0, or too few.
+        InputError: no drafter of trees or another target's, or completions that are not the target's at temperature 0
+            or too few.
     """
-    field, drafter_path = _searched(config)
-    if config.output is None and not (Path(drafter_path) / "config.json").is_file():
-        raise InputError(
-            f"{field}: expected a directory with a config.json, to write the tree to, found {drafter_path}"
-        )
-    require_writable(_directory(config), *FILES, field=field if config.output is None else "output")
+    (spec,) = drafter_specs(config.drafter, [1])
+    kind, path = kind_named(spec.kind), str(spec.path)
+    if kind.tree_key is None:
+        searched = ", ".join(kind.title for kind in KINDS if kind.tree_key is not None)
+        raise InputError(f"drafter: expected one whose tree can be searched for ({searched}), found a {kind.title}")
+    if config.output is None and not (Path(path) / "config.json").is_file():
+        raise InputError(f"drafter: expected a directory with a config.json, to write the tree to, found {path}")
+    require_writable(config.output or path, *FILES, field="drafter" if config.output is None else "output")
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     pair, settings = load_fastest(
         config.target,
         tokenizer,
-        [DrafterSpec(MEDUSA if config.heads else field, drafter_path, draft_lengths=[1])],
+        [spec],
         config.dtype,
         torch.get_num_threads(),
         config.compiled if config.nodes is None else False,  # without a choice of nodes nothing is timed
@@ -121,11 +120,7 @@ def search(config: MedusaTreeConfig) -> dict[str, Any]:
         "environment": environment(target.device, pair.dtype),
         "choices": choices_of(tree),
         "target": config.target,
-        **(
-            {"heads": {"path": config.heads, "num_heads": count, "hydra": drafter.heads.config.hydra}}
-            if isinstance(drafter, MedusaProposer)
-            else {field: {"path": drafter_path, "depth" if field == EAGLE else "parallel_length": count}}
-        ),
+        "drafter": {"kind": kind.name, "path": path, "depth": count},
         "calibration": {
             "completions": config.completions,
             "texts": {"search": len(searched_on), "selection": len(selection), "check": len(check)},
@@ -152,12 +147,15 @@ def search(config: MedusaTreeConfig) -> dict[str, Any]:
             for budget in budgets
         ]
         report["costs"] = {"rows": config.rows, "context": median, "compiled": settings.compiled, "budgets": rows}
-    _write(config, report, tree)
+    _write(Path(config.output or path), report, tree)
+    if config.output is None:
+        file = Path(path) / "config.json"
+        write_json(file, read(dict[str, Any], file) | {kind.tree_key: report["choices"]})
     return report
 
 
 def replayed_texts(
-    config: MedusaTreeConfig,
+    config: TreeConfig,
     target: PreTrainedModel,
     drafter: TreeProposer,
     size: int,
@@ -204,7 +202,7 @@ def _disagreements(target: PreTrainedModel, hidden: Tensor, tokens: Tensor, size
     return (choices != tokens).nonzero()[:, 0].tolist()
 
 
-def calibration_text(config: MedusaTreeConfig) -> Tensor:
+def calibration_text(config: TreeConfig) -> Tensor:
     """Return what the target wrote, prompts too, (T,): rounds are timed behind parts of it."""
     samples = load_completions(config.completions[0])
     return torch.tensor(
@@ -264,27 +262,13 @@ def _figures(check: list[TextRanks], tree: Tree, searched: Tree) -> dict[str, An
     }
 
 
-def _directory(config: MedusaTreeConfig) -> str:
-    return config.output or _searched(config)[1]
-
-
-def _searched(config: MedusaTreeConfig) -> tuple[str, str]:
-    """Return the field that names the drafter, and where it lies."""
-    return next((name, path) for name in ("heads", PARALLEL, EAGLE) if (path := getattr(config, name)) is not None)
-
-
-def _write(config: MedusaTreeConfig, report: dict[str, Any], tree: Tree) -> None:
-    directory = Path(_directory(config))
+def _write(directory: Path, report: dict[str, Any], tree: Tree) -> None:
     write_json(directory / "tree.json", report)
     estimate, texts = report["trees"]["searched"]["mean_acceptance_length"], report["calibration"]["texts"]["check"]
     title = f"{len(tree)} nodes, τ {format_estimate(estimate, spread='interval')}"
     subtitle = f"tokens per forward of the target at T=0, replayed on {texts} texts that were not searched on"
     svg = draw_tree(tree, report["node_shares"], title, subtitle, png=directory / "tree.png")
     (directory / "tree.svg").write_text(svg, encoding="utf-8")
-    if config.output is None:
-        path = directory / "config.json"
-        key = {"heads": "medusa_choices", PARALLEL: TREE, EAGLE: EAGLE_TREE}[_searched(config)[0]]
-        write_json(path, read(dict[str, Any], path) | {key: report["choices"]})
 
 
 def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
@@ -331,12 +315,12 @@ def print_tree(report: dict[str, Any], console: Console | None = None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Search, print the tables, and say where the tree is."""
-    config = parse_config(MedusaTreeConfig, argv, prog="draftsmith medusa-tree")
+    config = parse_config(TreeConfig, argv, prog="draftsmith tree")
     report = search(config)
     print_tree(report)
     if config.nodes is not None and (found := report["trees"]["searched"]["nodes"]) < config.nodes:
         print(f"{found} nodes, not {config.nodes}: in these texts no more would be accepted")
-    print(f"tree: {Path(_directory(config)) / 'tree.json'}")
+    print(f"tree: {Path(config.output or report['drafter']['path']) / 'tree.json'}")
     return 0
 
 

@@ -1,0 +1,74 @@
+"""EAGLE-3 heads as a kind of drafter."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.medusa.kind import HeadsKind
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.kind import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from draftsmith.decode.proposers.base import Proposer
+
+
+class Eagle(HeadsKind):
+    """One layer on features of the target; it drafts chains, or the tree of its config."""
+
+    name, title = "eagle", "EAGLE-3 heads"
+    flags = ("eagle",)
+    recipe = Recipe(
+        "eagle",
+        "EAGLE-3 heads from the target's completions",
+        "draftsmith.medusa.eagle",
+        "draftsmith.medusa.eagle.config:EagleTrainingConfig",
+    )
+    grows_trees = True
+    tree_key = "eagle_tree"
+
+    def recognises(self, config: Mapping[str, Any]) -> bool:
+        """Say so of heads of this kind in any format: the authors', SpecForge's, speculators' and ours."""
+        names = config.get("architectures")
+        named = isinstance(names, list) and any("Eagle3" in str(name) for name in names)
+        return named or config.get("speculators_model_type") == "eagle3"
+
+    def heads_class(self) -> Any:
+        """Return the class of the heads."""
+        from draftsmith.medusa.eagle.heads import EagleHeads
+
+        return EagleHeads
+
+    def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
+        """Load the heads and their tree."""
+        from draftsmith.decode.draft_models.searched_tree import searched_tree
+        from draftsmith.decode.tree import Tree
+        from draftsmith.medusa.eagle.proposer import EagleProposer
+
+        heads, lengths = self.heads(spec, loading), spec.draft_lengths
+        shape = searched_tree(heads.config, self.tree_key) if spec.tree is None else spec.tree
+        if spec.tree is None and isinstance(shape, Tree):
+            lengths = [shape.depth]
+        greedy = EagleProposer(heads, greedy=True) if shape is None else None
+        return self.drafter(spec, EagleProposer(heads, shape), greedy=greedy, model=heads, draft_lengths=lengths)
+
+    def chain(self, drafter: Drafter, draft_length: int) -> "tuple[Proposer, int]":
+        """Return chains, whatever the tree is that earlier training left."""
+        from draftsmith.medusa.eagle.proposer import EagleProposer
+
+        heads: Any = drafter.model
+        return EagleProposer(heads), draft_length
+
+    def cached_numbers(self, drafter: Drafter) -> int | None:
+        """Return the keys and values of the layer."""
+        heads: Any = drafter.model
+        return heads.cached_numbers  # type: ignore[no-any-return]
+
+    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
+        """Return a step and its logits."""
+        import torch
+
+        heads: Any = model
+        states = torch.zeros(1, 1, heads.config.hidden_size, dtype=model.dtype)
+        places = torch.arange(1)[None]
+        return lambda: heads.head(heads(states, states, places).hidden)

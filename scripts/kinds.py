@@ -1,0 +1,210 @@
+"""The kinds of drafters: the only list of them, which every command asks; and how `--drafter` names them."""
+
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.decode.errors import InputError, first_line
+from draftsmith.distill.kind import DraftModel, ReencodedDraft, RunAheadDraft
+from draftsmith.distill.parallel.kind import ParallelDraft
+from draftsmith.medusa.eagle.kind import Eagle
+from draftsmith.medusa.heads.kind import Medusa
+from draftsmith.train.cli import Alias
+from draftsmith.train.kinds.drafter import DrafterSpec
+from draftsmith.train.kinds.kind import DrafterKind, Recipe
+from draftsmith.train.kinds.untrained import EarlyExit, LookAhead, PromptLookup, Unigram
+
+KINDS: list[DrafterKind] = [
+    ParallelDraft(), Medusa(), Eagle(), DraftModel(), ReencodedDraft(), RunAheadDraft(),
+    PromptLookup(), LookAhead(), Unigram(), EarlyExit(),
+]  # fmt: skip
+"""All kinds. The first that recognises a directory has it: draft models, which are any model, come last."""
+STOCK, BASELINE = "stock", "baseline_draft"
+"""What the draft to beat is called in reports, and as what: it is a draft model."""
+NONE = "none"
+"""Names no drafter."""
+
+if TYPE_CHECKING:
+    Drafters = list[str]
+else:  # what a file or a flag may say; `drafter_texts` makes a list of it
+    Drafters = str | list[str]
+
+
+def kind_named(name: str) -> DrafterKind:
+    """Return the kind of this name.
+
+    Raises:
+        InputError: there is none.
+    """
+    for kind in KINDS:
+        if kind.name == ("draft" if name == BASELINE else name):
+            return kind
+    raise InputError(f"drafter: expected a kind out of {', '.join(kind.name for kind in KINDS)}, found {name}")
+
+
+def kind_of(directory: str) -> DrafterKind:
+    """Return the kind of the drafter in a directory, or behind a hub id, by its config.json.
+
+    Raises:
+        InputError: no config.json, or one that no kind recognises.
+    """
+    config = _config_of(directory)
+    for kind in KINDS:
+        if kind.recognises(config):
+            return kind
+    names = ", ".join(kind.title for kind in KINDS if kind.stored)
+    raise InputError(f"drafter: expected one of {names} in {directory}, found a config.json of none of them")
+
+
+def _config_of(directory: str) -> dict[str, Any]:
+    path = Path(directory) / "config.json"
+    if path.is_file():
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InputError(f"drafter: expected JSON in {path}, found: {first_line(error)}") from error
+        if not isinstance(config, dict):
+            raise InputError(f"drafter: expected fields and their values in {path}, found none")
+        return config
+    names = ", ".join(kind.name for kind in KINDS if not kind.stored)
+    expected = f"drafter: expected a directory with a config.json, a hub id or one of {names}, found"
+    if Path(directory).exists():
+        raise InputError(f"{expected} {directory}, which has no config.json")
+    from transformers import PretrainedConfig
+
+    try:
+        return PretrainedConfig.get_config_dict(directory)[0]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{expected} {directory}: {first_line(error)}") from error
+
+
+def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
+    """Return name, kind and argument of "[NAME=][KIND:]DIR" or "[NAME=]KIND[:ARGUMENT]".
+
+    Raises:
+        InputError: a directory of no kind, or a kind without the directory that it needs.
+    """
+    name, equals, rest = text.partition("=")
+    if not equals or "/" in name or not name:
+        name, rest = "", text
+    kinds = {kind.name: kind for kind in KINDS}
+    word, _, argument = rest.partition(":")
+    if word in kinds:
+        if kinds[word].stored and not argument:
+            raise InputError(f"drafter: expected {word}:DIR, found {text} without a directory")
+        return name or None, kinds[word], argument or None
+    return name or None, kind_of(rest), rest
+
+
+def drafter_specs(texts: Sequence[str], draft_lengths: Sequence[int] = (4,), **fields: Any) -> list[DrafterSpec]:
+    """Return what `--drafter` names, one by one; drafters without a name are called by kind, or by their paths.
+
+    Args:
+        texts: each as of `parsed`.
+        draft_lengths: γ.
+        **fields: further fields of all specs.
+
+    Raises:
+        InputError: a drafter twice, or what cannot be parsed.
+    """
+    found = [parsed(text) for text in texts if text != NONE]
+    names = [name for name, _, _ in found]
+    for kind in KINDS:
+        places = [place for place, (name, other, _) in enumerate(found) if name is None and other is kind]
+        taken = {STOCK, *(other.name for other in KINDS), *filter(None, names)} - {kind.name}
+        paths = [str(found[place][2]) for place in places]
+        for place, short in zip(places, short_names(kind.name, paths, taken), strict=True):
+            names[place] = short
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(f"drafter: expected each name once, found {name} again")
+    specs = zip(names, found, strict=True)
+    return [DrafterSpec(kind.name, path, name, draft_lengths, **fields) for name, (_, kind, path) in specs]
+
+
+def short_names(kind: str, paths: Sequence[str], taken: set[str]) -> list[str]:
+    """Name one drafter of a kind by it, and several by the last parts of their paths, as many as tell them apart.
+
+    Raises:
+        InputError: the same path twice.
+    """
+    if len(paths) == 1:
+        return [kind]
+    whole = [Path(os.path.abspath(path)).parts for path in paths]
+    for parts in range(1, 1 + max(map(len, whole), default=0)):
+        names = ["/".join(path[-parts:]) for path in whole]
+        if len(set(names) | taken | {kind}) == len(names) + len(taken) + 1:
+            return names
+    if paths:
+        raise InputError(f"drafter: expected each {kind} once, found {', '.join(paths)}")
+    return []
+
+
+def aliases(*flags: str) -> dict[str, Any]:
+    """Return the metadata of a command's field `drafter`: the flags that are its aliases.
+
+    Args:
+        flags: aliases of `--drafter DIR` beside those of the kinds.
+    """
+    return {"aliases": lambda: [*(Alias(name, "of --drafter DIR", list, list) for name in flags), *_flags_of_kinds()]}
+
+
+def _flags_of_kinds() -> list[Alias]:
+    """Return what each kind has, draft models first: reports have drafters in this order."""
+
+    def spelled(kind: DrafterKind, values: list[Any]) -> list[str]:
+        return [kind.name if kind.switch else f"{kind.name}:{value}" for value in values]
+
+    return [
+        Alias(name, f"of --drafter {kind.name}", bool if kind.switch else list, partial(spelled, kind))
+        for kind in sorted(KINDS, key=lambda kind: kind.name != DraftModel.name)
+        for name in kind.flags
+    ]
+
+
+def aliases_of_recipes() -> dict[str, Any]:
+    """Return the metadata of a field that names what is trained: by its kind, or by the command that trains it."""
+
+    def spelled(values: list[Any]) -> list[str]:
+        names = {kind.recipe.command: kind.name for kind in reversed(KINDS) if kind.recipe is not None}
+        return [names.get(value, value) for value in values]
+
+    return {"aliases": lambda: [Alias("recipe", "of --drafter: the command that trains it", list, spelled)]}
+
+
+def drafter_texts(value: Drafters) -> list[str]:
+    """Return the drafters of a field that takes one or several."""
+    return [value] if isinstance(value, str) else list(value)
+
+
+def only_drafter(value: Drafters) -> list[str]:
+    """Return the drafter of a command that takes one.
+
+    Raises:
+        InputError: none, or several.
+    """
+    texts = drafter_texts(value)
+    if len(texts) != 1:
+        raise InputError(f"drafter: expected one, found {' and '.join(texts) or 'none'}")
+    return texts
+
+
+def recipes() -> dict[str, Recipe]:
+    """Return the commands that train drafters, by name."""
+    return {kind.recipe.command: kind.recipe for kind in KINDS if kind.recipe is not None}
+
+
+def recipe_of(name: str) -> Recipe:
+    """Return the command that trains drafters of a kind.
+
+    Raises:
+        InputError: nothing trains them, or there is no such kind.
+    """
+    recipe = kind_named(name).recipe
+    if recipe is None:
+        trained = ", ".join(kind.name for kind in KINDS if kind.recipe is not None)
+        raise InputError(f"drafter: expected a kind that is trained ({trained}), found {name}")
+    return recipe

@@ -1,0 +1,65 @@
+"""Drafters that are causal language models in directories of their own, with a tokenizer."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
+from draftsmith.train.kinds.kind import DrafterKind
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class CausalKind(DrafterKind):
+    """A causal language model with the target's tokenizer."""
+
+    def check(self, spec: DrafterSpec, loading: Loading) -> None:
+        """Require the target's tokenizer."""
+        from draftsmith.train.models import check_same_tokenizer, load_tokenizer, vocabulary_size
+
+        path, code = str(spec.path), loading.trust_remote_code
+        tokenizer = loading.tokenizers[path] = load_tokenizer(path, field=self.field(spec), trust_remote_code=code)
+        if not self.recounts(spec):
+            size = vocabulary_size(loading.path, trust_remote_code=code)
+            check_same_tokenizer(loading.tokenizer, tokenizer, loading.path, path, vocab_size=size)
+
+    def field(self, spec: DrafterSpec) -> str:
+        """Return what errors call it."""
+        return spec.kind
+
+    def recounts(self, spec: DrafterSpec) -> bool:
+        """Return whether the drafter may have another tokenizer than the target: its text is encoded again."""
+        return False
+
+    def model(self, spec: DrafterSpec, loading: Loading) -> "PreTrainedModel":
+        """Load the model, once for each directory."""
+        from draftsmith.train.models import check_head, load_draft
+
+        path = str(spec.path)
+        if path not in loading.models:
+            dtype, code = spec.dtype or loading.dtype, loading.trust_remote_code
+            loading.models[path] = load_draft(path, field=self.field(spec), dtype=dtype, trust_remote_code=code)
+        tokenizer = loading.tokenizers[path]
+        other = self.recounts(spec) and tokenizer.get_vocab() != loading.tokenizer.get_vocab()
+        check_head(loading.models[path].config, tokenizer, self.field(spec), None if other else loading.target.config)
+        return loading.models[path]
+
+    def cached_numbers(self, drafter: Drafter) -> int | None:
+        """Return the keys and values of a token."""
+        from draftsmith.decode import DraftModelProposer
+        from draftsmith.decode.cache import cached_numbers
+
+        assert drafter.model is not None
+        return cached_numbers(drafter.model) if isinstance(drafter.proposer, DraftModelProposer) else 0
+
+    def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
+        """Load the model in another dtype."""
+        from draftsmith.train.models import load_draft
+
+        return load_draft(path, dtype=dtype, trust_remote_code=trust_remote_code)
+
+    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
+        """Return a forward of one token behind a short text."""
+        from draftsmith.decode.measurement.costs import forward_behind_text
+
+        return forward_behind_text(model)

@@ -1,0 +1,177 @@
+"""A drafter to load, a loaded one, and the target that it drafts for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from draftsmith.decode.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.decode.proposers.draft_tree import DynamicTree
+    from draftsmith.decode.tree import Tree
+    from draftsmith.train.kinds.kind import DrafterKind
+
+
+@dataclass(frozen=True)
+class DrafterSpec:
+    """A drafter to load."""
+
+    kind: str
+    """The name of its kind, or of the role that it plays in a report."""
+    path: str | None = None
+    """A directory or hub id; of a kind that is not read from one, its argument, such as the layers of an early exit."""
+    name: str | None = None
+    """What reports call it; its kind if None."""
+    draft_lengths: Sequence[int] = (4,)
+    """γ, at which it drafts; what has a tree of its own drafts as deep as it."""
+    tree: "Tree | DynamicTree | None" = None
+    """What it drafts; if None the tree of its config, or a chain."""
+    dtype: str | None = None
+    """Of its weights; the target's if None."""
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A loaded drafter."""
+
+    name: str
+    """Short and unique."""
+    kind: str
+    """As in `DrafterSpec`."""
+    family: "DrafterKind"
+    """What commands ask about it."""
+    path: str | None
+    proposer: "Proposer"
+    greedy: "Proposer | None" = None
+    """Its proposer under sampling with the most likely tokens, which is what servers use by default."""
+    model: "PreTrainedModel | None" = None
+    """Its weights."""
+    draft_lengths: Sequence[int] = (4,)
+    """γ, at which it is decoded; of what has a tree of its own its depth."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """What reports say of drafters of this kind alone."""
+    own_positions: bool = True
+    """Whether its model's positions limit the text; not where it counts tokens of its own."""
+
+    @property
+    def tree(self) -> "Tree | None":
+        """The one shape that it drafts in every round, a chain of several heads included; None for any other."""
+        from draftsmith.decode.proposers.draft_tree import TreeProposer
+        from draftsmith.decode.tree import Tree
+
+        if not isinstance(self.proposer, TreeProposer) or not isinstance(self.proposer.tree, Tree):
+            return None
+        return self.proposer.tree
+
+    @property
+    def nodes(self) -> int | None:
+        """Tokens that the target verifies in a round beside the last one, where they are not γ: those of a tree."""
+        return None if self.tree is None else len(self.tree)
+
+    @property
+    def weights_bytes(self) -> int:
+        """The bytes of its weights."""
+        return 0 if self.model is None else sum(p.numel() * p.element_size() for p in self.model.parameters())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what a report says of it."""
+        entry = {
+            "name": self.name,
+            "kind": self.kind,
+            "path": self.path,
+            "parameters": 0 if self.model is None else self.model.num_parameters(),
+            "bytes": self.weights_bytes,
+        }
+        if self.tree is not None:
+            entry["tree_nodes"] = self.nodes
+        return entry | self.figures
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and what drafts for it."""
+
+    target: "PreTrainedModel"
+    tokenizer: "PreTrainedTokenizerBase"
+    dtype: str
+    """The name of the target's dtype, which drafters have too unless they were given their own."""
+    drafters: list[Drafter]
+
+    @property
+    def proposers(self) -> "dict[str, Proposer]":
+        """What drafts, by name."""
+        return {drafter.name: drafter.proposer for drafter in self.drafters}
+
+    @property
+    def drafter(self) -> Drafter:
+        """The only drafter."""
+        (drafter,) = self.drafters
+        return drafter
+
+    def check_positions(self, prompt: int, new_tokens: int) -> None:
+        """Require that the longest prompt and its text lie within the positions of the target and the drafters.
+
+        Not every architecture has such a limit; past it, a model that has one writes noise or fails. A draft whose text
+        is encoded again has its own count of tokens, and minds its limit itself.
+
+        Args:
+            prompt: tokens of the longest.
+            new_tokens: of its text at most.
+
+        Raises:
+            InputError: names the model and its positions.
+        """
+        for name, limit in self._positions().items():
+            if prompt + new_tokens > limit:
+                raise InputError(
+                    f"max_new_tokens: expected prompt and text within the {name}'s {limit} positions, found {prompt} + "
+                    f"{new_tokens} tokens"
+                )
+
+    def holds(self, tokens: int) -> bool:
+        """Return whether a text of this length lies within the positions of all models."""
+        return tokens <= min(self._positions().values(), default=tokens)
+
+    def _positions(self) -> dict[str, int]:
+        """Return the positions of the target and the drafters that have a limit, by name."""
+        models = {"target": self.target}
+        models |= {d.name: d.model for d in self.drafters if d.model is not None and d.own_positions}
+        limits = {
+            name: getattr(model.config.get_text_config(), "max_position_embeddings", None)
+            for name, model in models.items()
+        }
+        return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+@dataclass
+class Loading:
+    """A target and its drafters while they are loaded: tokenizers are compared before any weights are read."""
+
+    path: str
+    """The target's."""
+    tokenizer: "PreTrainedTokenizerBase"
+    """The target's."""
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    """Of the target, once it is known."""
+    model: "PreTrainedModel | None" = None
+    """The target, once it is loaded."""
+    tokenizers: "dict[str, PreTrainedTokenizerBase]" = field(default_factory=dict)
+    """Those of drafters, by path."""
+    models: "dict[str, PreTrainedModel]" = field(default_factory=dict)
+    """Drafters' weights by path: one directory may draft in two ways."""
+
+    @property
+    def target(self) -> "PreTrainedModel":
+        """The loaded target."""
+        assert self.model is not None
+        return self.model
+
+
+def no_argument(spec: DrafterSpec) -> None:
+    """Require that a kind that takes no argument got none."""
+    if spec.path is not None:
+        raise InputError(f"drafter: expected {spec.kind} alone, found {spec.kind}:{spec.path}")
