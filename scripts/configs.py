@@ -260,8 +260,8 @@ class LearningCurveConfig:
 
     def __post_init__(self) -> None:
         require(self, more_than(0), "luck")
-        (self.drafter,) = only_drafter(drafter_texts(self.drafter)[-1:])
-        recipe_of(self.drafter)
+        self.drafter = drafter_texts(self.drafter)[-1:]
+        recipe_of(*self.drafter)
         self.shares, self.times = (sorted(numbers(getattr(self, n), float, n)) for n in ("shares", "times"))
         require(self, more_than(0) & at_most(1), "shares")
         require(self, finite(more_than(1)), "times")

@@ -10,7 +10,7 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.configs import GenerateConfig, MedusaTreeConfig, ProfileConfig, QuickstartConfig
+from draftsmith.scripts.configs import GenerateConfig, ProfileConfig, QuickstartConfig, TreeConfig
 from draftsmith.scripts.doctor.command import DoctorConfig
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
@@ -28,7 +28,7 @@ FOLDERS = {
     "distill": DistillConfig,
     "medusa": MedusaTrainingConfig,
     "eagle": EagleTrainingConfig,
-    "medusa-tree": MedusaTreeConfig,
+    "tree": TreeConfig,
     "prepare": PrepareConfig,
     "cache": CacheConfig,
     "certify": CertifyConfig,
@@ -222,9 +222,9 @@ GENERATE = ["--target", "t", "--draft", "d", "--prompt", "p"]
         (GenerateConfig, [*GENERATE, "--seed", "-1"], "seed: expected at least 0, found -1"),
         (GenerateConfig, [*GENERATE, "--draft-length", "257"], "draft_length: expected at least 1 and at most 256"),
         (GenerateConfig, [*GENERATE, "--width", "300"], "width: nodes of a tree of .* at most 1024, found 1200"),
-        (MedusaTreeConfig, [*TREE, "--nodes", "1000000"], "nodes: expected at least 1 and at most 1024"),
-        (MedusaTreeConfig, [*TREE, "--rows", "100000"], "rows: expected at least 1 and at most 1024"),
-        (MedusaTreeConfig, [*TREE, "--seed", "-1"], "seed: expected at least 0"),
+        (TreeConfig, [*TREE, "--nodes", "1000000"], "nodes: expected at least 1 and at most 1024"),
+        (TreeConfig, [*TREE, "--rows", "100000"], "rows: expected at least 1 and at most 1024"),
+        (TreeConfig, [*TREE, "--seed", "-1"], "seed: expected at least 0"),
         (EagleTrainingConfig, [*TRAIN, "--num-steps", "100000"], "num_steps: expected at most 256, found 100000"),
         (EagleTrainingConfig, [*TRAIN, "--decay", "1e300"], "decay: expected at most 10, found 1e.300"),
         (MedusaTrainingConfig, [*TRAIN, "--decay", "1e300"], "decay: expected at most 10, found 1e.300"),
