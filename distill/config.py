@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
 from draftsmith.train.job.defaults import Defaults
+from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache
@@ -195,3 +196,22 @@ class DistillConfig(RecipeConfig):
             self.eta,
             self.lk_alpha,
         )
+
+
+@dataclass
+class DistillPlanConfig(TrainingMachines, DistillConfig):
+    """Say whether a run fits its GPUs and how long it takes, from the config that it will be started with.
+
+    The fields of the run are read as its command does; another `--recipe` has those of its own.
+    """
+
+    draft_config: str | None = None
+    """The draft's config.json, where the draft itself cannot be reached."""
+    cache_k: int = 32
+    """Tokens of a distribution in the teacher cache whose size is reported."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self, at_least(1), "cache_k")
+        if self.draft_config is not None and self.draft is None:
+            raise InputError("draft_config: expected none for a draft made from the target, found one")

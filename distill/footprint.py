@@ -16,7 +16,7 @@ from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.memory.activations import Activations, Affine, BatchShape, common_vocabulary, trace_loss
 from draftsmith.train.memory.moments import Moment
-from draftsmith.train.memory.states import Precision
+from draftsmith.train.memory.setting import Precision
 from draftsmith.train.teacher.distribution_shards import distribution_bytes
 
 

@@ -1,22 +1,21 @@
 """What a distillation run holds in GPU memory, from its config alone, and what to change where it does not fit."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from draftsmith.decode.errors import InputError, at_most, first_line
+from draftsmith.decode.errors import InputError, at_most
+from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.draft_init import make_draft
 from draftsmith.distill.footprint import Footprint
 from draftsmith.distill.parallel.chains import most_masks
+from draftsmith.distill.parallel.memory import MaskedBatch
 from draftsmith.distill.vocabulary import keep_tokens
-from draftsmith.scripts.plan.config import PlanConfig as PlanConfig
-from draftsmith.scripts.plan.config import Strategy
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.memory.activations import (
@@ -27,9 +26,9 @@ from draftsmith.train.memory.activations import (
     trace_draft,
     trace_forward,
 )
+from draftsmith.train.memory.plan import DROPOUT, read_config
+from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, placement
 from draftsmith.train.memory.states import (
-    Placement,
-    Precision,
     Weights,
     held_bytes,
     optimizer_bytes,
@@ -37,38 +36,12 @@ from draftsmith.train.memory.states import (
     target_bytes,
 )
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
-from draftsmith.train.recipe import RecipeConfig
-
-GIB = 2**30
-ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
-DROPOUT = ("attention_dropout", "attn_pdrop")
-
-
-@dataclass(frozen=True)
-class MemorySetting:
-    """What a plan may change of a run, of a draft or of heads."""
-
-    strategy: Strategy
-    half: bool
-    """Whether the draft computes in bfloat16 or float16."""
-    checkpointing: bool
-    target_dtype: str
-    target: Placement | None
-    """How the target lies on the GPUs; None with a teacher cache."""
-    rows: int
-    lm_heads: str = "own"
-    """Of Medusa heads."""
-
-    @property
-    def precision(self) -> Precision:
-        """How the draft computes."""
-        return "float32" if not self.half else "autocast" if self.strategy == "ddp" else "half"
 
 
 class MemoryPlan:
     """A pair of models without data, and what runs with them would hold."""
 
-    def __init__(self, config: PlanConfig):
+    def __init__(self, config: DistillPlanConfig):
         self.config = config
         self.mode = FakeTensorMode()
         training = config.training
@@ -82,11 +55,7 @@ class MemoryPlan:
         )
         self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
         self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
-        self.parallel = replace(
-            self.batch,
-            masks=most_masks(self.batch.length, config.kept_shares) if config.parallel else 0,
-            dense=config.attn_implementation != "flex_attention",
-        )
+        self.fed = self._fed(most_masks(self.batch.length, config.kept_shares)) if config.parallel else self.batch
         """The batch as the draft is fed it."""
         self.sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB, config.loss_chunk)
         self.capacity = (config.gpu_memory - config.reserve) * GIB
@@ -99,6 +68,10 @@ class MemoryPlan:
         self._activations = lru_cache(partial(trace_draft, self.mode))
         self._footprint = lru_cache(self._computed_footprint)
         self._check_length()
+
+    def _fed(self, masks: int) -> MaskedBatch:
+        dense = self.config.attn_implementation != "flex_attention"
+        return MaskedBatch(self.batch.length, self.batch.rows, self.batch.packed, masks, dense)
 
     def _target(self, dtype: str) -> PreTrainedModel:
         target = self._built(self._target_config, dtype, "target").requires_grad_(False)
@@ -154,15 +127,15 @@ class MemoryPlan:
         if target is not None and setting.target is not None:
             held = target_bytes(target, setting.target, gpus) | held
         needed = setting.target not in (None, "elsewhere") and config.objective.needs_target
-        evaluated = replace(self.parallel, masks=self.batch.length if config.parallel else 0)
+        evaluated = self._fed(self.batch.length) if config.parallel else self.batch
         return Footprint(
             mode=self.mode,
             draft=draft,
             target=target,
             objective=config.objective,
-            batch=self.parallel,
+            batch=self.fed,
             precision=precision,
-            activations=self._activations(draft, self.parallel, precision, setting.checkpointing),
+            activations=self._activations(draft, self.fed, precision, setting.checkpointing),
             draft_forward=self._forward(draft, evaluated, precision) if self.eval_rows else Affine(),
             cache=trace_cache(self.mode, draft, self.batch, precision) if config.on_policy else None,
             target_forward=self._forward(target, self.batch, "float32") if needed else Affine(),
@@ -224,18 +197,6 @@ class MemoryPlan:
                 return
 
 
-def placement(config: RecipeConfig) -> Placement | None:
-    """Return how a config places the target; None for a teacher cache in its place."""
-    if getattr(config, "teacher_cache", None):
-        return None
-    if config.target_device not in (None, "cuda"):
-        return "elsewhere"
-    if config.target_sharded:
-        return "sharded"
-    quantized: dict[str | None, Placement] = {"8bit": "8bit", "4bit": "4bit"}
-    return quantized.get(config.target_quantization, "whole")
-
-
 class _Tokens:
     """Stands in for a tokenizer of as many tokens as a target has logits: of a carved draft's no more is asked."""
 
@@ -244,21 +205,3 @@ class _Tokens:
 
     def get_vocab(self) -> dict[str, int]:
         return {"": self.size - 1}
-
-
-def read_config(path: str, file: str | None, field: str, trust_remote_code: bool = False) -> Any:
-    """Read a model's config, from a config.json if one is given.
-
-    Raises:
-        InputError: it cannot be read; says how to go on without a network.
-    """
-    if file is not None and not Path(file).is_file():
-        raise InputError(f"{field}_config: expected a config.json, found nothing at {file}")
-    try:
-        return AutoConfig.from_pretrained(file or path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        wrong = f"{field}_config: expected a model's config in {file}, found: {first_line(error)}"
-        if file is None:
-            wrong = f"{field}: expected a model directory or a hub id that can be reached, found {path}: "
-            wrong += f"{first_line(error)} (without a network, give its config.json as --{field}_config)"
-        raise InputError(wrong) from error

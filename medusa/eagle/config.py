@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from draftsmith.decode.errors import DECAY, HEADS, InputError, at_least, more_than, one_of, require
 from draftsmith.train.job.defaults import Defaults
+from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache
 
@@ -87,3 +88,8 @@ class EagleTrainingConfig(RecipeConfig):
 
         terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
         return Objective(terms, self.temperature, self.top_k, self.top_p, eta=self.eta, lk_alpha=self.lk_alpha)
+
+
+@dataclass
+class EaglePlanConfig(TrainingMachines, EagleTrainingConfig):
+    """Say whether a training run of EAGLE-3 heads fits its GPUs and how long it takes."""

@@ -17,11 +17,10 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.decode.cache.kernels import computing_dtype
 from draftsmith.decode.errors import at_most
-from draftsmith.distill.memory import MemorySetting
+from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.steps import Seen, seen_by, states_of_steps, work_of_steps
-from draftsmith.scripts.plan.config import EaglePlanConfig
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.memory.activations import (
@@ -37,7 +36,8 @@ from draftsmith.train.memory.activations import (
 )
 from draftsmith.train.memory.heads import HeadsPlan, trace_losses
 from draftsmith.train.memory.moments import Moment
-from draftsmith.train.memory.states import Precision, Weights
+from draftsmith.train.memory.setting import MemorySetting, Precision
+from draftsmith.train.memory.states import Weights
 
 
 class StepBytes(NamedTuple):

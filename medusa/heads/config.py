@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from draftsmith.decode.errors import DECAY, HEADS, SHARE, InputError, at_least, more_than, one_of, require
 from draftsmith.train.job.defaults import Defaults
+from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.recipe import RecipeConfig
 
@@ -133,3 +134,13 @@ class MedusaTrainingConfig(RecipeConfig):
 
         terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
         return Objective(terms, self.temperature, self.top_k, self.top_p, eta=self.eta, lk_alpha=self.lk_alpha)
+
+
+@dataclass
+class MedusaPlanConfig(TrainingMachines, MedusaTrainingConfig):
+    """Say whether a training run of Medusa heads fits its GPUs and how long it takes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.heads is not None:
+            raise InputError("heads: expected none in a plan, which needs their shape alone (num_heads, …), found one")

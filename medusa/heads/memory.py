@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import at_most
-from draftsmith.distill.memory import MemorySetting
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
 from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
@@ -16,6 +15,7 @@ from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.memory.activations import shadow
 from draftsmith.train.memory.heads import HeadsPlan, StatesOf, trace_losses
 from draftsmith.train.memory.moments import Moment
+from draftsmith.train.memory.setting import MemorySetting
 from draftsmith.train.memory.states import Weights
 
 

@@ -8,23 +8,20 @@ from rich.table import Table
 from rich.text import Text
 
 from draftsmith.decode.progress import phase
-from draftsmith.distill.memory import GIB, MemoryPlan
+from draftsmith.distill.config import DistillPlanConfig
+from draftsmith.distill.memory import MemoryPlan
+from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.memory import EaglePlan
+from draftsmith.medusa.heads.config import MedusaPlanConfig
 from draftsmith.medusa.heads.memory import MedusaPlan
-from draftsmith.scripts.plan.config import (
-    EaglePlanConfig,
-    Machines,
-    MedusaPlanConfig,
-    PlanConfig,
-    Training,
-    plan_config,
-)
+from draftsmith.scripts.plan.config import plan_config
 from draftsmith.scripts.plan.duration import READING, Plan, host_bytes, hours
 from draftsmith.scripts.plan.inference import InferencePlan
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.job.flops import DEVICES
 from draftsmith.train.memory.heads import HeadsPlan
 from draftsmith.train.memory.moments import Moment
+from draftsmith.train.memory.setting import GIB, Machines, TrainingMachines
 from draftsmith.train.models import default_device, fast_dtype
 from draftsmith.train.teacher.distribution_shards import distribution_bytes
 
@@ -168,12 +165,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Plan as the flags say; 0 where the run fits, 3 where it does not."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     kind = plan_config(arguments)
-    if issubclass(kind, Training):
+    if issubclass(kind, TrainingMachines):
         # The machine that plans need not be the one that trains: bf16 without this asks for a GPU here.
         arguments += ["--training.use_cpu", "true"]
     config, console = parse_config(kind, arguments, prog="draftsmith plan"), Console()
     with phase("plan"):
-        if isinstance(config, PlanConfig):
+        if isinstance(config, DistillPlanConfig):
             fits = report(MemoryPlan(config), console)
         elif isinstance(config, MedusaPlanConfig):
             fits = report(MedusaPlan(config), console)

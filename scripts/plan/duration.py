@@ -1,10 +1,10 @@
 """How long a run takes, and what it holds in the host's memory: estimates, whose assumptions are said beside them."""
 
-from draftsmith.distill.memory import GIB, MemoryPlan
-from draftsmith.scripts.plan.config import Machines
+from draftsmith.distill.memory import MemoryPlan
 from draftsmith.scripts.plan.inference import InferencePlan
 from draftsmith.train.job.flops import DEVICES, Work
 from draftsmith.train.memory.heads import HeadsPlan
+from draftsmith.train.memory.setting import GIB, Machines
 from draftsmith.train.memory.states import Weights
 
 READING = 0.5

@@ -6,13 +6,14 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.memory import GIB, read_config
 from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.memory.activations import BatchShape, shadow, trace_cache, trace_forward
 from draftsmith.train.memory.moments import Moment
-from draftsmith.train.memory.states import Placement, Weights, target_bytes
+from draftsmith.train.memory.plan import read_config
+from draftsmith.train.memory.setting import GIB, Placement
+from draftsmith.train.memory.states import Weights, target_bytes
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
 from draftsmith.train.teacher.distribution_shards import distribution_bytes
 from draftsmith.train.teacher.feature_shards import Layout

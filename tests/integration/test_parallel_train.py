@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
-from draftsmith.distill.config import DistillConfig, DraftInit
-from draftsmith.distill.memory import MemoryPlan, PlanConfig
+from draftsmith.distill.config import DistillConfig, DistillPlanConfig, DraftInit
+from draftsmith.distill.memory import MemoryPlan
 from draftsmith.distill.parallel.chains import kept_shares, most_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.train.cli import parse_config
@@ -246,10 +246,10 @@ def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
     held = {}
     kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--attn_implementation", "flex_attention"]}
     for name, options in kinds.items():
-        plan = MemoryPlan(parse_config(PlanConfig, [*argv, *options]))
+        plan = MemoryPlan(parse_config(DistillPlanConfig, [*argv, *options]))
         held[name] = plan.footprint(plan.setting).activations.kept(16)
-        assert plan.parallel.masks == (0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05)))
-    entries = plan.parallel.entries
+        assert getattr(plan.fed, "masks", 0) == (0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05)))
+    entries = plan.fed.entries
     assert 1.5 * held["plain"] < held["flex"] < held["sdpa"]
     assert held["sdpa"] - held["flex"] >= 16 * 4 * entries**2  # in float32
 

@@ -20,9 +20,9 @@ from transformers import (
 
 from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.config import DistillConfig, DistillPlanConfig
 from draftsmith.distill.footprint import Footprint
-from draftsmith.distill.memory import MemoryPlan, PlanConfig
+from draftsmith.distill.memory import MemoryPlan
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.plan import command
 from draftsmith.train.cli import parse_config, run
@@ -216,7 +216,7 @@ def flags(pair: Path, **options: object) -> list[str]:
 
 def planned(pair: Path, **options: object) -> MemoryPlan:
     argv = [*flags(pair, **options), "--training.use_cpu", "true"]
-    return MemoryPlan(parse_config(PlanConfig, argv))
+    return MemoryPlan(parse_config(DistillPlanConfig, argv))
 
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, True), (True, False)])

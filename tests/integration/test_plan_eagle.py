@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_leaves
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle import __main__ as recipe
+from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.kept import KeptConfig, count
 from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
-from draftsmith.scripts.plan.config import EaglePlanConfig
 from draftsmith.scripts.plan.duration import PROCESS, host_bytes, hours
-from draftsmith.scripts.plan.kept import KeptConfig, count
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import IGNORED, ahead_positions
 from draftsmith.train.job.flops import Work

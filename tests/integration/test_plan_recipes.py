@@ -8,10 +8,11 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.heads.config import MedusaPlanConfig
 from draftsmith.medusa.heads.memory import MedusaPlan, states_of_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan import command as plan_command
-from draftsmith.scripts.plan.config import CachePlanConfig, MedusaPlanConfig, PreparePlanConfig
+from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
 from draftsmith.scripts.plan.duration import PROCESS, READING, host_bytes, hours
 from draftsmith.scripts.plan.inference import InferencePlan
 from draftsmith.train.cli import parse_config

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
 from draftsmith.distill import __main__ as command
-from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.memory import MemoryPlan, PlanConfig
+from draftsmith.distill.config import DistillConfig, DistillPlanConfig
+from draftsmith.distill.memory import MemoryPlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.plan import command as plan
@@ -93,7 +93,7 @@ def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
         config += [f"--{role}_config", str(SHAPES / f"{shape}.json")]
     environment = dict(os.environ)
     try:
-        planned = parse_config(PlanConfig, [*config, *zero2, "--gpus", "8", *ON_CPU])
+        planned = parse_config(DistillPlanConfig, [*config, *zero2, "--gpus", "8", *ON_CPU])
     finally:  # DeepSpeed's settings outlive the arguments that name them
         unset_hf_deepspeed_config()
         os.environ.clear()

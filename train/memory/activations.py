@@ -25,13 +25,12 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
-from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
-from draftsmith.train.memory.states import Precision
+from draftsmith.train.memory.setting import Precision
 from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 
 
@@ -122,15 +121,11 @@ class BatchShape:
     times as many rows the figures are at most too high, beyond them a little too low."""
     packed: bool = False
     """Rows have positions in place of a mask."""
-    masks: int = 0
-    """Mask tokens of a parallel draft behind the tokens of a row, which its target does not see."""
-    dense: bool = True
-    """Where there are masks, attention takes what each entry sees as one number for each pair of them."""
 
     @property
     def entries(self) -> int:
-        """Tokens and masks of a row."""
-        return self.length + self.masks
+        """What a model is fed of a row: its tokens, and what a kind of drafter puts beside them."""
+        return self.length
 
     def affine(self, bytes_of: Callable[[int], list[int]]) -> list[Affine]:
         """Return functions of the number of rows, from the bytes at this number and at four times as many."""
@@ -138,22 +133,13 @@ class BatchShape:
         return [Affine.through(few, a, many, b) for a, b in zip(bytes_of(few), bytes_of(many), strict=True)]
 
     def inputs(self, rows: int) -> dict[str, Tensor]:
-        """Return a batch of so many rows, (B, T) each, of padded texts or packed ones."""
-        ids = torch.zeros(rows, self.entries, dtype=torch.long)
-        inputs = {"input_ids": ids}
-        if self.packed or self.masks:
-            inputs["position_ids"] = torch.ones_like(ids)
-        if self.masks:
-            inputs["anchors"] = torch.ones_like(ids)
-            if self.packed:
-                inputs["texts"] = torch.ones_like(ids)
-        return inputs
+        """Return a batch of rows, (B, T) each, of padded texts or packed ones."""
+        ids = torch.zeros(rows, self.length, dtype=torch.long)
+        return {"input_ids": ids} | ({"position_ids": torch.ones_like(ids)} if self.packed else {})
 
     def hidden(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
         """Return what a model's decoder makes of a batch, (B, L, H)."""
-        if not self.masks:
-            return last_hidden(model, **inputs)
-        return parallel_hidden(model, **inputs) if self.dense else last_hidden(model, input_ids=inputs["input_ids"])
+        return last_hidden(model, **inputs)
 
     def chosen(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""

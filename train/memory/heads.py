@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
-from draftsmith.distill.memory import DROPOUT, GIB, ZERO, MemorySetting, placement, read_config
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
@@ -30,8 +29,9 @@ from draftsmith.train.memory.activations import (
     trace_forward,
 )
 from draftsmith.train.memory.moments import Moment
+from draftsmith.train.memory.plan import DROPOUT, read_config
+from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, Precision, placement
 from draftsmith.train.memory.states import (
-    Precision,
     Weights,
     held_bytes,
     optimizer_bytes,

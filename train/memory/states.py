@@ -5,21 +5,14 @@ Rajbhandari et al. 2020 (ZeRO, section 3.1) call them model states, beside the a
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.plan.config import Strategy
 from draftsmith.train.losses.output_head import head_of
-
-Precision = Literal["float32", "autocast", "half"]
-"""How a draft computes: in float32; from float32 weights under autocast; from half-precision copies of them."""
-
-Placement = Literal["whole", "sharded", "8bit", "4bit", "elsewhere"]
-"""How a target lies on the GPUs that train the draft."""
+from draftsmith.train.memory.setting import Placement, Precision, Strategy
 
 # DeepSpeed's stage3_max_live_parameters: weights that ZeRO-3 keeps gathered, as long as they will be used again.
 LIVE_PARAMETERS = 10**9

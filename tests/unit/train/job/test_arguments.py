@@ -6,10 +6,9 @@ import pytest
 from transformers import TrainingArguments
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill.config import DistillConfig
+from draftsmith.distill.config import DistillConfig, DistillPlanConfig
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
-from draftsmith.scripts.plan.config import PlanConfig
 from draftsmith.train.__main__ import PretrainConfig
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.arguments import RANGES, require_possible
@@ -59,4 +58,4 @@ def test_every_recipe_looks(kind):
 )
 def test_a_plan_needs_machines_that_there_can_be(name, value):
     with pytest.raises(InputError, match=f"^{name}: expected a finite number, more than 0, found "):
-        parse_config(PlanConfig, [*FLAGS, *DRAFT, "--sequence_length", "64", f"--{name}", value])
+        parse_config(DistillPlanConfig, [*FLAGS, *DRAFT, "--sequence_length", "64", f"--{name}", value])

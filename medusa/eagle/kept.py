@@ -1,4 +1,4 @@
-"""`python -m draftsmith.scripts.plan.kept`: what the steps of EAGLE-3 heads keep for their backward, counted twice.
+"""`python -m draftsmith.medusa.eagle.kept`: what the steps of EAGLE-3 heads keep for their backward, counted twice.
 
 Once as `draftsmith plan` counts, where attention runs by the CPU's kernels, which hold no scores either. And once from
 the tensors that autograd saves, where attention runs by CUDA's own operators, on tensors without data.
@@ -21,16 +21,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.kernels import ALIGNED, additive_mask, computing_dtype, cuda_kernel
 from draftsmith.decode.errors import at_least, require
+from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.memory import EaglePlan, trace_steps
 from draftsmith.medusa.eagle.steps import Seen, states_of_steps
-from draftsmith.scripts.plan.config import EaglePlanConfig
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.memory.activations import BatchShape, precision_of, tensors_of
-from draftsmith.train.memory.states import Precision
-
-GIB = 2**30
+from draftsmith.train.memory.setting import GIB, Precision
 
 
 @dataclass

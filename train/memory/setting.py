@@ -1,0 +1,140 @@
+"""Settings of a plan: the machines, how a training run is spread over them, and what a plan may change of it.
+
+Light: `--help` must not wait for torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from draftsmith.decode.errors import SHARE, InputError, at_least, finite, more_than, one_of, require
+from draftsmith.train.options import DTYPES
+from draftsmith.train.recipe import RecipeConfig
+
+GIB = 2**30
+
+Strategy = Literal["ddp", "fsdp2", "zero1", "zero2", "zero3"]
+
+Precision = Literal["float32", "autocast", "half"]
+"""How a drafter computes: in float32; from float32 weights under autocast; from half-precision copies of them."""
+
+Placement = Literal["whole", "sharded", "8bit", "4bit", "elsewhere"]
+"""How a target lies on the GPUs that train the drafter."""
+
+ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
+"""Strategies, each of which divides more than the one before it."""
+
+
+@dataclass(kw_only=True)
+class Machines:
+    """Planner-only settings: the machines."""
+
+    recipe: str = "distill"
+    """What is planned: a command that trains (distill, medusa, eagle), cache or prepare. All fields of that command are
+    read as there."""
+    gpus: int = 1
+    """GPUs that work together."""
+    node_gpus: int = 8
+    """GPUs of a machine; its processes share the host's memory."""
+    gpu_memory: float = 80.0
+    """Memory of each, in GiB."""
+    device: str = "H100"
+    """What they are, for the hours: one of the names of `draftsmith.train.job.flops.DEVICES`."""
+    mfu: float = 0.35
+    """The share of the device's bfloat16 arithmetic that the run will reach: an assumption, to be replaced by the `mfu`
+    that a first run logs."""
+    tokens: float = 1e8
+    """Tokens to train on, to look at or to write, for the hours; over all epochs."""
+    sequence_length: int | None = None
+    """Tokens of a sample, padding included; `max_length` if not given, or what a prompt and its completion may have."""
+    target_config: str | None = None
+    """The target's config.json, where the target itself cannot be reached."""
+    reserve: float = 3.0
+    """GiB of each GPU that are set aside, by assumption and not by reckoning: the CUDA context (about 0.5), buffers of
+    NCCL and cuBLAS (about 1), and what the allocator loses to fragmentation."""
+
+    def __post_init__(self) -> None:
+        from draftsmith.train.job.flops import DEVICES
+
+        super().__post_init__()  # type: ignore[misc]
+        require(self, at_least(1), "gpus", "node_gpus")
+        require(self, one_of(DEVICES), "device")
+        require(self, finite(more_than(0)), "tokens", "mfu", "gpu_memory")
+        require(self, SHARE, "mfu")
+        require(self, finite(at_least(0)), "reserve")
+        if self.gpu_memory <= self.reserve:
+            raise InputError(f"gpu_memory: expected more than the reserve of {self.reserve}, found {self.gpu_memory}")
+        require(self, at_least(2), "sequence_length")
+
+    def require_length(self, length: int | None) -> int:
+        """Return the tokens of a sample.
+
+        Raises:
+            InputError: nothing says how many.
+        """
+        if self.sequence_length is None and length is None:
+            raise InputError("sequence_length: expected the tokens of a sample, here or in max_length, found none")
+        return int(self.sequence_length or length or 0)
+
+
+@dataclass(kw_only=True)
+class TrainingMachines(Machines):
+    """Planner-only settings of a training run: a base beside the dataclass of the run."""
+
+    strategy: Strategy | None = None
+    """How what is trained is spread: ddp, fsdp2, zero1, zero2 or zero3; by default what `training` says, or ddp. Where
+    a frozen target lies is not changed by it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        run: Any = self
+        require(run, one_of(DTYPES), "target_dtype")
+        self.sequence_length = self.require_length(run.max_length)
+        if self.strategy is None:
+            self.strategy = configured_strategy(run.training)
+        if run.target_sharded and self.gpus == 1:
+            raise InputError("target_sharded: expected more than one process, found one")
+        if run.optimizer == "muon" and self.strategy != "ddp":
+            raise InputError(f"optimizer: expected trainer for a draft under {self.strategy}, found muon")
+
+
+def configured_strategy(training: Any) -> Strategy:
+    """Return how training arguments spread what is trained."""
+    if training.fsdp:
+        return "fsdp2"
+    if not training.deepspeed:
+        return "ddp"
+    stages: dict[int, Strategy] = {1: "zero1", 2: "zero2", 3: "zero3"}
+    return stages.get(training.hf_deepspeed_config.get_value("zero_optimization.stage", 0), "ddp")
+
+
+@dataclass(frozen=True)
+class MemorySetting:
+    """What a plan may change of a run."""
+
+    strategy: Strategy
+    half: bool
+    """Whether the drafter computes in bfloat16 or float16."""
+    checkpointing: bool
+    target_dtype: str
+    target: Placement | None
+    """How the target lies on the GPUs; None with a teacher cache."""
+    rows: int
+    lm_heads: str = "own"
+    """Of heads that can share one language-model head."""
+
+    @property
+    def precision(self) -> Precision:
+        """How the drafter computes."""
+        return "float32" if not self.half else "autocast" if self.strategy == "ddp" else "half"
+
+
+def placement(config: RecipeConfig) -> Placement | None:
+    """Return how a config places the target; None for a teacher cache in its place."""
+    if getattr(config, "teacher_cache", None):
+        return None
+    if config.target_device not in (None, "cuda"):
+        return "elsewhere"
+    if config.target_sharded:
+        return "sharded"
+    quantized: dict[str | None, Placement] = {"8bit": "8bit", "4bit": "4bit"}
+    return quantized.get(config.target_quantization, "whole")
