@@ -21,6 +21,8 @@ from draftsmith.train.cli import parse_config
 
 SHELL_ONLY = ("cat", "cd", "export", "mkdir", "pip", "source")
 """Programs whose lines are left alone."""
+OPTIONS = ("--help", "--version")
+"""What `draftsmith` takes in place of a command."""
 FOLDERS = ("assets", "configs", "decode", "distill", "docs", "medusa", "scripts", "tests", "train")
 BENCHMARKS = "draftsmith.scripts.bench."  # their lines are parsed in tests/integration/test_bench.py
 
@@ -59,7 +61,7 @@ def check_line(words: list[str]) -> None:
         if name in cli.LAUNCHED:
             command, _ = cli.launch_command(name, argv)
             check_fields(name, command[command.index(f"draftsmith.{cli.LAUNCHED[name]}") + 1 :])
-        elif name != "--help":
+        elif name not in OPTIONS:
             assert name in cli.COMMANDS, f"there is no command {name!r}"
             check_fields(name, argv)
     elif words[:2] == ["accelerate", "launch"]:
@@ -118,7 +120,7 @@ def test_inline_code_names_what_is_there(page):
             flag = "--" + words[0][2:].replace("-", "_")
             assert flag in known_flags(), f"there is no flag {words[0]!r}"
         elif words[0] == "draftsmith" and len(words) > 1:
-            assert words[1] in {*cli.COMMANDS, "COMMAND"}, f"there is no command {text!r}"
+            assert words[1] in {*cli.COMMANDS, *OPTIONS, "COMMAND"}, f"there is no command {text!r}"
         elif words[0] == "make" and len(words) == 2:
             check_line(words)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("decode", "train", "distill", "medusa", "scripts")
-SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 
 def packages_on_disk() -> set[str]:
@@ -39,3 +40,9 @@ def test_no_folder_holds_more_than_sixteen_modules():
         for path in (ROOT / folder).rglob("__init__.py"):
             modules = sorted(path.parent.glob("*.py"))
             assert len(modules) <= 16, f"{path.parent.relative_to(ROOT)}: {len(modules)} modules"
+
+
+def test_the_version_is_one():
+    version = PYPROJECT["project"]["version"]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
