@@ -16,8 +16,8 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from trained_parallel import as_parallel
 from transformers import AutoConfig, AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
-from unit.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
-from unit.test_retokenized import permuted, with_merges
+from unit.decode.proposers.test_retokenized import permuted, with_merges
+from unit.train.data.chat.test_masks import CHATML, QWEN3, THOUGHT, assistant, byte_level, user
 
 from draftsmith.decode import DraftModelProposer, clock
 from draftsmith.decode.cache import cached_numbers

@@ -21,9 +21,9 @@ import pytest
 import torch
 from conftest import tiny_llama
 from faults import damaged, misvalued, misworded
-from unit.test_coordinate_predictions import REPORT, TABLE
-from unit.test_rounds import SETTINGS, TEXT
-from unit.test_server_metrics import SGLANG, VLLM
+from unit.scripts.measure.reconcile.test_rounds import SETTINGS, TEXT
+from unit.scripts.services.coordinate.test_predictions import REPORT, TABLE
+from unit.scripts.serving.test_counters import SGLANG, VLLM
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError

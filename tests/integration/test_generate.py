@@ -17,7 +17,7 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models
 from trained_parallel import as_parallel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
-from unit.test_retokenized import permuted
+from unit.decode.proposers.test_retokenized import permuted
 
 from draftsmith.decode import Counts, DraftModelProposer, autoregressive_generate, speculative_generate
 from draftsmith.decode.proposers.draft_tree import DynamicTree

@@ -6,7 +6,7 @@ from families import tiny_model
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.distill import parallel_draft
+from draftsmith.distill.parallel import model as parallel_draft
 from draftsmith.distill.parallel.chains import chained
 from draftsmith.distill.parallel.model import parallel_hidden, require_masks
 from draftsmith.train.losses.output_head import last_hidden

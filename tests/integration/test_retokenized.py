@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import TEXTS, perturbed, tiny_llama
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
-from unit.test_retokenized import CJK, permuted, sentencepiece, unigram, with_merges, wordpiece
+from unit.decode.proposers.test_retokenized import CJK, permuted, sentencepiece, unigram, with_merges, wordpiece
 
 from draftsmith.decode import (
     Counts,
