@@ -24,15 +24,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from draftsmith.decode import Exact, Proposer, speculative_generate
-from draftsmith.decode.proposers import draft_model, draft_tree, parallel_draft, unigram
+from draftsmith.decode.proposers import draft_model, draft_tree, unigram
 from draftsmith.decode.rules import Rule, acceptance, verification
 from draftsmith.decode.rules import rule as rules
+from draftsmith.distill.parallel import proposer as parallel_drafts
 
 Text = tuple[int, ...]
 State = tuple[Text, tuple[Any, ...]]
 """The new tokens, and of each round how many tokens were drafted and which nodes were accepted."""
 START: State = ((), ())
-MODULES = (acceptance, draft_model, draft_tree, parallel_draft, rules, unigram, verification)
+MODULES = (acceptance, draft_model, draft_tree, parallel_drafts, rules, unigram, verification)
 TICKET = 2.0**-24  # tickets are multiples of it, which float32 has too
 MARGIN = 1e-6  # how near to the ends of an interval its numbers lie, as a share of it
 NOTHING = 1e-14  # what has p = q is rejected with a probability that is rounding
