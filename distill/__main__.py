@@ -12,11 +12,11 @@ from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.decoding import end_of_sequence_ids
+from draftsmith.train.data.examples import frequent_tokens
+from draftsmith.train.data.first_look import few_texts
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
-from draftsmith.train.losses.beginning import few_texts
-from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 

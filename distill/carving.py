@@ -15,7 +15,7 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.train.losses.beginning import SCALES, Text, losses_of_scales, stacked
+from draftsmith.train.data.first_look import SCALES, Text, losses_of_scales, stacked
 from draftsmith.train.losses.output_head import head_of, last_hidden
 
 

@@ -24,9 +24,9 @@ from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.distill.carving import Carving, choose, last_norm, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
+from draftsmith.train.data.first_look import Text
 from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import add_lora
-from draftsmith.train.losses.beginning import Text
 from draftsmith.train.models import (
     check_head,
     check_same_tokenizer,

@@ -7,8 +7,8 @@ train a student on text that it wrote itself, so that it meets its mistakes.
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.decoding import complete
+from draftsmith.train.losses.positions import IGNORED
 
 
 def prompts_of(batch: dict[str, Tensor]) -> list[Tensor]:

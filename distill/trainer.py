@@ -17,7 +17,6 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.on_policy import continued, prompts_of
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.samples import mixed_seed
@@ -26,13 +25,13 @@ from draftsmith.train.lora import merged_state
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeDistributions
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
-from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.replay_metrics import acceptance_metrics, replay_features, replay_sums
 from draftsmith.train.teacher.cache_reader import cached_distributions
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, WholeDistributions
 from draftsmith.train.trainer import RecipeTrainer, texts
 
 

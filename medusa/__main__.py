@@ -9,11 +9,11 @@ from draftsmith.medusa.heads.card import card
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.medusa.heads.trainer import MedusaTrainer
+from draftsmith.train.data.examples import frequent_tokens
+from draftsmith.train.data.first_look import few_texts
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
-from draftsmith.train.losses.beginning import few_texts
-from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import load_tokenizer, whole_weights
 
 

@@ -20,11 +20,11 @@ from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.first_loss import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.distributions import LiveDistributions, WholeDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.replay_metrics import replay_features
-from draftsmith.train.teacher.distributions import LiveDistributions, WholeDistributions
 from draftsmith.train.trainer import RecipeTrainer
 
 PER_GUESS = ("count", "overlap", "right")

@@ -14,7 +14,7 @@ from transformers import EvalPrediction
 
 from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_rounds, overlap
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.teacher.distributions import CachedDistributions
+from draftsmith.train.losses.distributions import CachedDistributions
 
 COLUMNS = ("tokens", "rounds", "overlap", "greedy_overlap", "agreement", "loss")
 

@@ -29,7 +29,7 @@ from transformers.training_args import OptimizerNames
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.sampling import Sampler
-from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.files import files_written_aside, remove, replace
@@ -41,7 +41,7 @@ from draftsmith.train.job.resume import Job
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
-from draftsmith.train.losses.positions import LossPositions
+from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.recipe import RecipeConfig

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.train.data.samples import mixed_seed
-from draftsmith.train.teacher.distributions import (
+from draftsmith.train.losses.distributions import (
     CachedDistributions,
     GatheredDistributions,
     LiveDistributions,

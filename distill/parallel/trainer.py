@@ -21,11 +21,11 @@ from draftsmith.distill.parallel.model import loss_vocabulary, parallel_hidden
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.job.first_loss import Learner
 from draftsmith.train.losses.chunked import chunked_features, chunked_objective
+from draftsmith.train.losses.distributions import GatheredDistributions
 from draftsmith.train.losses.inside_forward import inside_model
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.replay_metrics import COLUMNS, acceptance_metrics, replay_sums
-from draftsmith.train.teacher.distributions import GatheredDistributions
 
 
 class ParallelTrainer(DistillTrainer):

@@ -11,11 +11,11 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import beginning, new_heads, quieten, seen_before, seen_now
 from draftsmith.medusa.eagle.trainer import EagleTrainer
+from draftsmith.train.data.examples import frequent_tokens
+from draftsmith.train.data.first_look import few_texts
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
 from draftsmith.train.launch import launch, load_target, read_data, run_training
-from draftsmith.train.losses.beginning import few_texts
-from draftsmith.train.losses.cut_vocabulary import frequent_tokens
 from draftsmith.train.models import check_head, load_config, load_tokenizer, whole_weights
 from draftsmith.train.teacher.feature_reader import FeatureCollator, find_features
 

@@ -20,10 +20,10 @@ from draftsmith.decode.progress import phase
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.steps import Seen, seen_by, states_of_steps
-from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.losses.beginning import SCALES, Text, losses_of_scales
+from draftsmith.train.data.first_look import SCALES, Text, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.teacher.feature_reader import FeatureIndex
 
 LIKE_OURS = ("llama", "mistral")

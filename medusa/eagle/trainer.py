@@ -17,10 +17,10 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.steps import Seen, seen_by, states_of_steps, work_of_steps
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.losses.positions import LossPositions
-from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.teacher.feature_reader import cached_states
 
 

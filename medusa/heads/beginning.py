@@ -13,10 +13,10 @@ from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.losses.beginning import SCALES, Text, losses_of_scales, stacked
+from draftsmith.train.data.first_look import SCALES, Text, losses_of_scales, stacked
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.positions import IGNORED
 
 
 @torch.no_grad()

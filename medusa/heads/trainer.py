@@ -22,12 +22,12 @@ from draftsmith.medusa.heads.model import LMHead, MedusaHeads
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.inside_forward import open_forward
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.runs import declare_dtype, in_dtype, save_model
-from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.trainer import texts
 
 logger = logging.getLogger(__name__)

@@ -28,10 +28,11 @@ from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark, training_fields
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData, training_examples
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.divergences import divergence
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.provenance import environment
 from draftsmith.train.trainer import texts

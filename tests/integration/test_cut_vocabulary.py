@@ -14,8 +14,8 @@ from draftsmith.distill.config import DraftInit
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.export.command import export
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import training_examples
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_draft, load_model, load_tokenizer
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 

@@ -26,12 +26,13 @@ from draftsmith.distill import __main__ as command
 from draftsmith.distill.card import authors
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.shards import write_shard
 from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.job.telemetry import PHASES
 from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_config, stored_dtype
 from draftsmith.train.runs import save_model
 

@@ -33,8 +33,8 @@ from draftsmith.distill.draft_init import (
     make_draft,
 )
 from draftsmith.distill.vocabulary import silence_padding
+from draftsmith.train.data.first_look import Text
 from draftsmith.train.lora import merged_state
-from draftsmith.train.losses.beginning import Text
 from draftsmith.train.losses.inside_forward import inside_model, open_forward
 from draftsmith.train.losses.output_head import OutputHead, last_hidden
 from draftsmith.train.models import load_model, load_tokenizer

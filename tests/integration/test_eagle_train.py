@@ -17,11 +17,11 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.eagle.unrolled import unrolled
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.runs import save_model
 
 T = 0.8

@@ -23,8 +23,8 @@ from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.pair import DrafterSpec, load_pair
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.teacher.cache_config import CacheConfig
 from draftsmith.train.teacher.cache_writer import make_cache

@@ -23,17 +23,16 @@ from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
 from draftsmith.medusa.heads.trainer import MedusaTrainer
 from draftsmith.train.cli import run
-from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.examples import frequent_tokens, training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.cut_vocabulary import frequent_tokens
+from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_model
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
-from draftsmith.train.teacher.distributions import LiveDistributions
 from draftsmith.train.trainer import RecipeTrainer
 
 T = 0.8

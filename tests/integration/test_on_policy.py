@@ -14,10 +14,11 @@ from draftsmith.distill.config import DraftInit
 from draftsmith.distill.on_policy import continued, prompts_of
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.data import decoding
-from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.packing import pack
 from draftsmith.train.data.samples import mixed_seed
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.options import LoraOptions
 
 

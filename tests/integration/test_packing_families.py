@@ -16,10 +16,11 @@ from transformers.modeling_flash_attention_utils import _is_packed_sequence, pre
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.train.data.collator import IGNORED, CompletionCollator
+from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import set_attention, takes_bounds
 from draftsmith.train.trainer import texts
 

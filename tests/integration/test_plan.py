@@ -26,11 +26,12 @@ from draftsmith.distill.memory import MemoryPlan
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.plan import command
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.data.collator import IGNORED, ahead_positions
+from draftsmith.train.data.collator import ahead_positions
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import last_hidden
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.memory.activations import (
     Affine,
     BatchShape,

@@ -17,8 +17,9 @@ from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan.duration import PROCESS, host_bytes, hours
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.collator import IGNORED, ahead_positions
+from draftsmith.train.data.collator import ahead_positions
 from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.memory.activations import BatchShape, LiveBytes
 from draftsmith.train.runs import save_model
 

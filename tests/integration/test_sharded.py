@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DraftInit
+from draftsmith.train.data.first_look import SCALES
 from draftsmith.train.data.shards import write_shard
-from draftsmith.train.losses.beginning import SCALES
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 

@@ -20,11 +20,11 @@ from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.train import launch
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import COLUMNS, SCHEMA, write_shard
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.runs import save_model
 
 WORDS = ["def f(x):", "return", "import os", "for i in range(10):", "class A:\n    pass", "x = [1, 2]", "print(x)"]

@@ -25,12 +25,12 @@ from draftsmith.medusa import __main__ as heads_command
 from draftsmith.medusa.eagle import __main__ as eagle_command
 from draftsmith.scripts import prepare as prepare_command
 from draftsmith.train.data import generate
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.generate import prepare
 from draftsmith.train.job import ranks
 from draftsmith.train.job.ranks import run_rank
 from draftsmith.train.launch import load_target
 from draftsmith.train.losses.inside_forward import open_forward
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.teacher.cache_writer import make_cache
 

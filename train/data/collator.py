@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from draftsmith.train.losses.positions import LossPositions
-
-IGNORED = -100
+from draftsmith.train.losses.positions import IGNORED, LossPositions
 
 
 class CompletionCollator:

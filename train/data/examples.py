@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pyarrow.compute as pc
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from transformers.utils import logging
 
-from draftsmith.decode.errors import InputError
-from draftsmith.train.data.collator import IGNORED
+from draftsmith.decode.errors import InputError, at_least, at_most
+from draftsmith.decode.progress import phase
 from draftsmith.train.data.mapped import Texts, map_completions
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.recipe import DUPLICATES
 
 logger = logging.get_logger(__name__)
@@ -233,6 +236,38 @@ def require_apart(train: TrainingData, heldout: TrainingData) -> None:
             f"heldout: expected prompts that are not learned from, found {len(shared)} of {len(held)} that are: first "
             f"{one}, which is {other}; take them out, or have --heldout 0.02 hold back a share of completions"
         )
+
+
+@phase("counting tokens")
+def frequent_tokens(
+    data: TrainingData, count: int, size: int, always: Sequence[int] = (), field: str = "draft_vocabulary"
+) -> Tensor:
+    """Return the tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
+
+    Completions that hold fewer than `count` give as many as they hold, and a warning says so. Others would have no
+    example to learn from; and no order of ids says which of them texts need: Gemma's first hundred are unused.
+
+    Args:
+        data: what is learned from.
+        count: D at most.
+        size: how many tokens there are.
+        always: tokens that are among them however rare.
+        field: the option that asked for them, for messages.
+
+    Raises:
+        InputError: there are fewer tokens, or `always` has more.
+    """
+    at_most(size).check(field, count)
+    at_least(len(always)).check(field, count)
+    counts = np.zeros(size, dtype=np.int64)
+    for at in range(0, len(data), 1024):
+        kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
+        counts += np.bincount(kept[kept != IGNORED], minlength=size)
+    counts[list(always)] = np.iinfo(np.int64).max
+    if (found := np.count_nonzero(counts)) < count:
+        logger.warning("%s: the completions hold %d different tokens, which are drafted, not %d", field, found, count)
+    ranked = np.argsort(-counts, kind="stable")[: min(count, found)]
+    return torch.from_numpy(np.sort(ranked))
 
 
 def _listed(texts: Texts, samples: np.ndarray) -> str:

@@ -24,8 +24,8 @@ from transformers.utils import logging
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import Phase, phase
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.shards import completion_files, read_completions
+from draftsmith.train.losses.positions import IGNORED
 
 VERSION = 1  # of the files below: another number has them written anew
 DIRECTORY = ".mapped"

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.job.flops import known_device
+from draftsmith.train.losses.positions import IGNORED
 
 PHASES = ("teacher", "draft", "loss", "data", "text")
 """What a step is made of: the target's forward; the forward and backward of what is trained; the loss, whose gradients

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.divergences import check_divergence, per_token
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.teacher.distributions import LiveDistributions, TeacherDistributions
 
 Features = Callable[[Any, Tensor, Tensor], Tensor]
 """(p, q_logits_PV, labels_P) → features_PK, position by position: p is logits_PV of `LiveDistributions`, or

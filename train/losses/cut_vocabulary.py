@@ -5,60 +5,19 @@ p is renormalised over these tokens, for they would be infinite. A position whos
 for it. Shape suffixes: N positions, V vocabulary, D its tokens.
 """
 
-import logging
-from collections.abc import Sequence
-
-import numpy as np
 import torch
 from torch import Tensor
 
-from draftsmith.decode.errors import at_least, at_most
-from draftsmith.decode.progress import phase
-from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.teacher.distributions import (
+from draftsmith.train.losses.distributions import (
     CachedDistributions,
     LiveDistributions,
     WholeDistributions,
     WholeLogits,
 )
-
-logger = logging.getLogger(__name__)
-
-
-@phase("counting tokens")
-def frequent_tokens(
-    data: TrainingData, count: int, size: int, always: Sequence[int] = (), field: str = "draft_vocabulary"
-) -> Tensor:
-    """Return the tokens that completions hold most often, ascending, (D,) int64; ties go to the lower id.
-
-    Completions that hold fewer than `count` give as many as they hold, and a warning says so. Others would have no
-    example to learn from; and no order of ids says which of them texts need: Gemma's first hundred are unused.
-
-    Args:
-        data: what is learned from.
-        count: D at most.
-        size: how many tokens there are.
-        always: tokens that are among them however rare.
-        field: the option that asked for them, for messages.
-
-    Raises:
-        InputError: there are fewer tokens, or `always` has more.
-    """
-    at_most(size).check(field, count)
-    at_least(len(always)).check(field, count)
-    counts = np.zeros(size, dtype=np.int64)
-    for at in range(0, len(data), 1024):
-        kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
-        counts += np.bincount(kept[kept != IGNORED], minlength=size)
-    counts[list(always)] = np.iinfo(np.int64).max
-    if (found := np.count_nonzero(counts)) < count:
-        logger.warning("%s: the completions hold %d different tokens, which are drafted, not %d", field, found, count)
-    ranked = np.argsort(-counts, kind="stable")[: min(count, found)]
-    return torch.from_numpy(np.sort(ranked))
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import IGNORED
 
 
 def whole_rows(rows_D: Tensor, tokens_D: Tensor, vocab_size: int) -> Tensor:

@@ -15,9 +15,9 @@ from transformers import TopPLogitsWarper
 
 from draftsmith.decode.errors import InputError, at_least, at_most, more_than, one_of, require
 from draftsmith.decode.sampling import top_k_top_p
+from draftsmith.train.losses.distributions import LOWEST, CachedDistributions, CutDistributions, WholeLogits
 from draftsmith.train.losses.divergences import DIVERGENCES, check_divergence, forward_kl, lk_blend, parameter_of, tvd
 from draftsmith.train.losses.divergences import NAMES as DIVERGENCE_NAMES
-from draftsmith.train.teacher.distributions import LOWEST, CachedDistributions, CutDistributions, WholeLogits
 
 BLOCK_TERMS = ("expected_length", "reached_tvd")
 NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+IGNORED = -100
+"""The label of a token that is not to be learned, as in torch's cross entropy."""
+
 
 @dataclass(frozen=True)
 class LossPositions:

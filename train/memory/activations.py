@@ -28,10 +28,10 @@ from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
 from draftsmith.train.memory.setting import Precision
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
 
 
 class LiveBytes(TorchDispatchMode):

@@ -15,6 +15,7 @@ from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objectives
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.distributions import LiveDistributions, TeacherDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.memory.activations import (
@@ -39,7 +40,6 @@ from draftsmith.train.memory.states import (
     target_bytes,
 )
 from draftsmith.train.models import DTYPES, empty_model, stored_dtype
-from draftsmith.train.teacher.distributions import LiveDistributions, TeacherDistributions
 
 StatesOf = Callable[[Tensor], Sequence[Tensor]]
 """From the target's hidden states at the places to learn at, (N, H), to what each guess's head sees, (N, H) each."""

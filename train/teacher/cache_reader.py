@@ -18,13 +18,13 @@ from typing_extensions import TypedDict
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.validation import Amount, Count, Share
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.mapped import Texts, map_completions
 from draftsmith.train.data.shards import BaseManifest, Part, read_manifest, read_shard
+from draftsmith.train.losses.distributions import CachedDistributions
+from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_writer import digest, identity
 from draftsmith.train.teacher.distribution_shards import COLUMNS, NUMBERS, ROW_GROUP, SAMPLER, SCHEMA
-from draftsmith.train.teacher.distributions import CachedDistributions
 
 Size = Annotated[int, Field(ge=1, le=2**31)]
 

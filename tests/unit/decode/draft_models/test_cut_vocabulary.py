@@ -15,11 +15,11 @@ from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, WholeLogits
 from draftsmith.train.losses.divergences import lk_blend
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, require_split
 from draftsmith.train.replay_metrics import replay_features
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions, WholeLogits
 
 KEPT = [0, 3, 4, 9, 17, 40]
 

@@ -16,11 +16,11 @@ from pipelines import training_data, write_completions
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data import mapped
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import require_apart, split_off, take_share, training_examples
 from draftsmith.train.data.mapped import Texts, checksum, map_completions
 from draftsmith.train.data.packing import best_fit_decreasing, pack
 from draftsmith.train.data.sampler import EpochSampler
+from draftsmith.train.losses.positions import IGNORED
 
 
 def sample(name: str, prompt: list[int], completion: list[int], *more: list[int]) -> dict:

@@ -8,9 +8,9 @@ from accelerate import Accelerator
 
 from draftsmith.train.job.first_loss import FirstLoss
 from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.teacher.distributions import LiveDistributions
 
 ROWS, WIDTH, VOCABULARY = 6, 5, 11
 

@@ -12,14 +12,14 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import begin_as_last_layer
 from draftsmith.medusa.heads.beginning import quieten
 from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.train.data.collator import IGNORED
-from draftsmith.train.losses import beginning
-from draftsmith.train.losses.beginning import SCALES, Text, few_texts, losses_of_scales, stacked
+from draftsmith.train.data import first_look
+from draftsmith.train.data.first_look import SCALES, Text, few_texts, losses_of_scales, stacked
 from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import IGNORED
 
 
 def test_losses_of_scales_are_cross_entropies(monkeypatch):
-    monkeypatch.setattr(beginning, "LOGITS", 3 * 7)  # chunks of three positions
+    monkeypatch.setattr(first_look, "LOGITS", 3 * 7)  # chunks of three positions
     generator = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(10, 4, generator=generator), torch.randn(7, 4, generator=generator)
     head = OutputHead(weight, torch.randn(7, generator=generator), softcap=3.0)
@@ -37,12 +37,12 @@ def test_nothing_to_guess_is_no_loss():
 
 
 def test_few_texts_are_the_beginnings_of_completions_behind_their_prompts(monkeypatch):
-    monkeypatch.setattr(beginning, "POSITIONS", 4)
-    monkeypatch.setattr(beginning, "CONTEXT", 6)
+    monkeypatch.setattr(first_look, "POSITIONS", 4)
+    monkeypatch.setattr(first_look, "CONTEXT", 6)
     ids = list(range(20))
     samples = [{"id": str(n), "input_ids": ids, "labels": [IGNORED] * 8 + ids[8:]} for n in range(20)]
     texts = few_texts(training_data(samples))
-    assert len(texts) == beginning.TEXTS
+    assert len(texts) == first_look.TEXTS
     for text in texts:
         assert text.ids_T.tolist() == [6, 7, 8, 9, 10, 11]
         assert text.labels_T.tolist() == [IGNORED, IGNORED, 8, 9, 10, 11]

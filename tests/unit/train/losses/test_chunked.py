@@ -21,10 +21,10 @@ from draftsmith.distill import divergence, lean_divergence
 from draftsmith.train.losses import chunk_sizes
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_sum, chunked_sums
+from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.divergences import NAMES
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
-from draftsmith.train.teacher.distributions import LiveDistributions
 
 N, V, H = 40, 53, 12
 

@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objective
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions
 from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.memory.activations import LiveBytes
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 
 V, ROWS, LENGTH = 151_936, 8, 2048
 N = ROWS * (LENGTH - 1)

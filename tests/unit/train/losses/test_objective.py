@@ -10,10 +10,10 @@ from draftsmith.decode.replay.rounds import acceptance_probabilities, expected_r
 from draftsmith.decode.sampling import Sampler
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_objective, chunked_objectives
+from draftsmith.train.losses.distributions import LiveDistributions
 from draftsmith.train.losses.divergences import divergence, per_token
 from draftsmith.train.losses.objective import NAMES, Objective, expected_accepted
 from draftsmith.train.losses.output_head import OutputHead
-from draftsmith.train.teacher.distributions import LiveDistributions
 
 N, V = 14, 17
 FOLLOWS = torch.tensor([i not in (0, 5) for i in range(N)])  # two texts, of 5 and of 9 tokens

@@ -25,6 +25,7 @@ from draftsmith.train.data.generate import PrepareConfig, load_completions, prep
 from draftsmith.train.data.shards import COLUMNS, read_shard, write_shard
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.chunked import chunked_features, chunked_sum
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions
 from draftsmith.train.losses.divergences import DIVERGENCES
 from draftsmith.train.losses.objective import NAMES, Objective
 from draftsmith.train.losses.output_head import OutputHead
@@ -35,7 +36,6 @@ from draftsmith.train.teacher import cache_writer as teacher_cache
 from draftsmith.train.teacher import distribution_shards
 from draftsmith.train.teacher.cache_reader import CachedCollator, cached_distributions, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
-from draftsmith.train.teacher.distributions import CachedDistributions, LiveDistributions
 
 N, V = 40, 23
 FOLLOWS = torch.tensor([i % 7 != 0 for i in range(N)])

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftsmith.train.data.collator import IGNORED
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.losses.output_head import OutputHead
+from draftsmith.train.losses.positions import IGNORED
 
 SCALES = tuple(2.0**-i for i in range(6))
 TEXTS, POSITIONS, CONTEXT = 8, 16, 128
