@@ -1,4 +1,4 @@
-"""What importers read: a config's fields, tensors of safetensors or pickled ones, every tensor accounted for."""
+"""Files of checkpoints: a config's fields, tensors of safetensors or pickled ones, every tensor accounted for."""
 
 import pickle
 from collections.abc import Callable, Mapping
@@ -52,6 +52,24 @@ def matched(
     return {k: tensor.to(dtype if tensor.is_floating_point() else empty[k].dtype) for k, tensor in ours.items()}
 
 
+def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return tensors on the CPU, those of floating point in a type.
+
+    Raises:
+        InputError: one has numbers that are not finite in it.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            found[name] = tensor.cpu()
+            continue
+        # A copy each: safetensors takes no two names for one memory, and converters drop such names.
+        found[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        if not found[name].isfinite().all():
+            raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
+    return found
+
+
 def read_pickled(pickled: Path) -> dict[str, Tensor]:
     """Return the tensors of a file that torch.save wrote.
 
@@ -72,6 +90,13 @@ def read_pickled(pickled: Path) -> dict[str, Tensor]:
 def dtype_name(dtype: torch.dtype) -> str:
     """Return a dtype's name, such as bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def check_dtype(dtype: str) -> str:
+    """Return the name of a dtype that weights can have, or raise an InputError."""
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    return dtype
 
 
 def read_config(directory: Path, what: str = "Medusa heads") -> dict[str, Any]:

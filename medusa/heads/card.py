@@ -6,7 +6,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.medusa.checkpoint_files import dtype_name
-from draftsmith.medusa.heads.export import VLLM_READS, check_format, refusal
+from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format, refusal
 from draftsmith.medusa.heads.model import MedusaHeads
 from draftsmith.train.runs import hub_name, vllm_command
 

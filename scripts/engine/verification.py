@@ -4,7 +4,6 @@ All at T=0 in float32. The engine decodes first and ends, then the target is loa
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, vllm_counts
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, run_jobs
+from draftsmith.train.kinds.export import Served
 
 BATCH = 8
 """Prompts decoded together, here and there."""
@@ -28,21 +28,6 @@ WRONG_SAMPLED = (
     "(it verifies drafts at a temperature that nobody set)"
 )
 """Its plain decoding is right."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """A drafter as vLLM is to use it."""
-
-    name: str
-    """In messages."""
-    speculative: Mapping[str, Any]
-    """Its `speculative_config`."""
-
-    @property
-    def draft_length(self) -> int:
-        """γ."""
-        return int(self.speculative["num_speculative_tokens"])
 
 
 def room(served: Sequence[Served], prompts: Sequence[Sequence[int]], max_new_tokens: int) -> int:

@@ -15,24 +15,24 @@ from draftsmith.decode.progress import phase
 from draftsmith.distill.parallel.layout import is_parallel, length_of, mask_token_of, tree_of
 from draftsmith.distill.vocabulary import with_whole_head
 from draftsmith.medusa import MedusaProposer
-from draftsmith.medusa.eagle.export import GAMMA, export_lines, import_lines, served_eagle
-from draftsmith.medusa.eagle.importing import is_eagle
+from draftsmith.medusa.eagle.formats.export import GAMMA, export_lines, import_lines, served_eagle
+from draftsmith.medusa.eagle.formats.importing import is_eagle
 from draftsmith.medusa.heads.card import card
-from draftsmith.medusa.heads.export import (
+from draftsmith.medusa.heads.formats.importing import import_heads
+from draftsmith.medusa.heads.formats.writing import (
     VLLM_READS,
     check_format,
-    check_output,
     export_heads,
     refusal,
     written_bytes,
 )
-from draftsmith.medusa.heads.importing import import_heads
 from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
-from draftsmith.scripts.engine.verification import Served, room, verify
+from draftsmith.scripts.engine.verification import room, verify
 from draftsmith.scripts.summary import size
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
+from draftsmith.train.kinds.export import Served, check_output
 from draftsmith.train.models import (
     DTYPES,
     check_same_tokenizer,

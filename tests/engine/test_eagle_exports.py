@@ -9,7 +9,7 @@ from trained_eagle import drafted, train_eagle
 from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.distribution_test import plain_texts
-from draftsmith.medusa.eagle.formats import export_eagle
+from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from draftsmith.decode import Tree
 from draftsmith.decode.measurement.distribution_test import plain_texts
 from draftsmith.medusa import MedusaHeads, MedusaProposer
-from draftsmith.medusa.heads.export import export_heads
+from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_jobs
 from draftsmith.scripts.engine.verification import Checks

@@ -8,10 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftsmith.medusa import proof
-from draftsmith.medusa.eagle.formats import export_eagle
+from draftsmith.medusa.eagle.formats import proof
+from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.heads import readers
 from draftsmith.scripts import cli
 from draftsmith.train.models import load_model
 
@@ -33,7 +32,7 @@ def heads_dir(pair_dirs, tmp_path) -> Path:
 
 @pytest.fixture
 def in_this_process(monkeypatch):
-    monkeypatch.setattr(proof, "read_apart", readers.logits)
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 def test_a_fresh_process_reads_what_is_written(heads_dir, tmp_path):

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.medusa import MedusaHeads
-from draftsmith.medusa.heads.importing import import_heads
+from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine import verification
 from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, Run

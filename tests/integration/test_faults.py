@@ -32,9 +32,9 @@ from draftsmith.decode.measurement.costs import KeptTable
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.decode.validation import parsed, read
 from draftsmith.medusa import MedusaHeads
+from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.importing import import_eagle
-from draftsmith.medusa.heads.importing import import_heads
+from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts.certify.asking import Kept
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.engine.offline import Answer as EngineAnswer

@@ -10,11 +10,10 @@ from conftest import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa import proof
-from draftsmith.medusa.eagle.formats import EAGLE_FORMATS, eagle_refusal, export_eagle
+from draftsmith.medusa.eagle.formats import proof, readers
+from draftsmith.medusa.eagle.formats.importing import import_eagle, is_eagle
+from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal, export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.importing import import_eagle, is_eagle
-from draftsmith.medusa.heads import readers
 
 VOCAB, LAYERS = 97, 8
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -32,7 +31,7 @@ VARIANTS = {
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(proof, "read_apart", readers.logits)
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +216,7 @@ def test_what_a_server_cannot_hold_is_refused(tmp_path, made, target):
 
 
 def test_what_reads_otherwise_is_not_written(tmp_path, made, monkeypatch):
-    monkeypatch.setattr(proof, "read_apart", lambda *of: readers.logits(*of) * 1.001)
+    monkeypatch.setattr(proof, "read_apart", lambda _, *given: readers.logits(*given) * 1.001)
     with pytest.raises(RuntimeError, match=r"^export: expected a reader to find the same logits, found step 0 off"):
         export_eagle(made(), tmp_path / "out", "vllm")
     assert not (tmp_path / "out").exists()

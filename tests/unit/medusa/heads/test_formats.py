@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa import MedusaHeads, proof
-from draftsmith.medusa.heads import export as formats
-from draftsmith.medusa.heads import readers
+from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.card import card
-from draftsmith.medusa.heads.export import FORMATS, export_heads, refusal
-from draftsmith.medusa.heads.importing import detect, import_heads
+from draftsmith.medusa.heads.formats import proof, readers
+from draftsmith.medusa.heads.formats import writing as formats
+from draftsmith.medusa.heads.formats.importing import detect, import_heads
+from draftsmith.medusa.heads.formats.writing import FORMATS, export_heads, refusal
 
 H, V, K = 32, 97, 3
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -29,7 +29,7 @@ CHOICES = [[0], [0, 0], [1], [0, 1]]
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch):
     """Read by the same functions without a process each; tests/integration/test_export.py starts them."""
-    monkeypatch.setattr(proof, "read_apart", readers.logits)
+    monkeypatch.setattr(proof, "read_apart", lambda readers, *given: readers.logits(*given))
 
 
 def noisy(heads: MedusaHeads, seed: int = 3) -> MedusaHeads:
@@ -601,7 +601,7 @@ def test_the_renaming_of_vllm_is_a_trap_that_is_seen(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_other_logits_are_not_left(tmp_path, monkeypatch, format):
-    monkeypatch.setattr(proof, "read_apart", lambda *a: readers.logits(*a) * (1 + 1e-4))
+    monkeypatch.setattr(proof, "read_apart", lambda _, *given: readers.logits(*given) * (1 + 1e-4))
     with pytest.raises(RuntimeError, match=rf"expected {format} to read the same logits, found head 0 off by 1\.0e-04"):
         export_heads(made(), tmp_path / "x", format)
     assert not list(tmp_path.iterdir())

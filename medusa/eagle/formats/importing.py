@@ -29,10 +29,10 @@ from draftsmith.medusa.checkpoint_files import (
     read_safetensors,
     shards,
 )
-from draftsmith.medusa.eagle.formats import EAGLE_FORMATS, assembled_eagle
+from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, assembled_eagle
 from draftsmith.medusa.eagle.heads import EagleConfig, EagleHeads
-from draftsmith.medusa.heads.export import check_format
 from draftsmith.train.checkpoint import check_finite
+from draftsmith.train.kinds.export import check_format
 
 PICKLED = "pytorch_model.bin"
 DROPPED = ("architectures", "model_type", "auto_map", "eagle_config", "num_aux_hidden_states", "torch_dtype", "dtype")

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads in the formats that servers load, and a proof of what was written.
+"""EAGLE-3 heads in the formats that servers load.
 
 All formats hold `model.safetensors` under the names of the EAGLE authors; their config.json differ. Where a target has
 passed n of its layers, vLLM 0.32 calls it n (`eagle_aux_hidden_state_layer_ids`, first looked for at the top), as we
@@ -15,10 +15,10 @@ from torch import Tensor, device
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, dtype_name
+from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
+from draftsmith.medusa.eagle.formats.proof import prove_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.heads.export import check_format, put_in_place, rounded
-from draftsmith.medusa.proof import prove_eagle
+from draftsmith.train.kinds.export import check_format, put_in_place
 from draftsmith.train.models import DTYPES
 
 EAGLE_FORMATS = ("own", "vllm", "sglang")
@@ -82,9 +82,7 @@ def export_eagle(
     reason = eagle_refusal(heads, check_format(format, EAGLE_FORMATS), layers)
     if reason is not None:
         raise InputError(f"format: expected heads that {format} can hold, found {reason}")
-    if dtype is not None and dtype not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    kind = heads.dtype if dtype is None else DTYPES[dtype]
+    kind = heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
     adapted = assembled_eagle(heads.config, rounded(heads.state_dict(), kind))
     with put_in_place(directory) as aside:
         if format == "own":

@@ -12,7 +12,6 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -126,85 +125,6 @@ def modelopt(directory: Path, hidden_NH: Tensor, _: Tensor) -> Iterator[Tensor]:
         yield linear(x, tensors[f"medusa_heads.{k}.{layers}.weight"].float())
 
 
-def eagle3(directory: Path, features_TF: Tensor, embeddings_TKH: Tensor) -> Iterator[Tensor]:
-    """Read as vLLM 0.32 does: `model_executor/models/llama_eagle3.py`. Nothing is kept between steps.
-
-    A round begins at each of T places: step 0 sees features up to there, step k the layer's own k states besides.
-    Embeddings are those of the tokens behind; T takes the place of N.
-    """
-    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    tensors = {
-        name: tensor for path in directory.glob("model*.safetensors") for name, tensor in load_file(path).items()
-    }
-    layer = {name.removeprefix("midlayer."): tensor.float() for name, tensor in tensors.items()}
-    eps, size = config["rms_norm_eps"], config["hidden_size"]
-    states_TH = features_TF
-    if config["norm_before_fc"]:
-        states_TH = rms_norm(states_TH, layer["input_norm.weight"], eps)
-    if config["fc_norm"]:
-        chunks = states_TH.split(config["target_hidden_size"], dim=-1)
-        states_TH = torch.cat([rms_norm(c, layer[f"fc_norm.{i}.weight"], eps) for i, c in enumerate(chunks)], dim=-1)
-    states_TH = linear(states_TH, layer["fc.weight"])
-    assert states_TH.shape[-1] == size
-    cut = config["draft_vocab_size"] < config["vocab_size"]
-    token_map = tensors["d2t"] + torch.arange(config["draft_vocab_size"]) if cut else None
-    steps: list[list[Tensor]] = [[] for _ in range(embeddings_TKH.shape[1])]
-    for start in range(len(states_TH)):
-        states, embeddings, output = states_TH[: start + 1], embeddings_TKH[: start + 1, 0], states_TH[:0]
-        for k, logits_of_step in enumerate(steps):
-            if k > 0:
-                states = torch.cat([states, output[-1:]])
-                embeddings = torch.cat([embeddings, embeddings_TKH[start, k][None]])
-            raw = eagle3_layer(config, layer, states, embeddings)
-            normed = rms_norm(raw, layer["norm.weight"], eps)
-            output = normed if config["norm_output"] else raw
-            logits_of_step.append(linear(normed[-1], layer["lm_head.weight"]))
-    for of_step in steps:
-        yield widened(torch.stack(of_step), token_map, config["vocab_size"])
-
-
-def eagle3_layer(config: dict[str, Any], layer: dict[str, Tensor], states_TH: Tensor, embeddings_TH: Tensor) -> Tensor:
-    """Return what the layer gives at all places of a text, (T, H)."""
-    eps, heads, key_heads = (config[name] for name in ("rms_norm_eps", "num_attention_heads", "num_key_value_heads"))
-    normed = rms_norm(states_TH, layer["hidden_norm.weight"], eps)
-    seen = torch.cat([rms_norm(embeddings_TH, layer["input_layernorm.weight"], eps), normed], dim=-1)
-    places, width = torch.arange(len(seen)), config["head_dim"]
-
-    def projected(name: str, count: int) -> Tensor:
-        found = linear(seen, layer[f"self_attn.{name}_proj.weight"], layer.get(f"self_attn.{name}_proj.bias"))
-        return found.unflatten(-1, (count, width)).transpose(0, 1).repeat_interleave(heads // count, 0)
-
-    queries, keys, values = projected("q", heads), projected("k", key_heads), projected("v", key_heads)
-    if config["rope_parameters"].get("rope_type", "default") == "default":
-        turns = config["rope_parameters"]["rope_theta"] ** (-torch.arange(0, width, 2) / width)
-        scale = 1.0
-    else:  # long contexts have formulas of their own, which are the library's
-        from transformers import LlamaConfig
-        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-        rotary = LlamaRotaryEmbedding(LlamaConfig(**config))
-        turns, scale = rotary.inv_freq, rotary.attention_scaling
-    angles = torch.cat([places[:, None] * turns] * 2, dim=-1)
-    queries, keys = (
-        (x * angles.cos() + torch.cat([-x[..., width // 2 :], x[..., : width // 2]], dim=-1) * angles.sin()) * scale
-        for x in (queries, keys)
-    )
-    scores = (queries @ keys.transpose(1, 2) / width**0.5).masked_fill(places > places[:, None], float("-inf"))
-    attended = (scores.softmax(-1) @ values).transpose(0, 1).flatten(1)
-    residual = normed if config["norm_before_residual"] else states_TH
-    hidden = residual + linear(attended, layer["self_attn.o_proj.weight"])
-    inner = rms_norm(hidden, layer["post_attention_layernorm.weight"], eps)
-    gate, up = (
-        linear(inner, layer[f"mlp.{name}_proj.weight"], layer.get(f"mlp.{name}_proj.bias")) for name in ("gate", "up")
-    )
-    return hidden + linear(silu(gate) * up, layer["mlp.down_proj.weight"], layer.get("mlp.down_proj.bias"))
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x over its root mean square, times a weight."""
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
-
-
 def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor:
     """Return logits over the target's vocabulary, −∞ where a truncated one has none."""
     if token_map is None:
@@ -214,7 +134,7 @@ def widened(logits: Tensor, token_map: Tensor | None, vocab_size: int) -> Tensor
     return wide
 
 
-READERS = {"own": own, "vllm": vllm, "fasterdecoding": fasterdecoding, "modelopt": modelopt, "eagle3": eagle3}
+READERS = {"own": own, "vllm": vllm, "fasterdecoding": fasterdecoding, "modelopt": modelopt}
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Medusa heads in the formats that others load: what each can say, its names, and a proof of what was written.
+"""Medusa heads in the formats that others load: what each can say, and its names.
 
 | format           | weights             | block l of head h               | language-model head of h                 |
 |------------------|---------------------|---------------------------------|------------------------------------------|
@@ -8,28 +8,25 @@
 | `modelopt`       | `model.safetensors` | `medusa_heads.{h}.{l}.linear.*` | `medusa_heads.{h}.{L}.weight`            |
 
 FasterDecoding's older trainer writes another file under that name, `medusa_lm_head.safetensors`, without language-model
-heads: there all heads go through the target's. It is read, not written (`draftsmith.medusa.heads.importing`).
+heads: there all heads go through the target's. It is read, not written (`draftsmith.medusa.heads.formats.importing`).
 """
 
 import copy
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, dtype_name
+from draftsmith.medusa.checkpoint_files import CONFIG, WEIGHTS, check_dtype, dtype_name, rounded
+from draftsmith.medusa.heads.formats.proof import prove
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
-from draftsmith.medusa.proof import prove
-from draftsmith.train.files import require_writable, written_aside
+from draftsmith.train.kinds.export import check_format as one_of_formats
+from draftsmith.train.kinds.export import put_in_place
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import DTYPES
 
@@ -40,12 +37,11 @@ VLLM_READS = ("vllm", "fasterdecoding")
 """Formats whose directories vLLM 0.32 loads as they are."""
 
 
-def check_format(format: str, expected: tuple[str, ...] = FORMATS) -> str:
+def check_format(format: str) -> str:
     """Return the name of a format, or raise an InputError that names those there are."""
-    if format not in expected:
-        loads_none = "; SGLang loads no Medusa heads, only draft models and EAGLE-3 heads" if format == "sglang" else ""
-        raise InputError(f"format: expected one of {', '.join(expected)}, found {format!r}{loads_none}")
-    return format
+    if format == "sglang":
+        raise InputError(f"format: expected one of {', '.join(FORMATS)}, found 'sglang'; SGLang loads no Medusa heads")
+    return one_of_formats(format, FORMATS)
 
 
 def refusal(heads: MedusaHeads, format: str, by_rank: bool = False) -> str | None:
@@ -148,13 +144,6 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
     return (blocks + count * rows * (config.hidden_size + bias)) * kind.itemsize
 
 
-def check_dtype(dtype: str) -> str:
-    """Return the name of a dtype that weights can have, or raise an InputError."""
-    if dtype not in DTYPES:
-        raise InputError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    return dtype
-
-
 def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool) -> MedusaHeads:
     """Return heads as the format says them, on the CPU: rounded, with a head and biases each where it wants them."""
     config: Any = copy.deepcopy(heads.config)
@@ -175,24 +164,6 @@ def _adapted(heads: MedusaHeads, format: str, dtype: torch.dtype, by_rank: bool)
         for name in [name for name in tensors if name.startswith("lm_head")]:
             tensors[name] = whole_rows(tensors[name], token_map, config.vocab_size)
     return assembled(config, rounded(tensors, dtype))
-
-
-def rounded(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return tensors on the CPU, those of floating point in a type.
-
-    Raises:
-        InputError: one has numbers that are not finite in it.
-    """
-    found = {}
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            found[name] = tensor.cpu()
-            continue
-        # A copy each: safetensors takes no two names for one memory, and converters drop such names.
-        found[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
-        if not found[name].isfinite().all():
-            raise InputError(f"heads: expected weights that are finite in {dtype_name(dtype)}, found others in {name}")
-    return found
 
 
 def _write(heads: MedusaHeads, directory: Path, format: str) -> None:
@@ -243,31 +214,6 @@ def _notes(heads: MedusaHeads, format: str) -> list[str]:
             else f"the tree of {nodes} tokens has no place in this format: give its reader medusa_choices"
         )
     return notes
-
-
-def check_output(directory: Path) -> None:
-    """Require that a directory is new or empty, and that one can be written beside it.
-
-    Raises:
-        InputError: it holds something, is no directory but a file or a link, or the disk does not take it.
-    """
-    if os.path.lexists(directory) and (directory.is_symlink() or not directory.is_dir() or any(directory.iterdir())):
-        found = "is a link" if directory.is_symlink() else "holds something"
-        raise InputError(f"output: expected a new or empty directory, found {directory}, which {found}")
-    require_writable(directory)
-
-
-@contextmanager
-def put_in_place(directory: Path) -> Iterator[Path]:
-    """Give a directory to write in that takes the place of another when all went well, and is removed otherwise."""
-    check_output(directory)
-    try:
-        with written_aside(directory.absolute()) as aside:
-            aside.mkdir()
-            yield aside
-    except (OSError, SafetensorError) as error:
-        found = (isinstance(error, OSError) and error.strerror) or " ".join(str(error).split())
-        raise InputError(f"output: expected to write in {directory}, found: {found}") from error
 
 
 def _equal_layers(block: torch.nn.Module) -> bool:

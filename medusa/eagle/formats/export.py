@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode import Proposer
 from draftsmith.decode.cache.features import decoder_layers
-from draftsmith.medusa.eagle.formats import export_eagle
-from draftsmith.medusa.eagle.importing import import_eagle
+from draftsmith.medusa.eagle.formats.importing import import_eagle
+from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.scripts.configs import ExportConfig
-from draftsmith.scripts.engine.verification import Served
+from draftsmith.train.kinds.export import Served
+from draftsmith.train.kinds.export_config import ExportOptions
 from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
 from draftsmith.train.runs import sglang_command, vllm_command
 
@@ -20,7 +20,7 @@ GAMMA = 4
 WRITTEN = "read back by another process with the same logits"
 
 
-def export_lines(config: ExportConfig, source: str) -> list[str]:
+def export_lines(config: ExportOptions, source: str) -> list[str]:
     """Write heads for a server, and return what to tell: the launch line is the last.
 
     Raises:
@@ -46,7 +46,7 @@ def export_lines(config: ExportConfig, source: str) -> list[str]:
     return lines
 
 
-def import_lines(config: ExportConfig, source: str) -> list[str]:
+def import_lines(config: ExportOptions, source: str) -> list[str]:
     """Write heads of another tool in our format, and return what to tell.
 
     Raises:
@@ -63,7 +63,7 @@ def import_lines(config: ExportConfig, source: str) -> list[str]:
     return [f"# wrote {output}, {WRITTEN}", f"# EAGLE-3 heads on the target's features after layers {depths}"]
 
 
-def served_eagle(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+def served_eagle(config: ExportOptions) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
     """Return how vLLM is to use what was written, and what drafts here: what was given, so the file is proven too."""
     heads: Any = import_eagle(str(config.heads))
 
@@ -74,7 +74,7 @@ def served_eagle(config: ExportConfig) -> tuple[list[Served], Callable[[PreTrain
     return [Served("the heads", speculative_config(config))], drafter
 
 
-def speculative_config(config: ExportConfig) -> dict[str, str | int]:
+def speculative_config(config: ExportOptions) -> dict[str, str | int]:
     """Return vLLM's speculative config of the heads that were written."""
     length = config.draft_length or GAMMA
     return {"method": "eagle3", "model": str(config.output), "num_speculative_tokens": length}

@@ -1,4 +1,4 @@
-"""Medusa heads out of the formats of `draftsmith.medusa.heads.export`, every tensor accounted for."""
+"""Medusa heads out of the formats of `draftsmith.medusa.heads.formats.writing`, every tensor accounted for."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from draftsmith.medusa.checkpoint_files import (
     read_safetensors,
     shards,
 )
-from draftsmith.medusa.heads.export import (
+from draftsmith.medusa.heads.formats.writing import (
     FORMATS,
     LEGACY,
     PICKLED,

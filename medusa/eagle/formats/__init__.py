@@ -1,0 +1,1 @@
+"""EAGLE-3 heads in the files of other tools: written and proven, read, exported."""

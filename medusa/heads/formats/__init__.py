@@ -1,0 +1,1 @@
+"""Medusa heads in the files of other tools: written and proven, read, exported."""
