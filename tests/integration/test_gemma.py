@@ -22,8 +22,9 @@ from draftsmith.medusa.heads import readers
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import loss_masks
 from draftsmith.scripts.doctor.config import DoctorConfig
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.teacher.cache_config import CacheConfig
@@ -111,7 +112,7 @@ TRAIN = {
     heads_configured: medusa_command.train_heads,
     eagle_configured: eagle_command.train_heads,
 }
-MODEL_FREE = {"prompt_lookup": {}, "lookahead": {}, "unigram": {}, "early_exit": {"exit_layers": 2}}
+MODEL_FREE = {"prompt_lookup": {}, "lookahead": {}, "unigram": {}, "early_exit": {"path": "2"}}
 GAMMA, NEW = 3, 20
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from drafter_fields import with_drafters
 from jsonschema import Draft202012Validator
 from listening import LOADING, listened
 from pydantic import TypeAdapter
@@ -31,12 +32,12 @@ from draftsmith.decode.options import Sampling
 from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.scripts.kinds import short_names
 from draftsmith.scripts.measure import certify, cost_file
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.side_by_side import Method
-from draftsmith.scripts.pair import short_names
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Recommendation, Report
@@ -90,7 +91,7 @@ def checked(root, output, page=False, **settings):
     with pytest.MonkeyPatch.context() as patch:
         if not page:  # it takes a second
             patch.setattr(command, "write_page", lambda report, path: path.write_text("<!DOCTYPE html>"))
-        report = measure(MeasureConfig(**(fixed | others | settings), output=str(output)))
+        report = measure(MeasureConfig(**with_drafters(fixed | others | settings), output=str(output)))
     return valid(output, report)
 
 
@@ -785,12 +786,12 @@ def test_a_bad_draft_does_not_pass(root, tmp_path, capsys, monkeypatch):
 
 
 def test_drafts_have_names_that_tell_them_apart():
-    assert short_names(["runs/a"]) == ["draft"]
-    assert short_names(["runs/a", "other/b/"]) == ["a", "b"]
-    assert short_names(["runs/a/draft", "runs/b/draft"]) == ["a/draft", "b/draft"]
-    # "stock", "medusa" and "prompt_lookup" are other drafters'.
-    assert short_names(["runs/stock", "runs/medusa"]) == ["runs/stock", "runs/medusa"]
-    here, there = short_names([".", "a"])
+    taken = {"stock", "medusa", "prompt_lookup"}  # other drafters'
+    assert short_names("draft", ["runs/a"], taken) == ["draft"]
+    assert short_names("draft", ["runs/a", "other/b/"], taken) == ["a", "b"]
+    assert short_names("draft", ["runs/a/draft", "runs/b/draft"], taken) == ["a/draft", "b/draft"]
+    assert short_names("draft", ["runs/stock", "runs/medusa"], taken) == ["runs/stock", "runs/medusa"]
+    here, there = short_names("draft", [".", "a"], taken)
     assert here and there == "a"
 
 
@@ -847,7 +848,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
         (["--lossless-tokens", "10"], "lossless_tokens: expected 0 or at least 2000, found 10"),
         (["--dtype", "float8"], "dtype: expected one of float32"),
         (["--draft_lenght", "4"], "draft_lenght"),
-        (["--draft", json.dumps(2 * [str(root / "draft")])], "draft: expected each draft once, found "),
+        (["--draft", json.dumps(2 * [str(root / "draft")])], "drafter: expected each draft once, found "),
         (
             ["--medusa", str(tmp_path / "gone")],
             "Medusa heads: expected a model directory or a hub id, found nothing at",

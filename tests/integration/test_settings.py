@@ -6,10 +6,12 @@ import pytest
 import torch
 from conftest import perturbed, tiny_llama
 
+from draftsmith.decode import DraftModelProposer
+from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts import settings
-from draftsmith.scripts.pair import DrafterSpec
 from draftsmith.scripts.settings import Settings, fastest_settings, load_fastest
 from draftsmith.train import models
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.runs import save_model
 
@@ -154,7 +156,7 @@ def test_on_a_gpu_compiled_forwards_have_to_pay_and_the_bound_is_told(
             raise seconds[name]
         return {name: seconds[name]}
 
-    monkeypatch.setattr(settings, "_step", lambda model, compiled: None)
+    monkeypatch.setattr(settings, "forward_behind_text", lambda model, compiled: None)
     monkeypatch.setattr(settings, "median_seconds", median)
     monkeypatch.setattr(settings, "_launch_seconds", lambda step, device: launching)
     found, why = settings.compiled_on_gpu(tiny_llama(0), compiled)
@@ -165,7 +167,7 @@ def test_a_compiler_that_fails_is_an_error_where_it_was_asked_for(monkeypatch):
     def failing(model, compiled):
         raise RuntimeError("no triton")
 
-    monkeypatch.setattr(settings, "_step", failing)
+    monkeypatch.setattr(settings, "forward_behind_text", failing)
     with pytest.raises(RuntimeError, match="no triton"):
         settings.compiled_on_gpu(tiny_llama(0), True)
 
@@ -180,6 +182,7 @@ def test_other_devices_are_not_timed(monkeypatch):
     model = tiny_llama(0)
     monkeypatch.setattr(settings, "median_seconds", lambda *args: pytest.fail("timed"))
     monkeypatch.setattr(type(model), "device", torch.device("meta"))
-    assert fastest_settings(model, "target", {"draft": model}) == Settings(
+    drafter = Drafter("draft", "draft", DraftModel(), "draft", DraftModelProposer(model), model=model)
+    assert fastest_settings(model, "target", [drafter]) == Settings(
         "float32", torch.get_num_threads(), False, {"draft": "float32"}, None
     )

@@ -37,7 +37,7 @@ def models(tmp_path_factory, tokenizer):
 
 
 def config_of(root, output, **fields) -> TuneConfig:
-    given = {"draft": str(root / "draft"), "dtype": "float32", "max_new_tokens": NEW, "draft_length": 3} | fields
+    given = {"drafter": [str(root / "draft")], "dtype": "float32", "max_new_tokens": NEW, "draft_length": 3} | fields
     target = given.pop("target", str(root / "target"))
     return TuneConfig(target, str(root / "prompts.jsonl"), str(output), **given)
 
@@ -150,7 +150,7 @@ def test_all_prompts_are_decoded_in_every_setting_each_with_another_first(models
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", ["draft", "medusa"])
 def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temperature):
-    given = {"draft": None, "medusa": str(models / "heads")} if drafter == "medusa" else {}
+    given = {"drafter": str(models / "heads")} if drafter == "medusa" else {}
     config = {"temperature": temperature, "max_new_tokens": 16, "typical_levels": "0.2", "cascade_levels": "0.3"}
     config |= {"target": str(models / "ending"), "threshold_levels": "0.1"} | given
     reports = [tune(config_of(models, tmp_path, **config, batch_size=rows)) for rows in (1, 3)]
@@ -167,7 +167,7 @@ def test_figures_do_not_depend_on_the_batch_size(models, tmp_path, drafter, temp
 
 @pytest.mark.parametrize("drafter", ["draft", "medusa"])
 def test_under_sampling_departure_is_a_distance_in_law(models, tmp_path, drafter):
-    given = {"draft": None, "medusa": str(models / "heads")} if drafter == "medusa" else {}
+    given = {"drafter": str(models / "heads")} if drafter == "medusa" else {}
     config = config_of(
         models, tmp_path, temperature=1.0, max_total_variation=1e-6, typical_levels=[], cascade_levels="1",
         threshold_levels="0.01,0.99", limit=3, max_new_tokens=8, **given,
@@ -242,8 +242,8 @@ def test_the_level_between():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"draft": None}, "draft: expected a draft model or, as `medusa`, heads, found neither"),
-        ({"medusa": "heads"}, "draft: .* found both"),
+        ({"drafter": []}, "drafter: expected one, found none"),
+        ({"drafter": ["draft", "heads"]}, "drafter: expected one, found draft and heads"),
         ({"max_total_variation": 0.1}, "max_total_variation: expected max_disagreement at temperature 0"),
         ({"temperature": 1.0, "max_disagreement": 0.1}, "max_disagreement: expected max_total_variation at"),
         ({"max_disagreement": 1.0}, "max_disagreement: expected more than 0 and less than 1, found 1.0"),

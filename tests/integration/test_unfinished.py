@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import perturbed, tiny_llama
+from drafter_fields import with_drafters
 from processes import exit_code
 
 from draftsmith.decode import InputError
@@ -66,7 +67,7 @@ def config_of(root: Path, output: Path, **fields) -> MeasureConfig:
     own |= {"prompt_lookup": True, "temperature": "0,1", "batch_size": "2", "draft_length": "3", "dtype": "float32"}
     own |= {"limit": 10, "replay_limit": 12, "max_new_tokens": NEW, "measure_costs": False, "lossless_tokens": 2000}
     own |= {"compiled": False, "threads": 1}
-    return MeasureConfig(**(own | fields))
+    return MeasureConfig(**with_drafters(own | fields))
 
 
 def measured(root: Path, output: Path, **fields) -> dict:

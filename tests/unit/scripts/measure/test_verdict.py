@@ -14,6 +14,7 @@ from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratio_difference
 from draftsmith.decode.measurement.replay import Replay, TextReplay
 from draftsmith.decode.replay.rounds import expected_counts
+from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
@@ -22,12 +23,12 @@ from draftsmith.scripts.measure.side_by_side import Group, Method, Row
 from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge, more_prompts
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
-from draftsmith.scripts.pair import Drafter, Pair
 from draftsmith.scripts.report import summary
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.types import Curve, Gate, GatePart, ProposerEntry, RejectedToken, Run, Speed
 from draftsmith.scripts.settings import Settings
 from draftsmith.train.data.prompts import Prompt
+from draftsmith.train.kinds.drafter import Drafter, Pair
 
 LENGTHS = range(1, 5)
 
@@ -356,7 +357,7 @@ def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1)
     target = tiny_llama(0)
     names = {"draft": "draft", "lookup": "prompt_lookup"}
     drafters = [
-        Drafter(name, kind, None, SimpleNamespace(longest=None), None, None, [4]) for name, kind in names.items()
+        Drafter(name, kind, kind_named(kind), None, SimpleNamespace(longest=None)) for name, kind in names.items()
     ]
     prompts = [
         Prompt(str(i), "", None, categories[i % len(categories)] if categories else None) for i in range(len(texts))
@@ -364,7 +365,7 @@ def measured(tokenizer, texts, a, tables=(TABLE,), categories=(), rows: int = 1)
     groups = [
         Group([Row(i, texts[i], Counts()) for i in range(at, at + rows)], 1.0) for at in range(0, len(texts), rows)
     ]
-    config = MeasureConfig("target", "prompts.jsonl", "out", prompt_lookup=True)
+    config = MeasureConfig("target", "prompts.jsonl", "out", ["prompt_lookup"])
     return Measured(
         config, Pair(target, tokenizer, "float32", drafters), Settings("float32", 1, False, {}, None),
         prompts, [[1, 2]] * len(texts), {0.0: texts}, {(0.0, rows, Method()): groups},

@@ -1,4 +1,4 @@
-"""`draftsmith medusa-tree`: from completions to a tree in the heads' config and a picture of it."""
+"""`draftsmith tree`: from completions to a tree in the heads' config and a picture of it."""
 
 import json
 import math
@@ -17,12 +17,13 @@ from trained_parallel import train_parallel
 from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.tree import Tree
 from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
-from draftsmith.scripts import medusa_tree
+from draftsmith.scripts import tree as command
 from draftsmith.scripts.bench import trees
 from draftsmith.scripts.cli import main
-from draftsmith.scripts.pair import DrafterSpec, load_pair
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
@@ -59,7 +60,7 @@ def heads(made, tmp_path):
 
 
 def tree_of(pipeline, made, heads, *flags: str, completions=None) -> list[str]:
-    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--heads", str(heads), "--dtype", "float32"]
+    argv = ["tree", "--target", str(pipeline / "target"), "--heads", str(heads), "--dtype", "float32"]
     argv += ["--compiled", "false"]
     return [*argv, "--completions", json.dumps([str(completions or made / "greedy")]), *flags]
 
@@ -137,7 +138,7 @@ def parallel(pipeline, made, tmp_path):
 
 
 def parallel_flags(pipeline, made, draft) -> list[str]:
-    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--parallel_draft", str(draft), "--nodes", "6"]
+    argv = ["tree", "--target", str(pipeline / "target"), "--parallel_draft", str(draft), "--nodes", "6"]
     return [*argv, "--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
 
 
@@ -147,7 +148,7 @@ def test_a_parallel_drafts_tree_goes_into_its_config_and_is_drafted(pipeline, ma
     report = json.loads((parallel / "tree.json").read_text())
     assert json.loads((parallel / "config.json").read_text()) == before | {"parallel_tree": report["choices"]}
     assert not list(parallel.glob(".*.partial"))
-    assert report["parallel_draft"] == {"path": str(parallel), "parallel_length": 3}
+    assert report["drafter"] == {"kind": "parallel_draft", "path": str(parallel), "depth": 3}
     assert len(report["choices"]) <= 6 and len(report["rank_accuracies"]) == 3
     lengths = {name: own["mean_acceptance_length"]["value"] for name, own in report["trees"].items()}
     assert lengths["searched"] >= lengths["chain"] > 1
@@ -167,12 +168,12 @@ def test_eagle_heads_tree_goes_into_their_config_and_is_drafted(pipeline, made, 
     eagle = tmp_path / "eagle"
     EagleHeads.of_target(load_model(pipeline / "target")).save_pretrained(eagle)
     before = json.loads((eagle / "config.json").read_text())
-    argv = ["medusa-tree", "--target", str(pipeline / "target"), "--eagle", str(eagle), "--nodes", "5"]
+    argv = ["tree", "--target", str(pipeline / "target"), "--eagle", str(eagle), "--nodes", "5"]
     argv += ["--completions", json.dumps([str(made / "greedy")]), "--dtype", "float32", "--compiled", "false"]
     assert main(argv) == 0
     report = json.loads((eagle / "tree.json").read_text())
     assert json.loads((eagle / "config.json").read_text()) == before | {"eagle_tree": report["choices"]}
-    assert report["eagle"] == {"path": str(eagle), "depth": 8} and 0 < len(report["choices"]) <= 5
+    assert report["drafter"] == {"kind": "eagle", "path": str(eagle), "depth": 8} and 0 < len(report["choices"]) <= 5
     spec = DrafterSpec("eagle", str(eagle))
     drafter = load_pair(str(pipeline / "target"), load_tokenizer(pipeline / "target"), [spec], "float32").drafter
     assert drafter.tree == Tree.from_choices(report["choices"]) and drafter.draft_lengths == [drafter.tree.depth]
@@ -216,7 +217,7 @@ def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
     error = refusal(tree_of(pipeline, made, heads, "--nodes", "4", "--limit", "3"), capsys)
     assert "completions: expected at least 4 different texts, found 3" in error
     error = refusal(tree_of(pipeline, made, tmp_path / "none"), capsys)
-    assert "heads: expected a directory with a config.json" in error
+    assert "drafter: expected a directory with a config.json" in error
     MedusaHeads.of_target(load_model(pipeline / "target"), 2, token_map=torch.arange(9)).save_pretrained(
         tmp_path / "wrong"
     )
@@ -229,8 +230,8 @@ def test_what_a_round_takes_beside_its_forward_is_a_plane():
     """The tree of one lucky moment is not cheaper than a smaller one."""
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,)]), Tree.chain(2), Tree.chain(3), Tree.chain(4)]
     exact = [0.001 + 0.0005 * tree.depth + 0.0001 * len(tree) for tree in trees]
-    assert medusa_tree.levelled(trees, exact) == pytest.approx(exact)
-    lucky = medusa_tree.levelled(trees, [*exact[:3], exact[3] - 0.001, exact[4]])
+    assert command.levelled(trees, exact) == pytest.approx(exact)
+    lucky = command.levelled(trees, [*exact[:3], exact[3] - 0.001, exact[4]])
     assert lucky[0] <= lucky[2] <= lucky[3] <= lucky[4]
 
 
@@ -244,10 +245,10 @@ def test_compiled_forwards_are_priced_by_two_sizes_whatever_the_trees(monkeypatc
         asked.append((compiled, tuple(tokens)))
         return {k: (0.5 if compiled else 1.0) + 0.1 * k for k in tokens}
 
-    monkeypatch.setattr(medusa_tree, "verification_costs", seconds)
-    monkeypatch.setattr(medusa_tree, "loop_seconds", lambda *args: (1.2, {"0": (1.5, 1.0), "1": (1.9, 3.0)}))
+    monkeypatch.setattr(command, "verification_costs", seconds)
+    monkeypatch.setattr(command, "loop_seconds", lambda *args: (1.2, {"0": (1.5, 1.0), "1": (1.9, 3.0)}))
     trees = [Tree.chain(1), Tree.from_choices([(0,), (1,), (0, 0)])]
-    small, large = medusa_tree.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, True, trees)
+    small, large = command.round_costs(target, MedusaProposer(heads), torch.arange(40) % 7, 1, 30, True, trees)
     assert asked == [(False, (1, 2, 4)), (True, (1, 4))]
     assert small.verification(2) == pytest.approx(0.7) and large.verification(4) == pytest.approx(0.9)
     assert small.overhead == pytest.approx(0.3) and large.overhead == pytest.approx(0.5)
