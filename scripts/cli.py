@@ -79,8 +79,6 @@ SERVICES = ("coordinate", "serve_draft")
 """Those among the services."""
 RENAMED = {"medusa-tree": "tree"}
 """Commands by the names that they had before."""
-LAUNCHED = ("prepare", "cache")
-"""Commands beside those that train which `accelerate launch` starts where there are several processes."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
 """What `accelerate launch` is told on each of several machines."""
@@ -115,12 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in summaries():
         print(f"error: expected a command out of {', '.join(summaries())}, found {name!r}", file=sys.stderr)
         return 2
-    launched = name in LAUNCHED or name in recipes()
     if {"-h", "--help"} & set(rest):
-        if launched:
+        if name in launched():
             print(LAUNCH_USAGE.format(name=name))
         return run(lambda: parse_config(config_class(name, rest), rest, prog=f"draftsmith {name}"))
-    if launched:
+    if name in launched():
         return run(lambda: _launch(name, rest))
     module = name.replace("-", "_")
     if module in SERVICES:
@@ -145,6 +142,12 @@ def summaries() -> dict[str, str]:
     return dict([*list(found.items())[:place], *trained.items(), *list(found.items())[place:]])
 
 
+def launched() -> dict[str, str]:
+    """Return the commands that `accelerate launch` starts where there are several processes, and their modules."""
+    modules = {name: f"draftsmith.scripts.{name}" for name in ("prepare", "cache")}
+    return modules | {name: recipe.package for name, recipe in recipes().items()}
+
+
 def config_class(name: str, arguments: Sequence[str] = ()) -> type[Any]:
     """Return the dataclass of a command's fields; what is planned, or measured, is said by the arguments."""
     if name in recipes():
@@ -161,7 +164,7 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
     Without a configuration of accelerate's and with at most one GPU, it runs as it is, in one process.
 
     Args:
-        name: one of `LAUNCHED`, or a command that trains.
+        name: one of `launched`.
         arguments: `--processes`, `--accelerate-config`, and the command's own.
         alone: let it run in one process unless `arguments` ask for more.
 
@@ -173,8 +176,7 @@ def launch_command(name: str, arguments: Sequence[str], alone: bool = False) -> 
 
     launcher, rest = launcher_flags(arguments)
     file, processes = launcher.accelerate_config, launcher.processes
-    trained = recipes().get(name)
-    recipe = ["-m", trained.package if trained else f"draftsmith.scripts.{name}", *rest]
+    recipe = ["-m", launched()[name], *rest]
     if alone and file is None and processes is None:
         return [sys.executable, *recipe], {}
     gpus = torch.cuda.device_count()

@@ -169,7 +169,7 @@ def aliases_of_recipes() -> dict[str, Any]:
     """Return the metadata of a field that names what is trained: by its kind, or by the command that trains it."""
 
     def spelled(values: list[Any]) -> list[str]:
-        names = {kind.recipe.command: kind.name for kind in reversed(KINDS) if kind.recipe is not None}
+        names = {kind.recipe.command: kind.name for kind in KINDS if kind.recipe is not None}
         return [names.get(value, value) for value in values]
 
     return {"aliases": lambda: [Alias("recipe", "of --drafter: the command that trains it", list, spelled)]}

@@ -118,7 +118,7 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
 def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[str, Any]:
     """Train on a share, and return what was learned from and, by law and held-out text, tokens and expected rounds."""
     given = ["--config", config.run, *config.flags, f"--share={share}", f"--training.output_dir={directory}"]
-    command = recipe_of(str(config.drafter))
+    command = recipe_of(*config.drafter)
     recipe: RecipeConfig = parse_config(command.config_class(), launcher_flags(given)[1])
     if not recipe.heldout_directories:
         raise InputError(

@@ -15,7 +15,7 @@ from draftsmith.decode.errors import (
 )
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.options import Filters
-from draftsmith.scripts.kinds import Drafters, aliases
+from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts, only_drafter
 from draftsmith.train.cli import Floats, numbers
 from draftsmith.train.options import PromptOptions
 
@@ -83,9 +83,12 @@ class CertifyConfig(Filters, PromptOptions):
             raise InputError(
                 "target: expected the target or, as `plain_server`, a server without a drafter, found neither"
             )
+        self.drafter = drafter_texts(self.drafter)
+        if self.drafter:
+            self.drafter = only_drafter(self.drafter)
         if self.target is None:
-            for name in ("draft", "max_prompt_tokens"):
-                if getattr(self, name) is not None:
+            for name in ("drafter", "max_prompt_tokens"):
+                if getattr(self, name):
                     raise InputError(f"{name}: expected none without `target`, found {getattr(self, name)}")
         if self.no_repeat_ngram_size:
             raise InputError(

@@ -23,7 +23,7 @@ from draftsmith.train.provenance import git_sha
 SCHEMA = "draftsmith.certify/1"
 SERVERS = ("server", "plain_server")
 """Fields that name a server."""
-ELSEWHERE = ("output", "target", "draft", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
+ELSEWHERE = ("output", "target", "drafter", "prompts", "timeout", "threads", "trust_remote_code", "false_alarm")
 """Settings that shape no text, or say where something lies that is compared itself."""
 
 

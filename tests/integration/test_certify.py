@@ -297,7 +297,7 @@ def test_bad_input_is_told_in_one_line(files, writes, tmp_path, capsys):
         return line
 
     assert "target: expected the target or, as `plain_server`" in refused("--no_target")
-    assert "draft: expected none without" in refused("--no_target", "--plain-server", "http://x", "--draft", "d")
+    assert "drafter: expected none without" in refused("--no_target", "--plain-server", "http://x", "--draft", "d")
     assert "no_repeat_ngram_size: expected 0" in refused("--no_repeat_ngram_size", "2")
     assert "sampled_tokens: expected at least 2000" in refused("--sampled_tokens", "100")
     assert "temperature: expected a finite number, 0 or at least 0.01" in refused("--temperature", "0.001")

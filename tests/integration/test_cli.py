@@ -19,7 +19,7 @@ import io, sys
 from contextlib import redirect_stdout
 from draftsmith.scripts import cli
 
-for arguments in [["--help"], *([name, "--help"] for name in cli.COMMANDS)]:
+for arguments in [["--help"], *([name, "--help"] for name in cli.summaries())]:
     text = io.StringIO()
     with redirect_stdout(text):
         try:

@@ -17,7 +17,6 @@ from transformers import TrainingArguments
 
 from draftsmith.distill.__main__ import main as distill
 from draftsmith.scripts import cli
-from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 
 SHELL_ONLY = ("cat", "cd", "export", "mkdir", "pip", "source")
@@ -59,10 +58,10 @@ def check_line(words: list[str]) -> None:
     program, *argv = words
     if program == "draftsmith":
         name, *argv = argv
-        if name in cli.LAUNCHED or name in recipes():
+        name = cli.RENAMED.get(name, name)
+        if name in cli.launched():
             command, _ = cli.launch_command(name, argv)
-            module = next(word for word in command if word.startswith("draftsmith."))
-            check_fields(name, command[command.index(module) + 1 :])
+            check_fields(name, command[command.index(cli.launched()[name]) + 1 :])
         elif name not in OPTIONS:
             assert name in cli.summaries(), f"there is no command {name!r}"
             check_fields(name, argv)
@@ -92,7 +91,8 @@ def field_names(cls: type[Any]) -> tuple[str, ...]:
     names = []
     hints = get_type_hints(cls)
     for field in fields(cls):
-        names += [field.name, *(alias.name for alias in field.metadata.get("aliases", list)())]
+        names.append(field.name)
+        names += [alias.name for alias in field.metadata["aliases"]()] if "aliases" in field.metadata else []
         kinds = (hints[field.name], *getattr(hints[field.name], "__args__", ()))  # of `Options | None` the parts
         for kind in kinds:
             if is_dataclass(kind) and kind is not TrainingArguments:
@@ -122,7 +122,7 @@ def test_inline_code_names_what_is_there(page):
             flag = "--" + words[0][2:].replace("-", "_")
             assert flag in known_flags(), f"there is no flag {words[0]!r}"
         elif words[0] == "draftsmith" and len(words) > 1:
-            assert words[1] in {*cli.summaries(), *OPTIONS, "COMMAND"}, f"there is no command {text!r}"
+            assert words[1] in {*cli.summaries(), *cli.RENAMED, *OPTIONS, "COMMAND"}, f"there is no command {text!r}"
         elif words[0] == "make" and len(words) == 2:
             check_line(words)
 

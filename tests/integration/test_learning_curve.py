@@ -82,7 +82,7 @@ def test_shares_are_trained_on_once_and_a_forecast_comes_of_them(
     assert shares(trained) == [0.3, 0.6, 1.0] and 0 < few < some < all_of_them == 20
     assert not any(map(evaluations, trained))  # the curve replays what they left
     found = json.loads((tmp_path / "curve" / "learning_curve.json").read_text())
-    assert found["schema"] == "draftsmith.learning_curve/2"
+    assert found["schema"] == "draftsmith.learning_curve/3"
     (law,) = found["curves"]
     assert [len(point["replayed"][law]["rounds"]) for point in found["points"]] == [5, 5, 5]
     assert found["curves"][law]["sizes"] == [point["tokens_learned"] for point in found["points"]]

@@ -825,9 +825,7 @@ def test_bad_input_is_refused_in_one_line(root, tmp_path, capsys, stopped):
     argv = flags_of(root, tmp_path, draft=root / "draft")
     strangers = tmp_path / "strangers"
     MedusaHeads(MedusaConfig(hidden_size=8, vocab_size=300, num_heads=2)).save_pretrained(strangers)
-    assert "drafter: expected at least one drafter, found none" in fails(
-        capsys, flags_of(root, tmp_path)
-    )
+    assert "drafter: expected at least one drafter, found none" in fails(capsys, flags_of(root, tmp_path))
     for flags, named in [
         (["--draft_length", "0"], "draft_length: expected at least 1 and at most 256, found 0"),
         (["--draft_length", "4,0"], "draft_length: expected at least 1 and at most 256, found 0"),

@@ -17,6 +17,7 @@ from draftsmith.decode.measurement.profiler import PARTS, TRACKS, Profile, chrom
 from draftsmith.medusa import MedusaConfig, MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
+from draftsmith.scripts.kinds import kind_named
 from draftsmith.scripts.profile import main
 from draftsmith.train.cli import run
 from draftsmith.train.runs import save_model
@@ -298,7 +299,7 @@ def test_the_command(root, tmp_path, capsys):
             assert rows == batch["counts"]["num_drafts"]
             assert batch["counts"]["num_emitted_tokens"] == 9 * batch["prompts"]
         lines = printed.splitlines()
-        assert lines[0].startswith(f"{kind.replace('_', ' ')}, γ = {depth}, T = ") and max(map(len, lines[1:-1])) <= 80
+        assert lines[0].startswith(f"{kind_named(kind).title}, γ = {depth}, T = ") and max(map(len, lines[1:-1])) <= 80
         assert "…" not in printed and f"{one['rounds']} rounds " in printed and " rows" in printed
         assert lines[-1].endswith(str(out / "trace.json"))
 
