@@ -38,7 +38,7 @@ class ProtocolError(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
+class DraftRow:
     """One text, and how long a draft is wanted behind it."""
 
     id: int
@@ -51,7 +51,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class ClientReport:
     """What a client counted since its last call that was answered."""
 
     failures: int = 0
@@ -61,14 +61,14 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Request:
+class DraftRequest:
     """One round of one client."""
 
     client: str
     """Tells its ids from another's."""
-    rows: list[Row]
+    rows: list[DraftRow]
     ended: list[int]
-    report: Report
+    report: ClientReport
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Service:
     """γ at most."""
 
 
-def encode_request(request: Request) -> bytes:
+def encode_request(request: DraftRequest) -> bytes:
     """Return a request's body."""
     # Not `asdict`, which copies every list: with it, this would take most of the time that a round takes here.
     rows = [vars(row) for row in request.rows]
@@ -95,7 +95,7 @@ def encode_request(request: Request) -> bytes:
     return _bytes(said | {"report": vars(request.report)})
 
 
-def decode_request(body: bytes) -> Request:
+def decode_request(body: bytes) -> DraftRequest:
     """Read a request's body.
 
     Raises:
@@ -115,14 +115,14 @@ def decode_request(body: bytes) -> Request:
         tokens = _numbers(row["tokens"], f"{name}.tokens", NUMBERS)
         if not start + len(tokens):
             raise ProtocolError(f"{name}: expected a text of at least one token, found none")
-        rows.append(Row(id_, start, tokens, _number(row["want"], f"{name}.want")))
+        rows.append(DraftRow(id_, start, tokens, _number(row["want"], f"{name}.want")))
     if len({row.id for row in rows}) < len(rows):
         raise ProtocolError("rows: expected each id once, found one twice")
     if (told := sum(len(row.tokens) for row in rows)) > MOST_TOKENS:
         raise ProtocolError(f"rows: expected at most {MOST_TOKENS} tokens in all, found {told}")
     _fields(given["report"], "report", ("failures", "plain_rounds"))
-    report = Report(**{key: _number(value, f"report.{key}") for key, value in given["report"].items()})
-    return Request(client, rows, _numbers(given["ended"], "ended", IDS), report)
+    report = ClientReport(**{key: _number(value, f"report.{key}") for key, value in given["report"].items()})
+    return DraftRequest(client, rows, _numbers(given["ended"], "ended", IDS), report)
 
 
 def encode_drafts(drafts: Sequence[list[int] | None]) -> bytes:
@@ -130,7 +130,7 @@ def encode_drafts(drafts: Sequence[list[int] | None]) -> bytes:
     return _bytes({"version": VERSION, "drafts": drafts})
 
 
-def decode_drafts(body: bytes, rows: Sequence[Row]) -> list[list[int] | None]:
+def decode_drafts(body: bytes, rows: Sequence[DraftRow]) -> list[list[int] | None]:
     """Read the answer to some rows.
 
     Raises:

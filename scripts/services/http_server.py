@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import h11
 import uvicorn
+from starlette.requests import Request
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftsmith.decode.errors import InputError
@@ -99,6 +100,46 @@ class BoundedProtocol(H11Protocol):
     def _end(self) -> None:
         self._late = None
         self.transport.abort()
+
+
+class BodyError(Exception):
+    """A body that is refused: an HTTP status and one line."""
+
+    def __init__(self, status: int, line: str):
+        super().__init__(line)
+        self.status = status
+
+
+class BodyReader:
+    """Reads requests' bodies, bounded one by one and, while they come in, all together.
+
+    Args:
+        most: bytes of one.
+        together: bytes of all that are being read.
+    """
+
+    def __init__(self, most: int, together: int):
+        self._most, self._room = most, together
+
+    async def read(self, request: Request) -> bytes:
+        """Return a request's body.
+
+        Raises:
+            BodyError: it is too large, or there are too many at once.
+            ClientDisconnect: it does not come whole.
+        """
+        body = bytearray()
+        try:
+            async for part in request.stream():
+                body += part
+                self._room -= len(part)
+                if len(body) > self._most:
+                    raise BodyError(413, f"body: expected at most {self._most} bytes, found more")
+                if self._room < 0:
+                    raise BodyError(503, "body: expected room to read it, found too many others; try again")
+            return bytes(body)
+        finally:
+            self._room += len(body)
 
 
 def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:

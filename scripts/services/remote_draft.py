@@ -26,10 +26,10 @@ from prometheus_client import Counter
 from draftsmith.scripts.services.draft_line import Address, DraftLine, LineDown, Seldom
 from draftsmith.scripts.services.draft_protocol import (
     MOST_TOKENS,
+    ClientReport,
+    DraftRequest,
+    DraftRow,
     ProtocolError,
-    Report,
-    Request,
-    Row,
     decode_drafts,
     encode_request,
 )
@@ -127,7 +127,7 @@ class RemoteDraft:
             PLAIN_ROUNDS.inc()
             return
         start = time.perf_counter()
-        asked: list[tuple[int, KnownText, Row]] = []
+        asked: list[tuple[int, KnownText, DraftRow]] = []
         room = MOST_TOKENS
         for (number, tokens), text in zip(rows, self._texts.find(rows), strict=True):
             length = len(tokens)
@@ -135,12 +135,12 @@ class RemoteDraft:
             want = min(self._wanted, service.max_draft_length, self._max_length - 1 - length)
             if want > 0 and length < service.max_length and length - told <= room and len(asked) < service.max_rows:
                 room -= length - told
-                asked.append((number, text, Row(text.id, told, tokens[told:].tolist(), want)))
+                asked.append((number, text, DraftRow(text.id, told, tokens[told:].tolist(), want)))
         if not asked:
             return
         told_rows = [row for _, _, row in asked]
-        report = Report(self._failures, self._plain)
-        body = encode_request(Request(self._client, told_rows, self._texts.ended(), report))
+        report = ClientReport(self._failures, self._plain)
+        body = encode_request(DraftRequest(self._client, told_rows, self._texts.ended(), report))
         try:
             answer = line.ask(body)
             answers = decode_drafts(answer, told_rows)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
-from draftsmith.scripts.serving.counters import Metrics, read_metrics
+from draftsmith.scripts.serving.counters import ServerMetrics, read_metrics
 from draftsmith.train.endpoint.answers import Delta, ModelList, Part
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
@@ -94,7 +94,7 @@ class Client(HttpClient):
         """
         return (await self.metrics()).counters
 
-    async def metrics(self) -> Metrics:
+    async def metrics(self) -> ServerMetrics:
         """Return what the server says of its speculative decoding and its load; raises as `counters`."""
         return read_metrics(await self.get_text("/metrics"), f"{self.name}: {self.url}/metrics")
 

@@ -32,7 +32,7 @@ Length = Annotated[float, Field(ge=0, le=MOST_POSITIONS, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True)
-class Metrics:
+class ServerMetrics:
     """One reading of a server's `/metrics`, summed over its engines."""
 
     counters: ServerCounts
@@ -47,7 +47,7 @@ class Metrics:
     """SGLang's gauge: τ over the last few steps of each engine, here a mean over engines."""
 
 
-def read_metrics(text: str, where: str) -> Metrics:
+def read_metrics(text: str, where: str) -> ServerMetrics:
     """Read what a server says of its speculative decoding and its load.
 
     Names and meaning: vLLM 0.32 `vllm/v1/spec_decode/metrics.py` and `vllm/v1/metrics/loggers.py`; SGLang
@@ -81,7 +81,7 @@ def read_metrics(text: str, where: str) -> Metrics:
     drafts, drafted, accepted = (totals.get(name, 0) for name in SPECULATED)
     depth = max(positions, default=-1) + 1
     generated = [totals[name] for name in GENERATED if name in totals]
-    return Metrics(
+    return ServerMetrics(
         ServerCounts(drafts, drafted, accepted, tuple(positions.get(i, 0) for i in range(depth))),
         generated_tokens=sum(generated) if generated else None,
         requests=sum(totals.get(name, 0) for name in UNDER_WAY),

@@ -42,10 +42,10 @@ from draftsmith.scripts.engine.offline import EngineFailure, Job, run_of
 from draftsmith.scripts.learning_curve import Known
 from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
-from draftsmith.scripts.measure.server.load import Record
-from draftsmith.scripts.measure.server.observe import Block
+from draftsmith.scripts.measure.server.load import RequestRecord
+from draftsmith.scripts.measure.server.observe import ServerTurn
 from draftsmith.scripts.measure.side_by_side import Group, Row
-from draftsmith.scripts.services.coordinate.config import Pair
+from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service
 from draftsmith.scripts.serving.client import Client
@@ -133,7 +133,7 @@ def engine(said: Any) -> None:
     assert said.draft_tokens is None or said.draft_tokens >= 0
 
 
-def blocks(taken: dict[str, Block]) -> None:
+def blocks(taken: dict[str, ServerTurn]) -> None:
     for block in taken.values():
         possible(block.counters)
         assert 0 < block.seconds < math.inf and all(record.tokens > 0 for record in block.records)
@@ -172,8 +172,8 @@ def finite_batch(batch: dict[str, torch.Tensor]) -> None:
 
 
 COUNTS = ServerCounts(3, 6, 2, (1, 1))
-RECORD = Record(0, 4, 0.0, 0.1, 0.2, 0.3, [1, 3], "length", [1], [1, 2, 3, 4], None, COUNTS)
-BLOCK = Block([RECORD], 1.5, COUNTS, 4, None, None, False)
+RECORD = RequestRecord(0, 4, 0.0, 0.1, 0.2, 0.3, [1, 3], "length", [1], [1, 2, 3, 4], None, COUNTS)
+BLOCK = ServerTurn([RECORD], 1.5, COUNTS, 4, None, None, False)
 GROUP = Group([Row(0, [1, 2], Counts(2, 2, 0, (0,), (2,), (2,), 2))], 0.5)
 PART = [
     {"choices": [{"text": "a", "token_ids": [1, 2], "prompt_token_ids": [3], "finish_reason": None}]},
@@ -222,7 +222,7 @@ def run(work: Callable[[Sent], Any]) -> Callable[[Path], Any]:
 
 
 def rates_of(path: Path) -> Any:
-    return predicted_rates(Pair("p", ["m"], ["http://127.0.0.1:1"], report=str(path)))
+    return predicted_rates(ServedPair("p", ["m"], ["http://127.0.0.1:1"], report=str(path)))
 
 
 def config_of(path: Path) -> None:
@@ -266,7 +266,7 @@ READERS: dict[str, Reader] = {
     ),
     "a request for drafts": Reader(lines(DRAFTS), lambda path: decode_request(path.read_bytes())),
     "a draft service": Reader(lines(SERVICE), lambda path: decode_service(path.read_bytes())),
-    "a kept block": Reader(lines({"server": BLOCK.to_dict()}), lambda path: read(dict[str, Block], path), blocks),
+    "a kept block": Reader(lines({"server": BLOCK.to_dict()}), lambda path: read(dict[str, ServerTurn], path), blocks),
     "a kept batch": Reader(lines([asdict(GROUP)]), lambda path: read(list[Group], path)),
     "kept costs": Reader(lines([TABLE]), lambda path: read(list[KeptTable], path)),
     "a kept certificate": Reader(lines(asdict(Certificate(p_value=0.5))), lambda path: read(Certificate, path)),

@@ -16,11 +16,11 @@ from engine import free_port
 from prometheus_client import generate_latest
 
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_protocol import Report, Request, Row, Service
+from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.app import DraftApp
-from draftsmith.scripts.services.serve_draft.metrics import PREFIX, Metrics
+from draftsmith.scripts.services.serve_draft.metrics import PREFIX, ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
-from draftsmith.scripts.services.serve_draft.worker import Work, Worker
+from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
 
 MAX_LENGTH = 200
 
@@ -33,15 +33,15 @@ def chain(model, text: list[int], length: int) -> list[int]:
     return whole[len(text) :]
 
 
-def request(client: str, *rows: Row, ended: tuple[int, ...] = ()) -> Request:
-    return Request(client, list(rows), list(ended), Report())
+def request(client: str, *rows: DraftRow, ended: tuple[int, ...] = ()) -> DraftRequest:
+    return DraftRequest(client, list(rows), list(ended), ClientReport())
 
 
 class Inside:
     """A service without a process of its own; the worker is started by the test."""
 
     def __init__(self, model, max_waiting: int = 8, max_batch: int = 8, timeout: float = 60.0, key: str = ""):
-        self.metrics = Metrics()
+        self.metrics = ServiceMetrics()
         self.texts = DraftTexts(model, MAX_LENGTH, 8, 4096)
         self.worker = Worker(self.texts, max_batch, max_waiting, self.metrics)
         service = Service(protocol.VERSION, "tiny", self.texts.vocab_size, MAX_LENGTH, max_batch, 8)
@@ -63,9 +63,14 @@ class Inside:
 
 def test_what_waits_is_drafted_together(draft):
     inside = Inside(draft)
-    works = [Work(request(name, Row(1, 0, [5, 6, len(name)], 4), Row(2, 0, [7], 2))) for name in ("a", "bb", "ccc")]
+    works = [
+        PendingDrafts(request(name, DraftRow(1, 0, [5, 6, len(name)], 4), DraftRow(2, 0, [7], 2)))
+        for name in ("a", "bb", "ccc")
+    ]
     assert all(inside.worker.submit(work) for work in works)
-    again = Work(request("a", Row(1, 3, [9], 4)))  # the same text once more: not in one batch with its beginning
+    again = PendingDrafts(
+        request("a", DraftRow(1, 3, [9], 4))
+    )  # the same text once more: not in one batch with its beginning
     inside.worker.submit(again)
     inside.worker.start()
     for work in works:
@@ -80,21 +85,21 @@ def test_what_waits_is_drafted_together(draft):
 
 def test_a_batch_has_no_more_rows_than_allowed(draft):
     inside = Inside(draft, max_batch=3)
-    works = [Work(request(name, Row(1, 0, [5], 1), Row(2, 0, [6], 1))) for name in ("a", "b")]
+    works = [PendingDrafts(request(name, DraftRow(1, 0, [5], 1), DraftRow(2, 0, [6], 1))) for name in ("a", "b")]
     for work in works:
         inside.worker.submit(work)
     inside.worker.start()
     assert all(len(work.answer.result(60)) == 2 for work in works)
     inside.worker.stop()
     assert inside.counted()["batch_rows_count"] == 2
-    (answer,) = inside.ask(protocol.encode_request(request("a", *(Row(i, 0, [5], 1) for i in range(4)))))
+    (answer,) = inside.ask(protocol.encode_request(request("a", *(DraftRow(i, 0, [5], 1) for i in range(4)))))
     assert (answer.status_code, answer.text) == (400, "rows: expected at most 3, found 4\n")
 
 
 def test_a_full_queue_and_a_late_answer(draft):
     """With a worker that has not begun: two wait until their time is over, the third finds no room."""
     inside = Inside(draft, max_waiting=2, timeout=0.3)
-    body = protocol.encode_request(request("a", Row(1, 0, [5], 1)))
+    body = protocol.encode_request(request("a", DraftRow(1, 0, [5], 1)))
     answers = inside.ask(body, body, body)
     assert sorted(answer.status_code for answer in answers) == [503, 504, 504]
     assert {answer.text for answer in answers} == {
@@ -108,7 +113,7 @@ def test_a_full_queue_and_a_late_answer(draft):
 
 def test_nothing_is_drafted_for_a_client_that_has_left(draft):
     inside, told = Inside(draft), []
-    body = protocol.encode_request(request("a", Row(1, 0, [5], 1)))
+    body = protocol.encode_request(request("a", DraftRow(1, 0, [5], 1)))
     events = [{"type": "http.request", "body": body, "more_body": False}, {"type": "http.disconnect"}]
     scope = {"type": "http", "method": "POST", "path": "/propose", "headers": [], "query_string": b""}
 
@@ -128,14 +133,14 @@ def test_nothing_is_drafted_for_a_client_that_has_left(draft):
 def test_an_error_is_an_answer_and_the_next_request_finds_a_clean_service(draft, monkeypatch, caplog):
     inside = Inside(draft)
     inside.worker.start()
-    ask = protocol.encode_request(request("a", Row(1, 0, [5, 6], 2)))
+    ask = protocol.encode_request(request("a", DraftRow(1, 0, [5, 6], 2)))
     assert inside.ask(ask)[0].status_code == 200
     with monkeypatch.context() as patch:
         patch.setattr(DraftTexts, "_chains", lambda *_: 1 / 0)
         (answer,) = inside.ask(ask)
     assert (answer.status_code, answer.text) == (500, "service: expected drafts, found ZeroDivisionError\n")
     assert "all texts are forgotten" in caplog.text
-    (answer,) = inside.ask(protocol.encode_request(request("a", Row(1, 2, [7], 2))))
+    (answer,) = inside.ask(protocol.encode_request(request("a", DraftRow(1, 2, [7], 2))))
     assert answer.json() == {"version": 1, "drafts": [None]}
     inside.worker.stop()
 
@@ -143,7 +148,7 @@ def test_an_error_is_an_answer_and_the_next_request_finds_a_clean_service(draft,
 def test_other_bodies_and_other_keys_are_refused(draft):
     inside = Inside(draft, key="sesame")
     inside.worker.start()
-    good = protocol.encode_request(request("a", Row(1, 0, [5], 1)))
+    good = protocol.encode_request(request("a", DraftRow(1, 0, [5], 1)))
     (answer,) = inside.ask(good)
     assert answer.status_code == 401 and "sesame" not in answer.text
     assert inside.ask(good, Authorization="Bearer sesamé".encode())[0].status_code == 401
@@ -157,10 +162,10 @@ def test_other_bodies_and_other_keys_are_refused(draft):
 def test_ended_texts_are_forgotten(draft):
     inside = Inside(draft)
     inside.worker.start()
-    inside.ask(protocol.encode_request(request("a", Row(1, 0, [5], 1), Row(2, 0, [6], 1))))
-    inside.ask(protocol.encode_request(request("b", Row(1, 0, [5], 1), ended=(2,))))
+    inside.ask(protocol.encode_request(request("a", DraftRow(1, 0, [5], 1), DraftRow(2, 0, [6], 1))))
+    inside.ask(protocol.encode_request(request("b", DraftRow(1, 0, [5], 1), ended=(2,))))
     assert len(inside.texts) == 3  # another client's 2 is another text
-    inside.ask(protocol.encode_request(request("a", Row(1, 1, [5], 1), ended=(2,))))
+    inside.ask(protocol.encode_request(request("a", DraftRow(1, 1, [5], 1), ended=(2,))))
     inside.worker.stop()
     assert len(inside.texts) == 2
 
@@ -184,7 +189,7 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
     def client(name: str, first: int) -> None:
         text, told = [first, first + 1], 0
         for _ in range(6):
-            answer = post(url, protocol.encode_request(request(name, Row(9, told, text[told:], 3))))
+            answer = post(url, protocol.encode_request(request(name, DraftRow(9, told, text[told:], 3))))
             (drafted,) = answer.json()["drafts"]
             if drafted != chain(model, text, 3):
                 failures.append((name, text, drafted))
@@ -216,7 +221,7 @@ def test_the_command_serves_several_clients_and_ends_when_told(tiny, tmp_path):
         with socket.create_connection(("127.0.0.1", port)) as endless, suppress(ConnectionError):
             endless.sendall(half[:30] + b"x" * 2**24)
         assert httpx2.get(f"{url}/health", timeout=5).status_code == 200
-        assert post(url, protocol.encode_request(request("late", Row(1, 0, [5], 1)))).status_code == 200
+        assert post(url, protocol.encode_request(request("late", DraftRow(1, 0, [5], 1)))).status_code == 200
         process.terminate()  # in the middle of a hundred requests
         assert process.wait(30) == 0
         for connection in half_open:

@@ -1,12 +1,15 @@
-"""An HTTP server on this machine that does not print what becomes of a connection whose client has left."""
+"""HTTP servers on this machine: a quiet one to build on, and one that always answers the same."""
 
+import asyncio
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http.server import ThreadingHTTPServer
 from typing import Any
 
 
 class LocalServer(ThreadingHTTPServer):
-    """What the fake servers of tests run on."""
+    """The base of fake servers; a client that leaves is not printed."""
 
     daemon_threads = True
 
@@ -14,3 +17,18 @@ class LocalServer(ThreadingHTTPServer):
         """Print errors, but for a connection that its client has reset."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
+
+
+@asynccontextmanager
+async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
+    """Give the URL of a server that answers every request so."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -109,16 +109,16 @@ def complete_remotely(
 
         async def work(batch: Batch, row: int) -> None:
             done = begun.setdefault(batch.index, {})
-            completion = await source.complete(batch.samples[row])
+            completion = await target.complete(batch.samples[row])
             window.leave()
             ended(len(completion.ids))
             done[row] = completion
             if len(done) == len(batch.samples):
                 finished(batch, [completion for _, completion in sorted(begun.pop(batch.index).items())])
 
-        source = Source(RetryingServer(config), model, vocabulary)
-        window = source.server.window
-        async with source.server.client, asyncio.TaskGroup() as group:
+        target = RemoteTarget(RetryingServer(config), model, vocabulary)
+        window = target.server.window
+        async with target.server.client, asyncio.TaskGroup() as group:
             for batch in batches:
                 for row in range(len(batch.samples)):
                     await window.enter()
@@ -131,7 +131,7 @@ def complete_remotely(
 
 
 @dataclass
-class Source:
+class RemoteTarget:
     """The target on a server."""
 
     server: RetryingServer

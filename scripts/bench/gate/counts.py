@@ -10,8 +10,8 @@ from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
 from draftsmith.scripts.bench.common import Figures
 from draftsmith.scripts.bench.gate import BenchGateConfig
 from draftsmith.scripts.measure.reconcile.compare import FALSE_ALARM, reconcile
-from draftsmith.scripts.measure.reconcile.pairing import Asked, ServedText
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.pairing import ServedSetting, ServedText
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings
 from draftsmith.scripts.report.types import Verifier
 
 PROMPTS, GAMMAS, TOKENS = (8, 16, 32), (3, 8), 24
@@ -68,8 +68,8 @@ def _served(rng: np.random.Generator, mean: float, gamma: int) -> ServerCounts:
 
 
 def _departs(texts: list[ExpectedText], counts: list[ServerCounts], gamma: int, by_prompt: bool) -> bool:
-    settings = Settings(SCHEMA, "target", "float32", TOKENS, gamma, {"draft": {"kind": "draft", "path": ""}}, {})
-    asked = Asked("draft", "probabilistic", TEMPERATURE, gamma)
+    settings = RoundsSettings(SCHEMA, "target", "float32", TOKENS, gamma, {"draft": {"kind": "draft", "path": ""}}, {})
+    asked = ServedSetting("draft", "probabilistic", TEMPERATURE, gamma)
     served = [
         ServedText(text.prompt, TOKENS, text.prompt_ids, None, (), own if by_prompt else None)
         for text, own in zip(texts, counts, strict=True)

@@ -5,7 +5,7 @@ from statistics import median
 
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.reconcile.pairing import ROUNDING, SPACING, Pairing, ServedText, first_difference
-from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
 from draftsmith.scripts.report.reconciliation import Cause
 from draftsmith.scripts.report.types import Verifier
 
@@ -15,7 +15,7 @@ SLIGHT = 0.02
 
 def causes_of(
     pairing: Pairing,
-    settings: Settings,
+    settings: RoundsSettings,
     expected: ServerCounts,
     counted: ServerCounts,
     others: Sequence[tuple[str, Verifier]],
@@ -51,7 +51,7 @@ def _template(pairing: Pairing) -> Cause:
     )
 
 
-def _texts(pairing: Pairing, settings: Settings) -> list[Cause]:
+def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
     """Return the causes of other texts at T=0."""
     departures = pairing.text_departures
     share = f"{len(departures)} of {len(pairing.served)} texts differ at T = 0"
@@ -98,7 +98,7 @@ def _is_text(answer: ServedText | None, text: ExpectedText) -> bool:
 
 def _drafts(
     pairing: Pairing,
-    settings: Settings,
+    settings: RoundsSettings,
     expected: ServerCounts,
     counted: ServerCounts,
     others: Sequence[tuple[str, Verifier]],

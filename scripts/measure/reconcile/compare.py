@@ -21,8 +21,15 @@ from draftsmith.decode.measurement.intervals import (
 )
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of
 from draftsmith.scripts.measure.reconcile.causes import causes_of
-from draftsmith.scripts.measure.reconcile.pairing import Asked, Pairing, ServedText, first_difference, paired, too_few
-from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.pairing import (
+    Pairing,
+    ServedSetting,
+    ServedText,
+    first_difference,
+    paired,
+    too_few,
+)
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
 from draftsmith.scripts.report.reconciliation import Departure, PositionShares, Reconciliation, SeenCounts
 from draftsmith.scripts.report.types import Verifier
 
@@ -34,9 +41,9 @@ Columns = tuple[Sequence[float], Sequence[float]]
 
 def reconcile(
     report: str,
-    settings: Settings,
+    settings: RoundsSettings,
     texts: Sequence[ExpectedText],
-    asked: Asked,
+    asked: ServedSetting,
     served: Sequence[ServedText],
     total: ServerCounts,
     plain: Sequence[ServedText] = (),

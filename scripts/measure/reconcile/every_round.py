@@ -13,7 +13,7 @@ from draftsmith.decode.progress import each, phase
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 from draftsmith.scripts.measure.config import MeasureConfig
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Named, Settings
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, NamedDrafter, RoundsSettings
 from draftsmith.scripts.measure.replays import replayed_proposers
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.data.decoding import complete
@@ -30,11 +30,13 @@ def deepest(config: MeasureConfig, pair: Pair) -> int:
     return max(k for drafter in pair.drafters for k in (*config.draft_length, *drafter.draft_lengths))
 
 
-def rounds_settings(config: MeasureConfig, pair: Pair) -> Settings:
+def rounds_settings(config: MeasureConfig, pair: Pair) -> RoundsSettings:
     """Return the first line of a measurement's file."""
-    drafters: dict[str, Named] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
+    drafters: dict[str, NamedDrafter] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
     filters: Any = {name: getattr(config, name) for name in Filters.__annotations__}
-    return Settings(SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters, filters)
+    return RoundsSettings(
+        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters, filters
+    )
 
 
 def expected_texts(

@@ -9,7 +9,7 @@ import numpy as np
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
-from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
 from draftsmith.scripts.report.types import Verifier
 
 SPACING = {"bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -37,7 +37,7 @@ class ServedText:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ServedSetting:
     """What is compared."""
 
     drafter: str
@@ -56,7 +56,7 @@ class Asked:
 class Pairing:
     """Answers beside the texts that are expected of them, in the server's order."""
 
-    asked: Asked
+    asked: ServedSetting
     served: Sequence[ServedText]
     expected: Sequence[ExpectedText]
     plain: Sequence[ServedText | None]
@@ -124,9 +124,9 @@ class Pairing:
 
 
 def paired(
-    settings: Settings,
+    settings: RoundsSettings,
     texts: Sequence[ExpectedText],
-    asked: Asked,
+    asked: ServedSetting,
     served: Sequence[ServedText],
     plain: Sequence[ServedText] = (),
 ) -> Pairing:

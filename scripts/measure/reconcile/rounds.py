@@ -26,7 +26,7 @@ ROUNDS = "rounds.jsonl"
 Length = Annotated[int, Field(ge=1, le=2**31)]
 
 
-class Named(TypedDict):
+class NamedDrafter(TypedDict):
     """What is said of a drafter."""
 
     kind: str
@@ -45,7 +45,7 @@ class FilterSettings(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class Settings:
+class RoundsSettings:
     """The first line: what holds for all texts."""
 
     schema: Literal["draftsmith.rounds/1"]
@@ -55,7 +55,7 @@ class Settings:
     max_new_tokens: Length
     draft_length: Length
     """γ up to which acceptance is known."""
-    drafters: Mapping[str, Named]
+    drafters: Mapping[str, NamedDrafter]
     """By name, their kind and path."""
     filters: FilterSettings
     """What was left of the target's distribution: top_k and its like."""
@@ -91,13 +91,13 @@ class ExpectedText:
         return array[:, :draft_length] if array.shape[1] >= draft_length else None
 
 
-def write_rounds(path: Path, settings: Settings, texts: Sequence[ExpectedText]) -> None:
+def write_rounds(path: Path, settings: RoundsSettings, texts: Sequence[ExpectedText]) -> None:
     """Write the file aside, then rename."""
     lines = [json.dumps(line, separators=(",", ":")) for line in (asdict(settings), *map(asdict, texts))]
     write_aside(path, "\n".join(lines) + "\n")
 
 
-def read_rounds(report: str) -> tuple[Settings, list[ExpectedText]]:
+def read_rounds(report: str) -> tuple[RoundsSettings, list[ExpectedText]]:
     """Read the file that lies beside a report.
 
     Args:
@@ -114,7 +114,7 @@ def read_rounds(report: str) -> tuple[Settings, list[ExpectedText]]:
         raise InputError(
             f"expect: expected a report with rounds.jsonl beside it, found none at {path}; measure again to write it"
         ) from error
-    settings, texts = parsed(Settings, head, f"expect: {path}:1"), list[ExpectedText]()
+    settings, texts = parsed(RoundsSettings, head, f"expect: {path}:1"), list[ExpectedText]()
     for number, line in enumerate(lines, 2):
         if line.strip():
             where = f"expect: {path}:{number}"
@@ -123,7 +123,7 @@ def read_rounds(report: str) -> tuple[Settings, list[ExpectedText]]:
     return settings, texts
 
 
-def _check(text: ExpectedText, settings: Settings, where: str) -> None:
+def _check(text: ExpectedText, settings: RoundsSettings, where: str) -> None:
     """Require a text whose acceptance by known drafters is known up to the draft length behind its end.
 
     Raises:

@@ -14,8 +14,8 @@ from draftsmith.decode.measurement.intervals import (
     ratio_interval,
 )
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled
-from draftsmith.scripts.measure.server.load import Record
-from draftsmith.scripts.measure.server.observe import Block, Observed, Role, Setting
+from draftsmith.scripts.measure.server.load import RequestRecord
+from draftsmith.scripts.measure.server.observe import Observed, Role, ServerTurn, Setting
 from draftsmith.scripts.report.serving_types import Percentiles, Source
 from draftsmith.scripts.report.types import Speed
 
@@ -135,7 +135,9 @@ def acceptance(observed: Observed, setting: Setting) -> Acceptance:
     return Acceptance("counters", total)
 
 
-def _of_chats(blocks: Sequence[Block], records: Sequence[Record], drafted: int | None, tree: bool) -> Acceptance:
+def _of_chats(
+    blocks: Sequence[ServerTurn], records: Sequence[RequestRecord], drafted: int | None, tree: bool
+) -> Acceptance:
     """Return what SGLang counts where it does not count answers: its steps, or in older versions a mean of the last."""
     calls = [block.verify_calls for block in blocks if block.verify_calls is not None]
     steps = sum(calls)
@@ -147,7 +149,7 @@ def _of_chats(blocks: Sequence[Block], records: Sequence[Record], drafted: int |
     return Acceptance("means", None, mean=sum(means) / len(means) if means else None, tree=tree)
 
 
-def _of_parts(record: Record, total: ServerCounts) -> ServerCounts:
+def _of_parts(record: RequestRecord, total: ServerCounts) -> ServerCounts:
     """Return the counts of a text out of the parts that it came in: the prompt's step, then a part a step."""
     steps = [0] * (len(total.num_accepted_tokens_per_pos) + 1)
     for tokens in record.parts[1:]:
@@ -158,7 +160,9 @@ def _of_parts(record: Record, total: ServerCounts) -> ServerCounts:
     return ServerCounts.of_histogram(steps, sum(steps) * drafted)
 
 
-def _by_prompt(records: Sequence[Record], places: Sequence[int], counts: Sequence[ServerCounts]) -> list[ServerCounts]:
+def _by_prompt(
+    records: Sequence[RequestRecord], places: Sequence[int], counts: Sequence[ServerCounts]
+) -> list[ServerCounts]:
     totals = dict.fromkeys(places, ServerCounts())
     for record, counted in zip(records, counts, strict=True):
         totals[record.prompt] += counted
@@ -224,7 +228,7 @@ def percentiles(seconds: Sequence[float]) -> Percentiles:
     return Percentiles(len(seconds), p50, p90, p99)
 
 
-def token_seconds(record: Record) -> float | None:
+def token_seconds(record: RequestRecord) -> float | None:
     """Return the seconds a token from a request's first part to its last; None of a text that came in one part."""
     if record.first is None or record.last is None or len(record.parts) < 2:
         return None

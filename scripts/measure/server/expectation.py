@@ -10,10 +10,10 @@ from draftsmith.decode.validation import Said, read
 from draftsmith.scripts.measure.reconcile import pairing
 from draftsmith.scripts.measure.reconcile.compare import reconcile
 from draftsmith.scripts.measure.reconcile.pairing import ServedText, texts_of, too_few
-from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, Settings, read_rounds
+from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings, read_rounds
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance
-from draftsmith.scripts.measure.server.load import Asked
+from draftsmith.scripts.measure.server.load import LoadPrompt
 from draftsmith.scripts.measure.server.observe import Observed, Role, Setting
 from draftsmith.scripts.report.reconciliation import Reconciliation
 from draftsmith.scripts.report.types import Verifier
@@ -24,7 +24,7 @@ class Expectation:
     """A report's rounds, and which of them are the server's."""
 
     report: str
-    settings: Settings
+    settings: RoundsSettings
     texts: list[ExpectedText]
     drafter: str
     verifier: Verifier
@@ -78,7 +78,7 @@ def _recommended(report: str) -> str | None:
         return None
 
 
-def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[Asked]) -> None:
+def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[LoadPrompt]) -> None:
     """Require that the report has texts of all prompts, and under sampling that an interval can be told of them.
 
     Raises:
@@ -109,7 +109,7 @@ def reconciled(
         # At T=0 both verifiers are one.
         verifier: Verifier = expectation.verifier if setting[0] > 0 else "probabilistic"
         room = observed.lengths["server"]
-        asked = pairing.Asked(expectation.drafter, verifier, setting[0], length, setting[1], room)
+        asked = pairing.ServedSetting(expectation.drafter, verifier, setting[0], length, setting[1], room)
         served = [_served(observed, setting, role) for role in observed.engines]
         plain = served[1] if len(served) > 1 else []
         found.append(

@@ -13,7 +13,7 @@ from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.validation import Amount, Count, Finite, TokenId
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.serving.client import Client, StreamedCompletion
-from draftsmith.scripts.serving.counters import Metrics
+from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.serving.sglang import Engine, generate, recognised
 from draftsmith.train.data.prompts import Prompt
 from draftsmith.train.endpoint.http import ServerFailure
@@ -21,7 +21,7 @@ from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadPrompt:
     """A prompt as it is sent: exactly one of ids, a text and messages."""
 
     prompt: Prompt
@@ -31,7 +31,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Record:
+class RequestRecord:
     """One request, as it went. Times are seconds since it was due: sent, or with a rate, arrived."""
 
     prompt: Count
@@ -60,17 +60,17 @@ class Record:
         return asdict(self) | {"counts": None if self.counts is None else self.counts.to_dict()}
 
 
-class Door:
+class AskedServer:
     """One server, and how it is asked."""
 
     def __init__(self, client: Client, engine: Engine, model: str, length: int | None, config: MeasureServerConfig):
         """Keep what is known of it; `opened` finds it out."""
         self.client, self.engine, self.model, self.length, self.config = client, engine, model, length, config
-        self.before: Metrics | None = None
+        self.before: ServerMetrics | None = None
         """What it had counted when that was read last."""
 
     @classmethod
-    async def opened(cls, client: Client, config: MeasureServerConfig) -> "Door":
+    async def opened(cls, client: Client, config: MeasureServerConfig) -> "AskedServer":
         """Return the door of a server that answers, has metrics, and lists the model.
 
         Raises:
@@ -85,7 +85,7 @@ class Door:
             raise InputError(str(error)) from error
         return door
 
-    async def metrics(self) -> Metrics:
+    async def metrics(self) -> ServerMetrics:
         """Return what the server counts; nothing of an SGLang without `--enable-metrics`, whose answers are counted.
 
         Raises:
@@ -97,9 +97,9 @@ class Door:
         except InputError:
             if self.engine.kind != "sglang":
                 raise
-            return Metrics(ServerCounts(), None, 0, None, None)
+            return ServerMetrics(ServerCounts(), None, 0, None, None)
 
-    def check(self, asked: Asked) -> None:
+    def check(self, asked: LoadPrompt) -> None:
         """Require that a prompt of known length and its completion fit the model.
 
         Raises:
@@ -112,7 +112,7 @@ class Door:
                 f"{self.config.max_new_tokens} new tokens, found {needed} of prompt {asked.prompt.id!r}"
             )
 
-    async def ask(self, asked: Asked, temperature: float, seed: int) -> StreamedCompletion:
+    async def ask(self, asked: LoadPrompt, temperature: float, seed: int) -> StreamedCompletion:
         """Return one completion."""
         config = self.config
         sampling = sampling_fields(config, temperature) | {"ignore_eos": config.ignore_eos}
@@ -130,13 +130,13 @@ class Door:
 
 
 async def ask_all(
-    door: Door,
-    prompts: Mapping[int, Asked],
+    door: AskedServer,
+    prompts: Mapping[int, LoadPrompt],
     temperature: float,
     concurrency: int,
     arrivals: Sequence[float] | None = None,
     repeat: int = 0,
-) -> tuple[list[Record], float]:
+) -> tuple[list[RequestRecord], float]:
     """Ask one server for completions of some prompts, so many at once.
 
     Args:
@@ -157,7 +157,7 @@ async def ask_all(
     slots = asyncio.Semaphore(concurrency)
     start = time.perf_counter()
 
-    async def one(place: int, asked: Asked, arrival: float | None) -> Record:
+    async def one(place: int, asked: LoadPrompt, arrival: float | None) -> RequestRecord:
         await asyncio.sleep(max(start + (arrival or 0.0) - time.perf_counter(), 0.0))
         async with slots:
             seed = request_seed(door.config.seed, asked.prompt.id, repeat)
@@ -179,7 +179,7 @@ async def ask_all(
     return records, time.perf_counter() - start
 
 
-def _record(place: int, answer: StreamedCompletion, due: float, door: Door) -> Record:
+def _record(place: int, answer: StreamedCompletion, due: float, door: AskedServer) -> RequestRecord:
     tokens = answer.completion_tokens
     if tokens is None:
         tokens = None if answer.token_ids is None else len(answer.token_ids)
@@ -187,7 +187,7 @@ def _record(place: int, answer: StreamedCompletion, due: float, door: Door) -> R
         found = "none" if tokens is None else "no token"
         raise ServerFailure(f"{door.client.name}: expected tokens and their number in each answer, found {found}")
     first, last = (answer.arrivals[place][0] - due if answer.arrivals else None for place in (0, -1))
-    return Record(
+    return RequestRecord(
         prompt=place,
         tokens=tokens,
         sent=answer.sent - due,

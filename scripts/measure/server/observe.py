@@ -18,10 +18,10 @@ from draftsmith.decode.measurement.server_counts import Counted, ServerCounts
 from draftsmith.decode.progress import each
 from draftsmith.decode.validation import Amount, Count
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
-from draftsmith.scripts.measure.server.load import Asked, Door, Record, ask_all
+from draftsmith.scripts.measure.server.load import AskedServer, LoadPrompt, RequestRecord, ask_all
 from draftsmith.scripts.measure.unfinished import DIRECTORY, SCHEMA, Kept, identified_prompts
 from draftsmith.scripts.serving.client import Client
-from draftsmith.scripts.serving.counters import Metrics
+from draftsmith.scripts.serving.counters import ServerMetrics
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.data.chat.templates import with_system_prompt
 from draftsmith.train.data.prompts import Prompt, encode_prompt, read_prompts
@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Block:
+class ServerTurn:
     """One turn of one server: some prompts, with no other request of ours under way before and after."""
 
-    records: list[Record]
+    records: list[RequestRecord]
     seconds: Annotated[Amount, Field(gt=0)]
     counters: Counted
     """What its `/metrics` counted meanwhile, for whomever."""
@@ -74,13 +74,13 @@ class Observed:
     """What one run has seen, prompt by prompt."""
 
     config: MeasureServerConfig
-    prompts: Sequence[Asked]
+    prompts: Sequence[LoadPrompt]
     engines: dict[Role, Engine]
     models: dict[Role, str]
     urls: dict[Role, str]
     lengths: dict[Role, int | None]
     """Tokens that a text may have there, its prompt included; None where the server does not say."""
-    blocks: dict[Setting, dict[Role, list[Block]]] = field(default_factory=dict)
+    blocks: dict[Setting, dict[Role, list[ServerTurn]]] = field(default_factory=dict)
     """Of the settings that are finished: each server's turns, block i of one beside block i of the other."""
     resumed: bool = False
     """Whether some blocks are of an earlier run."""
@@ -88,12 +88,12 @@ class Observed:
     """What ended the run."""
     failed: Setting | None = None
 
-    def records(self, setting: Setting, role: Role) -> list[Record]:
+    def records(self, setting: Setting, role: Role) -> list[RequestRecord]:
         """Return the requests of a setting to one server, all repeats."""
         return [record for block in self.blocks[setting][role] for record in block.records]
 
 
-def read_asked(config: MeasureServerConfig) -> list[Asked]:
+def read_asked(config: MeasureServerConfig) -> list[LoadPrompt]:
     """Read the prompts, and bring them into the form in which they are sent.
 
     Raises:
@@ -114,20 +114,20 @@ def read_asked(config: MeasureServerConfig) -> list[Asked]:
             system_prompt=config.system_prompt,
             variables=config.chat_template_kwargs,
         )
-        asked.append(Asked(prompt, ids=ids))
+        asked.append(LoadPrompt(prompt, ids=ids))
     return asked
 
 
-def _as_it_is(prompt: Prompt, config: MeasureServerConfig) -> Asked:
+def _as_it_is(prompt: Prompt, config: MeasureServerConfig) -> LoadPrompt:
     """Return a prompt that the server encodes."""
     if prompt.messages is None:
         if config.system_prompt is not None:
             raise InputError(f"system_prompt: expected conversations, found prompt {prompt.id!r} in plain text")
-        return Asked(prompt, text=prompt.text)
-    return Asked(prompt, messages=with_system_prompt(prompt.messages, config.system_prompt))
+        return LoadPrompt(prompt, text=prompt.text)
+    return LoadPrompt(prompt, messages=with_system_prompt(prompt.messages, config.system_prompt))
 
 
-async def observe(config: MeasureServerConfig, prompts: Sequence[Asked], kept: Kept | None = None) -> Observed:
+async def observe(config: MeasureServerConfig, prompts: Sequence[LoadPrompt], kept: Kept | None = None) -> Observed:
     """Ask the servers all prompts in each setting, block by block, the two by turns.
 
     A server that fails ends it: what is finished is returned, with the failure.
@@ -143,7 +143,7 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[Asked], kept: K
             run.
     """
     async with AsyncExitStack() as stack:
-        doors: dict[Role, Door] = {}
+        doors: dict[Role, AskedServer] = {}
         given: list[tuple[Role, str | None, str | None]] = [
             ("server", config.server, config.server_key_env),
             ("baseline_server", config.baseline_server, config.baseline_server_key_env),
@@ -151,7 +151,7 @@ async def observe(config: MeasureServerConfig, prompts: Sequence[Asked], kept: K
         for role, url, key in given:
             if url is not None:
                 client = await stack.enter_async_context(Client(url, role, key, config.timeout))
-                doors[role] = await Door.opened(client, config)
+                doors[role] = await AskedServer.opened(client, config)
         for asked in prompts:
             for door in doors.values():
                 door.check(asked)
@@ -179,25 +179,25 @@ def forget(config: MeasureServerConfig) -> None:
 
 
 async def _setting(
-    setting: Setting, doors: Mapping[Role, Door], observed: Observed, kept: Kept
-) -> dict[Role, list[Block]]:
+    setting: Setting, doors: Mapping[Role, AskedServer], observed: Observed, kept: Kept
+) -> dict[Role, list[ServerTurn]]:
     """Return the blocks of one setting, in order, all repeats."""
     config, (temperature, concurrency) = observed.config, setting
     places = np.array_split(np.arange(len(observed.prompts)), _blocks(config, len(observed.prompts), concurrency))
-    done: dict[Role, list[Block]] = {role: [] for role in doors}
+    done: dict[Role, list[ServerTurn]] = {role: [] for role in doors}
     warm = False
     turns = [(repeat, i) for repeat in range(config.repeats) for i in range(len(places))]
     title = f"T={temperature:g}, {concurrency} at once"
     for repeat, i in each(turns, title, "blocks"):
         key = "server", temperature, concurrency, repeat, i
-        before = kept.kept(dict[Role, Block], *key)
+        before = kept.kept(dict[Role, ServerTurn], *key)
         if before is None or not _is_of(before, doors, places[i]):
             if not warm:
                 for door in doors.values():
                     await _warm_up(door, observed.prompts, setting)
                 warm = True
             prompts = {int(place): observed.prompts[place] for place in places[i]}
-            blocks: dict[Role, Block] = {}
+            blocks: dict[Role, ServerTurn] = {}
             # Each is first in every other turn, so that a machine that slows down slows both alike.
             for role in list(doors)[:: 1 if i % 2 == 0 else -1]:
                 blocks[role] = await _block(doors[role], prompts, setting, repeat, i)
@@ -209,7 +209,7 @@ async def _setting(
     return done
 
 
-def _is_of(blocks: Mapping[Role, Block], roles: Collection[Role], places: np.ndarray) -> bool:
+def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], places: np.ndarray) -> bool:
     """Say whether kept blocks are of these servers and prompts."""
     return blocks.keys() == set(roles) and all(
         [record.prompt for record in block.records] == places.tolist() for block in blocks.values()
@@ -222,7 +222,7 @@ def _blocks(config: MeasureServerConfig, prompts: int, concurrency: int) -> int:
     return max(1, min(most, prompts // concurrency))
 
 
-async def _warm_up(door: Door, prompts: Sequence[Asked], setting: Setting) -> None:
+async def _warm_up(door: AskedServer, prompts: Sequence[LoadPrompt], setting: Setting) -> None:
     """Send requests that are not measured: the first ones compile, and fill what a server keeps."""
     count = door.config.warm_up
     if count:
@@ -230,7 +230,9 @@ async def _warm_up(door: Door, prompts: Sequence[Asked], setting: Setting) -> No
         await ask_all(door, dict(enumerate(last)), *setting)
 
 
-async def _block(door: Door, prompts: Mapping[int, Asked], setting: Setting, repeat: int, i: int) -> Block:
+async def _block(
+    door: AskedServer, prompts: Mapping[int, LoadPrompt], setting: Setting, repeat: int, i: int
+) -> ServerTurn:
     config, arrivals = door.config, None
     if config.rate is not None:  # the same for both servers
         gaps = np.random.default_rng(mixed_seed(config.seed, "arrivals", repeat, i))
@@ -239,10 +241,12 @@ async def _block(door: Door, prompts: Mapping[int, Asked], setting: Setting, rep
     records, seconds = await ask_all(door, prompts, *setting, arrivals, repeat)
     after = await _settled(door)
     busy = bool(before.requests or after.requests)
-    return Block(records, seconds, *_counted(before, after, door), after.mean_acceptance_length, busy)
+    return ServerTurn(records, seconds, *_counted(before, after, door), after.mean_acceptance_length, busy)
 
 
-def _counted(before: Metrics, after: Metrics, door: Door) -> tuple[ServerCounts, int | None, int | None]:
+def _counted(
+    before: ServerMetrics, after: ServerMetrics, door: AskedServer
+) -> tuple[ServerCounts, int | None, int | None]:
     """Return counters, written tokens and verified steps between two readings.
 
     Raises:
@@ -264,7 +268,7 @@ def _between(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
-async def _settled(door: Door) -> Metrics:
+async def _settled(door: AskedServer) -> ServerMetrics:
     """Return a server's metrics once two readings agree and nothing is under way: it counts after it has answered.
 
     After a few seconds they are taken as they are, for others may use the server.

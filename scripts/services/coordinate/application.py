@@ -18,8 +18,8 @@ from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.services.coordinate.door import door
 from draftsmith.scripts.services.coordinate.ingress import Entry, Ingress, Wanted
 from draftsmith.scripts.services.coordinate.rates import Rates
-from draftsmith.scripts.services.coordinate.relay import Outcome
-from draftsmith.scripts.services.coordinate.request_log import Writer, record, redactor
+from draftsmith.scripts.services.coordinate.relay import LeaseOutcome
+from draftsmith.scripts.services.coordinate.request_log import LogWriter, record, redactor
 from draftsmith.scripts.services.coordinate.routing import Lease, Refusal
 from draftsmith.scripts.services.http_server import bounded_server, listening
 from draftsmith.train.cli import parse_config
@@ -44,7 +44,7 @@ class DispatcherDeployment:
         await self.dispatcher.start()
 
     async def exchange(
-        self, holder: str, ended: list[Outcome], wanted: list[Wanted], held: list[Lease] | None
+        self, holder: str, ended: list[LeaseOutcome], wanted: list[Wanted], held: list[Lease] | None
     ) -> list[Lease | Refusal]:
         """Take an ingress's word and answer it."""
         return self.dispatcher.exchange(holder, ended, wanted, held)
@@ -67,7 +67,7 @@ class LogDeployment:
     """One for all, for there is one file."""
 
     def __init__(self, log: Log):
-        self.writer, self.redact, self._one = Writer(log), redactor(log), asyncio.Lock()
+        self.writer, self.redact, self._one = LogWriter(log), redactor(log), asyncio.Lock()
 
     async def write(self, entry: Entry) -> None:
         """Redact an entry, and write it."""
@@ -91,7 +91,7 @@ class IngressDeployment:
         begun: int,
     ):
         async def exchange(
-            holder: str, ended: list[Outcome], wanted: list[Wanted], held: list[Lease] | None
+            holder: str, ended: list[LeaseOutcome], wanted: list[Wanted], held: list[Lease] | None
         ) -> list[Lease | Refusal]:
             return await dispatcher.exchange.remote(holder, ended, wanted, held)
 
@@ -138,7 +138,7 @@ def application(config: CoordinatorConfig) -> Application:
     log = None
     if config.log is not None:  # what is wrong with it is said before anything starts
         redactor(config.log)
-        Writer(config.log)
+        LogWriter(config.log)
         log = _bound(LogDeployment, config.log)
     ingress: Any = IngressDeployment
     ingress = ingress.options(num_replicas=config.ingress, graceful_shutdown_timeout_s=config.timeout)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from ray import serve
 
         from draftsmith.scripts.services.coordinate.application import DISPATCHER, INGRESS, application
-        from draftsmith.scripts.services.coordinate.watch import AWAY, watch
+        from draftsmith.scripts.services.coordinate.watch import AWAY, answers, watch
         from draftsmith.scripts.services.http_server import listening
     except ImportError as error:
         raise InputError(
@@ -64,8 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise InputError(f"coordinate: expected Ray to start, found: {first_line(error)}") from error
         print(f"coordinator: http://{config.host}:{config.port}, {', '.join(config.models)}", flush=True)
         wanted = {INGRESS: config.ingress, DISPATCHER: 1}
-        if lost := watch(wanted, NAME, stopped, lambda line: print(line, file=sys.stderr, flush=True)):
-            print(f"coordinator: ends: no replica of {', '.join(lost)} for {AWAY:g} s", file=sys.stderr, flush=True)
+
+        def say(line: str) -> None:
+            print(line, file=sys.stderr, flush=True)
+
+        if lost := watch(wanted, NAME, stopped, say, lambda: answers(config.host, config.port)):
+            say(f"coordinator: ends: no replica of {', '.join(lost)} for {AWAY:g} s")
             return 1
         dispatcher: Any = serve.get_deployment_handle(DISPATCHER, NAME)
         dispatcher.drain.remote(config.timeout).result()

@@ -12,7 +12,7 @@ GREEDY, PROBABILISTIC = "greedy", "probabilistic"
 
 
 @dataclass
-class Pair:
+class ServedPair:
     """A target with its drafter, or without one: servers that answer alike."""
 
     name: str
@@ -51,7 +51,7 @@ class Pair:
 
 
 @dataclass
-class Rule:
+class RoutingRule:
     """Where requests go that meet all of its conditions; one without conditions takes all that come to it."""
 
     pair: str | None = None
@@ -130,9 +130,9 @@ class Log:
 class CoordinatorConfig:
     """Answer OpenAI's API in front of several servers: rules, load and measured costs say which pair answers."""
 
-    pairs: list[Pair]
+    pairs: list[ServedPair]
     """Targets with their drafters, as they are served."""
-    rules: list[Rule] = field(default_factory=list)
+    rules: list[RoutingRule] = field(default_factory=list)
     """Looked at in turn: the first that fits a request, and has a pair for its model with room, takes it. Where none
     does, the first pair for its model with room."""
     host: str = "127.0.0.1"

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.scripts.services.coordinate.rates import Rates
-from draftsmith.scripts.services.coordinate.relay import Outcome
+from draftsmith.scripts.services.coordinate.relay import BROKEN, LeaseOutcome
 from draftsmith.scripts.services.coordinate.routing import DOWN, Facts, Lease, Refusal, Router
 from draftsmith.train.endpoint.http import HttpClient, ServerFailure
 
@@ -50,7 +50,7 @@ class Dispatcher:
     def exchange(
         self,
         holder: str,
-        ended: Sequence[Outcome],
+        ended: Sequence[LeaseOutcome],
         wanted: Sequence[tuple[Facts, list[str]]],
         held: Sequence[Lease] | None,
     ) -> list[Lease | Refusal]:
@@ -68,7 +68,8 @@ class Dispatcher:
         now = time.monotonic()
         for outcome in ended:
             breaker = self.router.breakers.get(outcome.lease.url)
-            if breaker is not None and (outcome.failed or outcome.status):  # neither: its client left before an answer
+            # Neither: its client left before an answer, or a 500 that may be the request's own doing.
+            if breaker is not None and (outcome.failed or outcome.status not in (0, BROKEN)):
                 breaker.ended(outcome.failed)
             self._metrics.count(outcome)
         self.router.ended(holder, [outcome.lease.id for outcome in ended], now)
@@ -147,7 +148,7 @@ class _Metrics:
             f"{name}_request_seconds", "Until an answer's last byte", by_pair, registry=registry, buckets=SECONDS
         )
 
-    def count(self, outcome: Outcome) -> None:
+    def count(self, outcome: LeaseOutcome) -> None:
         """Count what became of a request at one server."""
         pair = outcome.lease.pair
         if outcome.failed:

@@ -9,8 +9,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from draftsmith.scripts.services.coordinate.asked import CHAT, TEXT, Refused
-from draftsmith.scripts.services.coordinate.ingress import Ingress, refused_response
+from draftsmith.scripts.services.coordinate.ingress import Ingress
+from draftsmith.scripts.services.coordinate.relay import error_response
+from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, ApiError
 
 HEALTH_SECONDS = 0.5
 """That `/health` waits for the dispatcher: who asks it does not wait long either."""
@@ -52,18 +53,18 @@ def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callabl
             async with asyncio.timeout(METRICS_SECONDS):
                 return Response(await metrics(), media_type="text/plain; version=0.0.4")
         except Exception:
-            return refused_response(Refused(503, "metrics: expected the dispatcher, found none", "server_error"))
+            return error_response(ApiError(503, "metrics: expected the dispatcher, found none", "server_error"))
 
     async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
-        return refused_response(error)
+        assert isinstance(error, ApiError)
+        return error_response(error)
 
     async def unknown(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return refused_response(Refused(error.status_code, f"{request.url.path}: {error.detail}"))
+        return error_response(ApiError(error.status_code, f"{request.url.path}: {error.detail}"))
 
     async def failed(request: Request, error: Exception) -> Response:
-        return refused_response(Refused(500, "the coordinator failed", "server_error"))  # its log says how
+        return error_response(ApiError(500, "the coordinator failed", "server_error"))  # its log says how
 
     return Starlette(
         routes=[
@@ -74,5 +75,5 @@ def door(ingress: Ingress, well: Callable[[], Awaitable[bool]], metrics: Callabl
             Route("/health", health),
             Route("/metrics", counted),
         ],
-        exception_handlers={Refused: refused, HTTPException: unknown, Exception: failed},
+        exception_handlers={ApiError: refused, HTTPException: unknown, Exception: failed},
     )

@@ -11,14 +11,15 @@ from typing import Any
 from uuid import uuid4
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.services.coordinate.asked import Asked, Keywords, Refused, read_request
 from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
-from draftsmith.scripts.services.coordinate.relay import Kept, Outcome, Relay, refusal
+from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Relay, RelayedAnswer, refusal
+from draftsmith.scripts.services.coordinate.request import INVALID, ApiError, CompletionRequest, Keywords, read_request
 from draftsmith.scripts.services.coordinate.request_log import assembled
 from draftsmith.scripts.services.coordinate.routing import DOWN, UNKNOWN, Facts, Lease, Refusal
+from draftsmith.scripts.services.http_server import BodyError, BodyReader
 from draftsmith.train.endpoint.http import HttpClient, api_key
 
 WORD = 2.0
@@ -27,11 +28,13 @@ PATIENCE = 30.0
 """Seconds that requests wait for a dispatcher that is away."""
 UNDER_WAY = 1024
 """Requests that one ingress passes on at once; further ones are refused."""
+BODIES = 2**28
+"""Bytes of requests' bodies that one ingress reads at once; further ones are refused."""
 LOGGER = logging.getLogger(__name__)
 
 Wanted = tuple[Facts, list[str]]
 """A request that a server is wanted for, and those that have failed it."""
-Exchange = Callable[[str, list[Outcome], list[Wanted], list[Lease] | None], Awaitable[list[Lease | Refusal]]]
+Exchange = Callable[[str, list[LeaseOutcome], list[Wanted], list[Lease] | None], Awaitable[list[Lease | Refusal]]]
 Entry = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 """Of the log: request, answer, what else is known."""
 
@@ -48,7 +51,7 @@ class Line:
 
     def __init__(self, exchange: Exchange):
         self.holder, self.held = uuid4().hex, dict[str, Lease]()
-        self._exchange, self._outcomes, self._news = exchange, list[Outcome](), asyncio.Event()
+        self._exchange, self._outcomes, self._news = exchange, list[LeaseOutcome](), asyncio.Event()
         self._wanted: list[tuple[Wanted, asyncio.Future[Lease | Refusal]]] = []
         self._talking = asyncio.create_task(self._talk_on())
 
@@ -59,7 +62,7 @@ class Line:
         self._news.set()
         return await chosen
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: LeaseOutcome) -> None:
         """Note what became of a request."""
         self.held.pop(outcome.lease.id, None)
         self._outcomes.append(outcome)
@@ -99,7 +102,7 @@ class Line:
         if not future.done():
             future.set_result(choice)
         elif isinstance(choice, Lease):  # its client has left
-            self.ended(Outcome(choice))
+            self.ended(LeaseOutcome(choice))
 
 
 class Ingress:
@@ -128,18 +131,36 @@ class Ingress:
             for url in pair.endpoints
         }
         self.server_models = {pair.name: pair.server_model for pair in config.pairs}
+        self._bodies = BodyReader(config.max_body_bytes, max(BODIES, config.max_body_bytes))
         self._writing: set[asyncio.Task[None]] = set()
 
     async def complete(self, request: Request, path: str) -> Response:
         """Answer a request for a completion."""
         self.require_key(request.headers)
         if len(self.line.held) >= UNDER_WAY:
-            raise Refused(429, "too many requests are under way; try again", "rate_limit_error")
-        content = await read_body(request, self.config.max_body_bytes, self.config.timeout)
+            raise ApiError(429, "too many requests are under way; try again", "rate_limit_error")
+        content = await self._body(request)
         asked = read_request(path, content, request.headers, self.keywords)
         # Ids cannot be redacted, nor learned from without the tokenizer that made them.
         logged = None if self._write is None or not _is_text(asked) else self._logged(asked)
         return Relay(asked, self.line, self.clients, self.server_models, logged)
+
+    async def _body(self, request: Request) -> bytes:
+        """Return a request's body.
+
+        Raises:
+            ApiError: it is too large, does not come whole or in time, or too many come at once.
+        """
+        try:
+            async with asyncio.timeout(self.config.timeout):
+                return await self._bodies.read(request)
+        except BodyError as error:
+            raise ApiError(error.status, str(error), "server_error" if error.status == 503 else INVALID) from None
+        except TimeoutError:
+            seconds = f"{self.config.timeout:g} s"
+            raise ApiError(408, f"body: expected all of it within {seconds}, found less") from None
+        except ClientDisconnect:
+            raise ApiError(400, "body: expected all of it, found a closed connection") from None
 
     def models(self) -> dict[str, Any]:
         """Return the list of models, in OpenAI's shape."""
@@ -149,7 +170,7 @@ class Ingress:
         """Return one model, in OpenAI's shape.
 
         Raises:
-            Refused: it is not served.
+            ApiError: it is not served.
         """
         if name not in self.config.models:
             raise refusal(Refusal(UNKNOWN), name)
@@ -159,18 +180,19 @@ class Ingress:
         """Require the key of a client, where one is asked for.
 
         Raises:
-            Refused: it is another, or none.
+            ApiError: it is another, or none.
         """
         if self.key is not None:
             given = headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {self.key}".encode()):
-                raise Refused(401, "authorization: expected the API key, found another or none", "authentication_error")
+                line = "authorization: expected the API key, found another or none"
+                raise ApiError(401, line, "authentication_error")
 
-    def _logged(self, asked: Asked) -> Callable[[Kept], Awaitable[None]]:
+    def _logged(self, asked: CompletionRequest) -> Callable[[RelayedAnswer], Awaitable[None]]:
         """Return what writes a request and its answer once that has gone out."""
         begun = datetime.now(UTC).isoformat(timespec="milliseconds")
 
-        async def logged(kept: Kept) -> None:
+        async def logged(kept: RelayedAnswer) -> None:
             # In a task of its own, which the client's leaving does not cancel; waited for, so that a server that is
             # stopped writes it before it ends.
             writing = asyncio.create_task(self._log(asked, kept, begun))
@@ -180,7 +202,7 @@ class Ingress:
 
         return logged
 
-    async def _log(self, asked: Asked, kept: Kept, begun: str) -> None:
+    async def _log(self, asked: CompletionRequest, kept: RelayedAnswer, begun: str) -> None:
         """Write a request and its answer; what cannot be written is a line in this process's log, without its texts."""
         if kept.status != 200 or self._write is None:
             return
@@ -198,30 +220,5 @@ class Ingress:
             LOGGER.warning("log: an answer of %s is left out: %s", kept.pair, type(error).__name__)
 
 
-async def read_body(request: Request, most: int, seconds: float) -> bytes:
-    """Return a request's body.
-
-    Raises:
-        Refused: it is larger than that, or does not come whole or in time.
-    """
-    content = bytearray()
-    try:
-        async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                content += part
-                if len(content) > most:
-                    raise Refused(413, f"body: expected at most {most} bytes, found more")
-    except TimeoutError:
-        raise Refused(408, f"body: expected all of it within {seconds:g} s, found less") from None
-    except ClientDisconnect:
-        raise Refused(400, "body: expected all of it, found a closed connection") from None
-    return bytes(content)
-
-
-def refused_response(refused: Refused) -> JSONResponse:
-    """Return an error in OpenAI's shape."""
-    return JSONResponse(refused.body(), refused.status)
-
-
-def _is_text(asked: Asked) -> bool:
+def _is_text(asked: CompletionRequest) -> bool:
     return isinstance(asked.body.get("messages", asked.body.get("prompt")), list if "messages" in asked.body else str)

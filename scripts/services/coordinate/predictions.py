@@ -13,43 +13,43 @@ from pydantic import Field
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable, KeptTable
 from draftsmith.decode.validation import MOST, Amount, Count, Said, read
-from draftsmith.scripts.services.coordinate.config import Pair
+from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.rates import Rates
 
 MOST_ROWS = 1024
 """Requests at once that speeds are tabled for; beyond the measured batch sizes costs are a line."""
 
 
-class Estimated(Said):
+class ReportedEstimate(Said):
     """A figure, None where it is not known."""
 
     value: Annotated[float, Field(ge=1, le=MOST, allow_inf_nan=False)] | None
 
 
-Lengths = Mapping[int, Estimated]
+Lengths = Mapping[int, ReportedEstimate]
 """τ by γ."""
 
 
-class Figures(Said):
+class CategoryFigures(Said):
     """Those of one category's prompts."""
 
     mean_acceptance_length: Lengths
 
 
-class Drafter(Said):
+class ReportedDrafter(Said):
     """One of the drafters."""
 
     name: str
     tree_nodes: Annotated[Count, Field(ge=1)] | None
 
 
-class Curve(Figures):
+class ReportedCurve(CategoryFigures):
     """A drafter's τ at one temperature."""
 
-    proposer: Drafter
+    proposer: ReportedDrafter
     temperature: Amount
     verifier: str
-    by_category: Mapping[str, Figures]
+    by_category: Mapping[str, CategoryFigures]
 
 
 class Recommended(Said):
@@ -65,16 +65,16 @@ class Tables(Said):
     tables: Annotated[Sequence[KeptTable], Field(min_length=1)]
 
 
-class Report(Said):
+class MeasuredReport(Said):
     """What is read of a report."""
 
     is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
     costs: Tables | None
-    curves: Sequence[Curve]
+    curves: Sequence[ReportedCurve]
     recommendation: Recommended
 
 
-def predicted_rates(pair: Pair) -> Rates:
+def predicted_rates(pair: ServedPair) -> Rates:
     """Return how fast a pair writes at every load, as its report has it.
 
     Args:
@@ -86,7 +86,7 @@ def predicted_rates(pair: Pair) -> Rates:
     where = f"pairs.{pair.name}.report"
     path = Path(pair.report or "")
     try:
-        report = read(Report, path, where)
+        report = read(MeasuredReport, path, where)
     except FileNotFoundError as error:
         raise InputError(f"{where}: expected a report of `draftsmith measure` at {path}, found none") from error
     if report.costs is None:
@@ -105,7 +105,7 @@ def _plain(table: CostTable) -> Iterator[float]:
         yield 1.0 / (costs.verification(1) + max(costs.plain_overhead, 0.0))  # noise may leave it below zero
 
 
-def _speculative(pair: Pair, report: Report, tables: Sequence[CostTable], where: str) -> Rates:
+def _speculative(pair: ServedPair, report: MeasuredReport, tables: Sequence[CostTable], where: str) -> Rates:
     name = pair.drafter or report.recommendation.proposer
     length = pair.draft_length or report.recommendation.draft_length
     if name is None or length is None:

@@ -13,17 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import httpx2
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from draftsmith.scripts.services.coordinate.asked import Asked, Refused
+from draftsmith.scripts.services.coordinate.request import ApiError, CompletionRequest
 from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, Facts, Lease, Refusal
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure
 
 BUSY_OR_GONE = frozenset({429, 502, 503, 504})
 """What a server answers that another one may not."""
 BROKEN = 500
-"""What a server answers that another one may not, or that the request itself brings about: then two answer it."""
+"""What a server answers where it is broken, and also where the request itself brings this about: another server tells
+which. Where there is no other, or it says so too, nothing is held against the server."""
 LOCKED = frozenset({401, 403})
 """What a server answers to our key, which some repeat: the client, whose key it is not, does not see it."""
 CONNECT = 5.0
@@ -34,14 +35,14 @@ PAIR_HEADER, REQUEST_ID = b"x-draftsmith-pair", "x-request-id"
 
 
 @dataclass
-class Outcome:
+class LeaseOutcome:
     """What became of a lease."""
 
     lease: Lease
     status: int = 0
-    """That was answered; 0: the server failed, and another one was asked."""
+    """HTTP status of the answer; 0 if there was none, or another server was asked."""
     failed: bool = False
-    """The server did."""
+    """Whether the server failed."""
     first_byte: float | None = None
     """Seconds from the request to the first byte of its answer."""
     seconds: float = 0.0
@@ -88,12 +89,12 @@ class Dispatch(Protocol):
     async def acquire(self, facts: Facts, tried: list[str]) -> Lease | Refusal:
         """Choose a server."""
 
-    def ended(self, outcome: Outcome) -> None:
+    def ended(self, outcome: LeaseOutcome) -> None:
         """Take a lease back, at once and without waiting."""
 
 
 @dataclass
-class Kept:
+class RelayedAnswer:
     """An answer's bytes, for the log."""
 
     pair: str = ""
@@ -109,7 +110,7 @@ class Relay(Response):
     """The answer to one request.
 
     Args:
-        asked: the request.
+        request: the request.
         dispatch: chooses servers.
         clients: by URL.
         server_models: what a pair's servers call their model, by the pair's name.
@@ -118,20 +119,20 @@ class Relay(Response):
 
     def __init__(
         self,
-        asked: Asked,
+        request: CompletionRequest,
         dispatch: Dispatch,
         clients: Mapping[str, HttpClient],
         server_models: Mapping[str, str | None],
-        logged: Callable[[Kept], Awaitable[None]] | None = None,
+        logged: Callable[[RelayedAnswer], Awaitable[None]] | None = None,
     ):
         super().__init__()
-        self.asked, self.dispatch, self.clients, self.server_models = asked, dispatch, clients, server_models
-        self.logged, self.kept = logged, Kept()
+        self.request, self.dispatch, self.clients, self.server_models = request, dispatch, clients, server_models
+        self.logged, self.answer = logged, RelayedAnswer()
         self._begin = time.perf_counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, and stop where the client leaves: what it no longer reads is not written."""
-        answering = asyncio.ensure_future(self._answer(send))
+        answering = asyncio.ensure_future(self._answer(scope, receive, send))
         leaving = asyncio.ensure_future(_gone(receive))
         try:
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -141,58 +142,70 @@ class Relay(Response):
             results = await asyncio.gather(answering, leaving, return_exceptions=True)
         if isinstance(results[0], Exception):
             raise results[0]
-        if self.logged is not None and self.kept.whole:
-            await self.logged(self.kept)
+        if self.logged is not None and self.answer.whole:
+            await self.logged(self.answer)
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         tried: list[str] = []
-        refused: Refused | None = None
+        fallback: Response | None = None  # what is answered if no other server does
+        suspect: Lease | None = None  # of a server that has answered 500
         while True:
-            chosen = await self.dispatch.acquire(self.asked.facts, tried)
+            chosen = await self.dispatch.acquire(self.request.facts, tried)
             if isinstance(chosen, Refusal):
-                await _refuse(send, refused or refusal(chosen, self.asked.facts.model))
+                if suspect is not None:
+                    self.dispatch.ended(LeaseOutcome(suspect, BROKEN, seconds=time.perf_counter() - self._begin))
+                fallback = fallback or error_response(refusal(chosen, self.request.facts.model))
+                await fallback(scope, receive, send)
                 return
-            outcome = Outcome(chosen, LEFT)
+            outcome = LeaseOutcome(chosen, LEFT)
             try:
-                refused = await self._ask(chosen, outcome, send, refused is not None and refused.status == BROKEN)
+                failure = await self._ask(chosen, outcome, send, suspect)
             finally:
                 outcome.seconds = time.perf_counter() - self._begin
                 self.dispatch.ended(outcome)
-            if refused is None:
+            if failure is None:
                 return
+            if suspect is None:
+                fallback, suspect = failure, chosen if failure.status_code == BROKEN else None
             tried.append(chosen.url)
 
-    async def _ask(self, lease: Lease, outcome: Outcome, send: Send, failed_before: bool) -> Refused | None:
-        """Ask one server; return None if it has answered, and what to say if no other one does.
+    async def _ask(self, lease: Lease, outcome: LeaseOutcome, send: Send, suspect: Lease | None) -> Response | None:
+        """Ask one server; return None if it has answered, and what to answer if no other one does.
 
         Args:
             lease: which.
-            outcome: is told what becomes of it.
+            outcome: receives what becomes of it.
             send: takes the answer.
-            failed_before: the server before has answered 500.
+            suspect: a server that has answered this request with 500.
         """
         client, begun = self.clients[lease.url], False
         server_model = self.server_models[lease.pair]
-        content, names = self.asked.content(server_model), Names(server_model, self.asked.facts.model)
+        content, names = self.request.content(server_model), Names(server_model, self.request.facts.model)
+        headers = {**self.request.headers, "Content-Type": "application/json"}
         try:
-            headers = {**self.asked.headers, "Content-Type": "application/json"}
             async with client.stream(
-                "POST", self.asked.path, connect=CONNECT, content=content, headers=headers
+                "POST", self.request.path, connect=CONNECT, content=content, headers=headers
             ) as response:
-                if response.status_code in LOCKED:
+                status = response.status_code
+                if status in LOCKED:
                     outcome.status, outcome.failed = 0, True
-                    return Refused(502, f"the server of {lease.pair} refused the coordinator", "server_error")
-                if response.status_code == BROKEN and not failed_before:
-                    outcome.status, outcome.failed = 0, True
-                    return Refused(BROKEN, f"the server of {lease.pair} failed", "server_error")
-                if response.status_code in BUSY_OR_GONE:
-                    outcome.status, outcome.failed = 0, response.status_code != 429
-                    return Refused(response.status_code, f"the server of {lease.pair} is busy or gone", "server_error")
-                if self.asked.streams and response.status_code == 200:
+                    return _server_error(502, f"the server of {lease.pair} refused the coordinator")
+                if status == BROKEN and suspect is None:
+                    outcome.status = 0
+                    body = names.whole(await client.whole_body(response))
+                    held = Response(body, status)
+                    held.raw_headers = _headers(response, lease.pair, len(body))
+                    return held
+                if status in BUSY_OR_GONE:
+                    outcome.status, outcome.failed = 0, status != 429
+                    return _server_error(status, f"the server of {lease.pair} is busy or gone")
+                if status != BROKEN and suspect is not None:
+                    self.dispatch.ended(LeaseOutcome(suspect, failed=True))
+                if self.request.streams and status == 200:
                     parts = response.aiter_bytes()
                     first = await anext(parts, b"")
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
-                    await _start(send, response, lease.pair)
+                    await _start(send, status, _headers(response, lease.pair))
                     await self._pass(send, names.part(first))
                     async for part in parts:
                         await self._pass(send, names.part(part))
@@ -201,19 +214,20 @@ class Relay(Response):
                 else:
                     body = names.whole(await client.whole_body(response))
                     begun, outcome.first_byte = True, time.perf_counter() - self._begin
-                    await _start(send, response, lease.pair, len(body))
+                    await _start(send, status, _headers(response, lease.pair, len(body)))
                     self._keep(body)
                     await send({"type": "http.response.body", "body": body, "more_body": False})
-                outcome.status = response.status_code
+                outcome.status = status
         except ServerFailure:  # whose words name the server: they are not the client's business
             outcome.status, outcome.failed = 502 if begun else 0, True
-            failure = Refused(502, f"the server of {lease.pair} failed", "server_error")
             if not begun:
-                return failure
+                return _server_error(502, f"the server of {lease.pair} failed")
+            failure = ApiError(502, f"the server of {lease.pair} failed", "server_error")
             await send({"type": "http.response.body", "body": b"\n\n" + _event(failure.body()), "more_body": False})
             return None
-        self.kept.pair, self.kept.status, self.kept.first_byte = lease.pair, outcome.status, outcome.first_byte
-        self.kept.whole, self.kept.seconds = len(self.kept.content) <= MOST_BYTES, time.perf_counter() - self._begin
+        answer = self.answer
+        answer.pair, answer.status, answer.first_byte = lease.pair, outcome.status, outcome.first_byte
+        answer.whole, answer.seconds = len(answer.content) <= MOST_BYTES, time.perf_counter() - self._begin
         return None
 
     async def _pass(self, send: Send, part: bytes) -> None:
@@ -223,16 +237,16 @@ class Relay(Response):
         await send({"type": "http.response.body", "body": part, "more_body": True})
 
     def _keep(self, part: bytes) -> None:
-        if self.logged is not None and len(self.kept.content) <= MOST_BYTES:
-            self.kept.content += part
+        if self.logged is not None and len(self.answer.content) <= MOST_BYTES:
+            self.answer.content += part
 
 
-def refusal(refused: Refusal, model: str) -> Refused:
-    """Return what a client is told where no server can be asked."""
+def refusal(refused: Refusal, model: str) -> ApiError:
+    """Return the client's error where no server can be asked."""
     return {
-        UNKNOWN: Refused(404, f"model: expected one that is served, found {model!r:.200}", param="model"),
-        FULL: Refused(429, "all servers of this model are full; try again", "rate_limit_error"),
-        DOWN: Refused(503, "no server of this model is well; try again", "server_error"),
+        UNKNOWN: ApiError(404, f"model: expected one that is served, found {model!r:.200}", param="model"),
+        FULL: ApiError(429, "all servers of this model are full; try again", "rate_limit_error"),
+        DOWN: ApiError(503, "no server of this model is well; try again", "server_error"),
     }[refused.why]
 
 
@@ -242,23 +256,28 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _start(send: Send, response: httpx2.Response, pair: str, length: int | None = None) -> None:
-    """Send the status and headers; of the server's own the content type and the request's id, which its log names."""
+def error_response(error: ApiError) -> Response:
+    """Return an error in OpenAI's shape."""
+    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    return JSONResponse(error.body(), error.status, headers)
+
+
+def _server_error(status: int, message: str) -> Response:
+    return error_response(ApiError(status, message, "server_error"))
+
+
+def _headers(response: httpx2.Response, pair: str, length: int | None = None) -> list[tuple[bytes, bytes]]:
+    """Return an answer's headers; of the server's own the content type and the request's id, which its log names."""
     kind = response.headers.get("Content-Type", "application/json")
     headers = [(b"content-type", kind.encode("latin-1", "replace")), (PAIR_HEADER, pair.encode("utf-8"))]
     if named := response.headers.get(REQUEST_ID):
         headers.append((REQUEST_ID.encode(), named.encode("latin-1", "replace")))
-    headers += [(b"cache-control", b"no-store")] if length is None else [(b"content-length", str(length).encode())]
-    await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
+    length_known = [(b"content-length", str(length).encode())]
+    return headers + ([(b"cache-control", b"no-store")] if length is None else length_known)
 
 
-async def _refuse(send: Send, refused: Refused) -> None:
-    body = json.dumps(refused.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status in (429, 503):
-        headers.append((b"retry-after", b"1"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body, "more_body": False})
+async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
 
 
 def _event(body: Mapping[str, Any]) -> bytes:

@@ -35,38 +35,38 @@ REQUEST_FIELDS = (
 Redactor = Callable[[str], str]
 
 
-class Call(Said):
+class LoggedToolCall(Said):
     """A piece of a call of a tool."""
 
     index: int | None = None
     function: dict[str, str | None] | None = None
 
 
-class Delta(Said):
+class LoggedDelta(Said):
     """A piece of a message."""
 
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[LoggedToolCall] | None = None
 
 
-class PartChoice(Said):
+class LoggedPartChoice(Said):
     """A piece of a choice."""
 
     index: Annotated[int, Field(ge=0, le=1024)] = 0
-    delta: Delta | None = None
+    delta: LoggedDelta | None = None
     text: str | None = None
     finish_reason: str | None = None
 
 
-class Part(Said):
+class LoggedPart(Said):
     """A part of a streamed answer."""
 
-    choices: list[PartChoice] | None = None
+    choices: list[LoggedPartChoice] | None = None
 
 
-class WholeChoice(Said):
+class LoggedChoice(Said):
     """A choice."""
 
     message: dict[str, Any] | None = None
@@ -74,10 +74,10 @@ class WholeChoice(Said):
     finish_reason: str | None = None
 
 
-class Whole(Said):
+class LoggedAnswer(Said):
     """An answer in one piece, or an error, which has no choices."""
 
-    choices: list[WholeChoice] | None = None
+    choices: list[LoggedChoice] | None = None
 
 
 def redactor(log: Log) -> Redactor:
@@ -118,7 +118,7 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
     """
     text = content.decode("utf-8", "replace")
     if not streamed:
-        answer: dict[str, Any] = _checked(Whole, text)
+        answer: dict[str, Any] = _checked(LoggedAnswer, text)
         return answer if answer.get("choices") is not None else None
     # Not splitlines, which would also cut at U+2028: JSON allows it inside a string.
     lines = [line[5:].strip() for line in text.split("\n") if line.startswith("data:")]
@@ -127,7 +127,7 @@ def assembled(content: bytes, streamed: bool) -> dict[str, Any] | None:
     choices: dict[int, dict[str, Any]] = {}
     usage: Any = None
     for line in lines[:-1]:
-        part = _checked(Part, line)
+        part = _checked(LoggedPart, line)
         if "error" in part:
             return None
         usage = part.get("usage") or usage
@@ -162,7 +162,7 @@ def record(
     return {**about, "request": asked, "response": {"choices": choices, "usage": answer.get("usage")}}
 
 
-class Writer:
+class LogWriter:
     """A file of lines that is put aside when it is full.
 
     Args:

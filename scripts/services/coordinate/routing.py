@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from uuid import uuid4
 
-from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
 from draftsmith.scripts.services.coordinate.rates import Rates
 
 SILENCE = 10.0
@@ -174,7 +174,7 @@ class Router:
             if names and self._meets(facts, rule, place):
                 yield max(names, key=lambda name: self._rate(name, facts, room[name])) if rule.best else names[0]
 
-    def _meets(self, facts: Facts, rule: Rule, place: int) -> bool:
+    def _meets(self, facts: Facts, rule: RoutingRule, place: int) -> bool:
         if rule.model is not None and not fnmatchcase(facts.model, rule.model):
             return False
         if (rule.category and facts.category not in rule.category) or (rule.keywords and place not in facts.keywords):
@@ -192,12 +192,12 @@ class Router:
         rows = 1 + min(loads[url] for url in urls)
         return self.rates[name].tokens_per_second(rows, facts.temperature, facts.category)
 
-    def _full(self, pair: Pair) -> bool:
+    def _full(self, pair: ServedPair) -> bool:
         return pair.max_concurrency is not None and self.load(pair.name) >= pair.max_concurrency
 
-    def _well(self, pair: Pair, tried: Collection[str]) -> list[str]:
+    def _well(self, pair: ServedPair, tried: Collection[str]) -> list[str]:
         return [url for url in pair.endpoints if not self.breakers[url].open and url not in tried]
 
-    def _room(self, pair: Pair, tried: Collection[str]) -> list[str]:
+    def _room(self, pair: ServedPair, tried: Collection[str]) -> list[str]:
         """Return the servers of a pair that may get a request."""
         return [] if self._full(pair) else self._well(pair, tried)

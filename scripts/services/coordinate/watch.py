@@ -3,13 +3,14 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from http.client import HTTPConnection, HTTPException
 
 from ray import serve
 
 AWAY = 60.0
 """Seconds without any replica of a deployment after which nothing is to be hoped for."""
 STALE = 15.0
-"""Seconds after which what Serve said last counts for nothing: its controller does not answer."""
+"""Seconds after which the last word of Serve's controller is too old to go by."""
 
 
 class Watch:
@@ -22,21 +23,27 @@ class Watch:
     def __init__(self, wanted: Mapping[str, int]):
         self.wanted = wanted
         self._known, self._away_since = dict(wanted), dict[str, float]()
+        self._silent = False
 
-    def look(self, running: Mapping[str, int] | None, now: float) -> list[str]:
+    def look(self, running: Mapping[str, int] | None, now: float, answers: bool = True) -> list[str]:
         """Return lines on what has changed.
 
         Args:
-            running: replicas of each deployment that run; None where nobody says.
+            running: replicas of each deployment that run; None where Serve's controller does not answer, which says
+                nothing of the replicas.
             now: seconds.
+            answers: whether the coordinator's own port does; looked at where the controller does not.
         """
         said: list[str] = []
+        if self._silent != (running is None):
+            self._silent = running is None
+            said.append(f"coordinator: Ray Serve's controller {'does not answer' if self._silent else 'answers again'}")
         for name, wanted in self.wanted.items():
-            count = 0 if running is None else running.get(name, 0)
+            count = self._known[name] if running is None else running.get(name, 0)
             if count != self._known[name]:
                 said.append(f"coordinator: {count} of {wanted} replicas of {name} run")
             self._known[name] = count
-            if count:
+            if count and (running is not None or answers):
                 self._away_since.pop(name, None)
             else:
                 self._away_since.setdefault(name, now)
@@ -75,19 +82,42 @@ class Status:
             time.sleep(self._every)
 
 
+def answers(host: str, port: int) -> bool:
+    """Say whether anything at a port answers HTTP, whatever it says."""
+    connection = HTTPConnection(host, port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        connection.getresponse().read()
+        return True
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()
+
+
 def watch(
     wanted: Mapping[str, int],
     application: str,
     stopped: threading.Event,
     say: Callable[[str], None],
+    there: Callable[[], bool],
     every: float = 2.0,
 ) -> list[str]:
-    """Watch until told to stop, or until a deployment stays away; return those that do."""
+    """Watch until stopped, or until a deployment stays away; return those that do.
+
+    Args:
+        wanted: replicas of each deployment.
+        application: its name in Serve.
+        stopped: ends the watch.
+        say: takes lines on what has changed.
+        there: says whether the coordinator's own port answers.
+        every: seconds between two looks.
+    """
     status, replicas = Status(application, every), Watch(wanted)
     while not stopped.wait(every):
-        now = time.monotonic()
-        for line in replicas.look(status.running(), now):
+        running = status.running()
+        for line in replicas.look(running, time.monotonic(), running is not None or there()):
             say(line)
-        if lost := replicas.lost(now):
+        if lost := replicas.lost(time.monotonic()):
             return lost
     return []

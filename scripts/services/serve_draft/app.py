@@ -6,8 +6,7 @@ import time
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect
-from starlette.requests import Request as HttpRequest
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
@@ -19,22 +18,15 @@ from draftsmith.scripts.services.draft_protocol import (
     encode_drafts,
     encode_service,
 )
-from draftsmith.scripts.services.serve_draft.metrics import Metrics
-from draftsmith.scripts.services.serve_draft.worker import Work, Worker
+from draftsmith.scripts.services.http_server import BodyError, BodyReader
+from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
+from draftsmith.scripts.services.serve_draft.worker import PendingDrafts, Worker
 
 JSON = "application/json"
 MOST_READ = 32 * MOST_BYTES
 """Bytes of requests that come in, at once."""
 LEFT = 499
 """The status that a client's leaving is counted under; nobody reads it."""
-
-
-class _TooMuch(Exception):
-    """A body that is too large, or one too many."""
-
-    def __init__(self, status: int, line: str):
-        super().__init__(line)
-        self.status = status
 
 
 class DraftApp:
@@ -48,9 +40,9 @@ class DraftApp:
         key: what clients must send; nothing if empty.
     """
 
-    def __init__(self, worker: Worker, service: Service, metrics: Metrics, timeout: float, key: str = ""):
+    def __init__(self, worker: Worker, service: Service, metrics: ServiceMetrics, timeout: float, key: str = ""):
         self._worker, self._service, self._metrics = worker, service, metrics
-        self._timeout, self._key, self._room = timeout, key, MOST_READ
+        self._timeout, self._key, self._bodies = timeout, key, BodyReader(MOST_BYTES, MOST_READ)
         routes = [
             Route("/propose", self._propose, methods=["POST"]),
             Route("/health", self._health),
@@ -58,7 +50,7 @@ class DraftApp:
         ]
         self.app = Starlette(routes=routes)
 
-    async def _propose(self, http: HttpRequest) -> Response:
+    async def _propose(self, http: Request) -> Response:
         start = time.perf_counter()
         try:
             async with asyncio.timeout(self._timeout):
@@ -73,20 +65,20 @@ class DraftApp:
         self._metrics.seconds.observe(time.perf_counter() - start)
         return response
 
-    async def _answer(self, http: HttpRequest) -> Response:
+    async def _answer(self, http: Request) -> Response:
         if not self._allowed(http.headers.get("authorization", "")):
             return _refusal(401, "authorization: expected `Bearer` and this service's key, found neither")
         try:
-            request = decode_request(await self._body(http))
+            request = decode_request(await self._bodies.read(http))
         except ProtocolError as error:
             return _refusal(400, str(error))
-        except _TooMuch as error:
+        except BodyError as error:
             return _refusal(error.status, str(error))
         if len(request.rows) > self._service.max_rows:
             return _refusal(400, f"rows: expected at most {self._service.max_rows}, found {len(request.rows)}")
         self._metrics.client_failures.inc(request.report.failures)
         self._metrics.client_plain_rounds.inc(request.report.plain_rounds)
-        work = Work(request)
+        work = PendingDrafts(request)
         if not self._worker.submit(work):
             return _refusal(503, "service: expected room for a request, found a full queue")
         answered, gone = asyncio.wrap_future(work.answer), asyncio.ensure_future(_gone(http))
@@ -103,27 +95,12 @@ class DraftApp:
             return _refusal(500, f"service: expected drafts, found {type(error).__name__}")
         return Response(encode_drafts(drafts), media_type=JSON)
 
-    async def _body(self, http: HttpRequest) -> bytes:
-        """Return a request's body; what all of them hold while they come in is bounded."""
-        body = bytearray()
-        try:
-            async for part in http.stream():
-                body += part
-                self._room -= len(part)
-                if len(body) > MOST_BYTES:
-                    raise _TooMuch(413, f"request: expected at most {MOST_BYTES} bytes, found more")
-                if self._room < 0:
-                    raise _TooMuch(503, "service: expected room for a request, found too many that come in")
-            return bytes(body)
-        finally:
-            self._room += len(body)
-
-    async def _health(self, http: HttpRequest) -> Response:
+    async def _health(self, http: Request) -> Response:
         if not self._worker.is_alive():
             return _refusal(503, "service: expected a thread that drafts, found none")
         return Response(encode_service(self._service), media_type=JSON)
 
-    async def _show_metrics(self, http: HttpRequest) -> Response:
+    async def _show_metrics(self, http: Request) -> Response:
         return Response(generate_latest(self._metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _allowed(self, authorization: str) -> bool:
@@ -131,7 +108,7 @@ class DraftApp:
         return not self._key or hmac.compare_digest(given, f"Bearer {self._key}".encode())
 
 
-async def _gone(http: HttpRequest) -> None:
+async def _gone(http: Request) -> None:
     """Wait until the client leaves."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -12,9 +12,9 @@ import torch
 
 from draftsmith.decode.cache import cached_numbers, check_model
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.services.draft_protocol import VERSION, Row, Service
+from draftsmith.scripts.services.draft_protocol import VERSION, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
-from draftsmith.scripts.services.serve_draft.metrics import Metrics
+from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
 from draftsmith.train.cli import parse_config, run
@@ -69,8 +69,8 @@ def serve(config: ServeDraftConfig) -> int:
     if config.threads:
         torch.set_num_threads(config.threads)
     door = listening(config.host, config.port)
-    texts, metrics = load_texts(config), Metrics()
-    texts.draft(["warm-up"], [Row(0, 0, [0, 0], 2)])  # the first forwards allocate, and show that it can draft
+    texts, metrics = load_texts(config), ServiceMetrics()
+    texts.draft(["warm-up"], [DraftRow(0, 0, [0, 0], 2)])  # the first forwards allocate, and show that it can draft
     texts.clear()
     worker = Worker(texts, config.max_batch, config.max_waiting, metrics)
     name = Path(config.draft).name

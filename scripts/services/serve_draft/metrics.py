@@ -7,7 +7,7 @@ SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-class Metrics:
+class ServiceMetrics:
     """The counters of one service."""
 
     def __init__(self) -> None:

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import CachedModel, SavedRow, rotary_limit
 from draftsmith.decode.sampling import argmax
-from draftsmith.scripts.services.draft_protocol import Row
+from draftsmith.scripts.services.draft_protocol import DraftRow
 
 AFTER_A_ROUND = 2
 """Tokens that a cache lacks of a text one round later at most: the target's own, and the last drafted, never fed."""
 
 
 @dataclass
-class Text:
+class CachedText:
     """What is known of one text."""
 
     tokens: list[int] = field(default_factory=list)
@@ -66,7 +66,7 @@ class DraftTexts:
         # Where the head is padded, ids beyond the tokenizer's may be drafted, and are rejected.
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self._known = len(cast(Tensor, model.get_input_embeddings().weight))
-        self._texts: OrderedDict[Hashable, Text] = OrderedDict()  # that asked for longest ago first
+        self._texts: OrderedDict[Hashable, CachedText] = OrderedDict()  # that asked for longest ago first
         self._batch: list[Hashable] = []
         self._cache: CachedModel | None = None
         self.evictions = 0
@@ -95,7 +95,7 @@ class DraftTexts:
         self._batch, self._cache = [], None
 
     @torch.inference_mode()
-    def draft(self, keys: Sequence[Hashable], rows: Sequence[Row]) -> list[list[int] | None]:
+    def draft(self, keys: Sequence[Hashable], rows: Sequence[DraftRow]) -> list[list[int] | None]:
         """Return a greedy draft behind each text; None where the text is not known up to a row's `start`.
 
         Args:
@@ -105,7 +105,7 @@ class DraftTexts:
         drafts: list[list[int] | None] = []
         wanted: dict[Hashable, int] = {}
         for key, row in zip(keys, rows, strict=True):
-            text = self._texts.get(key, Text())
+            text = self._texts.get(key, CachedText())
             if row.start > len(text.tokens):
                 drafts.append(None)
                 continue

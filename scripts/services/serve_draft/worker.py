@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from draftsmith.scripts.services.draft_protocol import Request
-from draftsmith.scripts.services.serve_draft.metrics import Metrics
+from draftsmith.scripts.services.draft_protocol import DraftRequest
+from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 
 LOGGER = logging.getLogger(__name__)
@@ -20,10 +20,10 @@ Drafts = list[list[int] | None]
 
 
 @dataclass
-class Work:
+class PendingDrafts:
     """One request, and what is to become of it; it is left out if nobody waits for it any more (`cancel`)."""
 
-    request: Request
+    request: DraftRequest
     answer: "Future[Drafts]" = field(default_factory=Future)
 
     @property
@@ -42,14 +42,14 @@ class Worker(threading.Thread):
         metrics: what it counts in.
     """
 
-    def __init__(self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: Metrics):
+    def __init__(self, texts: DraftTexts, max_batch: int, max_waiting: int, metrics: ServiceMetrics):
         super().__init__(name="draft", daemon=True)
         self._texts, self._max_batch, self._max_waiting, self._metrics = texts, max_batch, max_waiting, metrics
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[PendingDrafts] = deque()
         self._changed = threading.Condition()
         self._stopped = False
 
-    def submit(self, work: Work) -> bool:
+    def submit(self, work: PendingDrafts) -> bool:
         """Let a request wait for its turn; return whether there was room for it."""
         with self._changed:
             if self._stopped or len(self._waiting) >= self._max_waiting:
@@ -88,10 +88,10 @@ class Worker(threading.Thread):
                 work.answer.set_result(drafts[:count])
                 drafts = drafts[count:]
 
-    def _take(self) -> list[Work]:
+    def _take(self) -> list[PendingDrafts]:
         """Wait for requests, and return those that fit together: each text once; none at the end."""
         with self._changed:
-            batch: list[Work] = []
+            batch: list[PendingDrafts] = []
             while not batch:
                 self._changed.wait_for(lambda: self._waiting or self._stopped)
                 if not self._waiting:

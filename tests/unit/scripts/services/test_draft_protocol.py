@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from draftsmith.scripts.services import draft_protocol as protocol
-from draftsmith.scripts.services.draft_protocol import ProtocolError, Report, Request, Row, Service
+from draftsmith.scripts.services.draft_protocol import ClientReport, DraftRequest, DraftRow, ProtocolError, Service
 
-REQUEST = Request("c0ffee", [Row(7, 120, [11, 12], 4), Row(8, 0, [1], 0)], [3], Report(2, 5))
+REQUEST = DraftRequest("c0ffee", [DraftRow(7, 120, [11, 12], 4), DraftRow(8, 0, [1], 0)], [3], ClientReport(2, 5))
 
 
 def said(**changes) -> bytes:

@@ -24,7 +24,7 @@ class FakeService(http.server.ThreadingHTTPServer):
     """Drafts 1, 2, 3, … behind every text; `act` may do otherwise."""
 
     def __init__(self, port: int = 0):
-        self.requests: list[protocol.Request] = []
+        self.requests: list[protocol.DraftRequest] = []
         self.paths: list[str] = []
         self.act = None
         super().__init__(("127.0.0.1", port), Handler)
@@ -122,7 +122,10 @@ def test_a_round_tells_what_is_new(service):
     batch.write(1, [5, 6, 3])
     batch.drafts(drafter)
     assert asked(service) == [(3, [1, 2], 4), (2, [3], 4)]
-    assert service.requests[0].client == service.requests[1].client and service.requests[1].report == protocol.Report()
+    assert (
+        service.requests[0].client == service.requests[1].client
+        and service.requests[1].report == protocol.ClientReport()
+    )
     assert service.paths == ["/health", "/propose", "/propose"]
 
 
@@ -196,7 +199,7 @@ def test_a_failure_is_plain_decoding_until_the_service_is_well(service, act):
     assert report.failures == 1 and report.plain_rounds == 1
     assert service.requests[-1].rows[0].start == 0
     batch.drafts(drafter)
-    assert service.requests[-1].report == protocol.Report()
+    assert service.requests[-1].report == protocol.ClientReport()
 
 
 def test_a_slow_service_is_waited_for_once(service):
@@ -209,7 +212,7 @@ def test_a_slow_service_is_waited_for_once(service):
     up(drafter)
     drafter._line.timeout = 20.0
     assert batch.drafts(drafter) == [[1, 2, 3, 4]]
-    assert service.requests[-1].report == protocol.Report(failures=1, plain_rounds=5)
+    assert service.requests[-1].report == protocol.ClientReport(failures=1, plain_rounds=5)
     assert len(service.requests) == 2
 
 

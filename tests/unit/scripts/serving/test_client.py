@@ -1,17 +1,13 @@
-"""The client of servers, and what the coordinator passes on, against a server whose every answer is written down."""
+"""The client of servers, against a server whose every answer is written down."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
+from local_server import answering
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.validation import answered
-from draftsmith.scripts.services.coordinate.asked import TEXT, Keywords, read_request
-from draftsmith.scripts.services.coordinate.relay import Relay
-from draftsmith.scripts.services.coordinate.routing import DOWN, Lease, Refusal
 from draftsmith.scripts.serving import client as module
 from draftsmith.scripts.serving.client import Client, StreamedCompletion
 from draftsmith.scripts.serving.sglang import Engine, ServerInfo, recognised
@@ -19,21 +15,6 @@ from draftsmith.train.endpoint import answers, http
 from draftsmith.train.endpoint.http import ServerFailure
 
 KEY = "sk-not-to-be-seen"
-
-
-@asynccontextmanager
-async def answering(body: bytes, status: str = "200 OK") -> AsyncIterator[str]:
-    """Give the URL of a server that answers every request so."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(f"HTTP/1.1 {status}\r\nConnection: close\r\n\r\n".encode() + body)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    async with server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
 
 def complete(monkeypatch, body: bytes, status: str = "200 OK") -> StreamedCompletion:
@@ -114,35 +95,6 @@ def test_what_no_completion_says_is_refused_in_one_line(part, field, monkeypatch
     with pytest.raises(ServerFailure, match=f"^server: http://.*/v1/completions: .*{field}") as error:
         complete(monkeypatch, part + event(choices=[{"text": "", "finish_reason": "stop"}]) + b"data: [DONE]\n\n")
     assert "\n" not in str(error.value)
-
-
-def test_what_a_server_says_of_the_coordinators_key_is_not_passed_on():
-    sent, outcomes = [], []
-
-    class Dispatch:
-        def __init__(self, url: str):
-            self.url = url
-
-        async def acquire(self, facts, tried):
-            return Refusal(DOWN) if tried else Lease("1", "pair", self.url)
-
-        def ended(self, outcome):
-            outcomes.append(outcome)
-
-    async def receive():
-        await asyncio.sleep(60)
-
-    async def send(message):
-        sent.append(message)
-
-    async def pass_on():
-        async with answering(f"wrong key {KEY}".encode(), "401 Unauthorized") as url, Client(url) as client:
-            asked = read_request(TEXT, b'{"model": "m", "prompt": "p"}', {}, Keywords([]))
-            await Relay(asked, Dispatch(url), {url: client}, {"pair": None})({}, receive, send)
-
-    asyncio.run(pass_on())
-    assert sent[0]["status"] == 502 and KEY.encode() not in b"".join(each.get("body", b"") for each in sent)
-    assert [(outcome.failed, outcome.status) for outcome in outcomes] == [(True, 0)]
 
 
 @pytest.mark.parametrize(

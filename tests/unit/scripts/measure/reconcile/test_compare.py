@@ -9,12 +9,12 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import intervals
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, steps_of, vllm_counts
 from draftsmith.scripts.measure.reconcile.compare import reconcile
-from draftsmith.scripts.measure.reconcile.pairing import Asked, ServedText
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings
+from draftsmith.scripts.measure.reconcile.pairing import ServedSetting, ServedText
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings
 
 GAMMA, TOKENS, PROMPTS = 3, 24, 32
 DRAFTERS = {"draft": {"kind": "draft", "path": "a"}, "stock": {"kind": "draft", "path": "b"}}
-SETTINGS = Settings(SCHEMA, "target", "float32", TOKENS, GAMMA, DRAFTERS, {})
+SETTINGS = RoundsSettings(SCHEMA, "target", "float32", TOKENS, GAMMA, DRAFTERS, {})
 SHARES = {("draft", "probabilistic"): 0.7, ("draft", "greedy"): 0.55, ("stock", "probabilistic"): 0.3}
 
 
@@ -77,7 +77,7 @@ def compare(
     concurrency=1,
     dtype="float32",
 ):
-    asked = Asked(drafter, verifier, temperature, GAMMA, concurrency)
+    asked = ServedSetting(drafter, verifier, temperature, GAMMA, concurrency)
     return reconcile("out", dataclasses.replace(SETTINGS, dtype=dtype), of, asked, answers, total, plain)
 
 
@@ -269,6 +269,6 @@ def test_what_the_report_does_not_know_is_refused():
     with pytest.raises(InputError, match="expect: expected a report of the same prompts, found none of 32 of 32"):
         compare(of, [dataclasses.replace(one, prompt=f"q{one.prompt}") for one in answers], total)
     with pytest.raises(InputError, match="rounds of up to 9 tokens, which the server drafts, found 3"):
-        reconcile("out", SETTINGS, of, Asked("draft", "probabilistic", 0.0, 9), answers, total)
+        reconcile("out", SETTINGS, of, ServedSetting("draft", "probabilistic", 0.0, 9), answers, total)
     with pytest.raises(InputError, match=r"the rounds of stock \(greedy\)"):
         compare(of, answers, total, drafter="stock", verifier="greedy")

@@ -6,10 +6,10 @@ from dataclasses import asdict
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, read_rounds
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings, read_rounds
 
 DRAFTERS = {name: {"kind": name, "path": "d"} for name in ("draft", "heads")}
-SETTINGS = Settings(SCHEMA, "target", "float32", 3, 2, DRAFTERS, {"top_k": 0})
+SETTINGS = RoundsSettings(SCHEMA, "target", "float32", 3, 2, DRAFTERS, {"top_k": 0})
 KNOWN = {"draft": {"probabilistic": [1, 0, 1, 1, 0]}, "heads": {"probabilistic": [[1, 0], [0, 0], [1, 1], [0, 1]]}}
 TEXT = ExpectedText("p0", 0.0, [1, 2], [3, 4, 5, 6, 7], 3, [0.1, 0.2, 0.3], KNOWN)
 

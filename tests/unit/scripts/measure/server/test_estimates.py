@@ -6,8 +6,8 @@ from draftsmith.decode.measurement.intervals import ratio
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.server.estimates import Acceptance, acceptance, pace, percentiles, token_seconds
-from draftsmith.scripts.measure.server.load import Asked, Record
-from draftsmith.scripts.measure.server.observe import Block, Observed
+from draftsmith.scripts.measure.server.load import LoadPrompt, RequestRecord
+from draftsmith.scripts.measure.server.observe import Observed, ServerTurn
 from draftsmith.scripts.measure.server.warnings import warnings_of
 from draftsmith.scripts.serving.sglang import Engine
 from draftsmith.train.data.prompts import Prompt
@@ -17,21 +17,21 @@ PARTS = [[1, 3, 2], [1, 1, 1, 2, 1], [1, 3, 3], [1, 2, 3], [1, 3, 1], [1, 2, 2]]
 """Of each prompt's answer: two drafted tokens a step, so that 3 is all and the next one, 1 none."""
 
 
-def record(place: int, seconds: float, parts: list[int], **fields) -> Record:
+def record(place: int, seconds: float, parts: list[int], **fields) -> RequestRecord:
     values = {"sent": 0.0, "first": 0.1, "last": seconds, "ended": seconds, "finish_reason": "length"}
     values |= {"prompt_ids": None, "token_ids": None, "text": None, "counts": None}
-    return Record(prompt=place, tokens=sum(parts), parts=parts, **(values | fields))
+    return RequestRecord(prompt=place, tokens=sum(parts), parts=parts, **(values | fields))
 
 
-def block(records: list[Record], seconds: float = 1.0, **fields) -> Block:
+def block(records: list[RequestRecord], seconds: float = 1.0, **fields) -> ServerTurn:
     values = {"counters": ServerCounts(0, 0, 0, ()), "generated_tokens": None, "verify_calls": None}
     values |= {"mean_acceptance_length": None, "busy": False}
-    return Block(records, seconds, **(values | fields))
+    return ServerTurn(records, seconds, **(values | fields))
 
 
 def observed(blocks, config: dict | None = None, kind: str = "vllm") -> Observed:
     given = MeasureServerConfig("http://a", "p", "o", baseline_server="http://b", **(config or {}))
-    prompts = [Asked(Prompt(str(i), "", None, None), text="") for i in range(len(PARTS))]
+    prompts = [LoadPrompt(Prompt(str(i), "", None, None), text="") for i in range(len(PARTS))]
     engines = {"server": Engine(kind), "baseline_server": Engine("vllm")}
     return Observed(given, prompts, engines, {}, {"server": "a", "baseline_server": "b"}, {}, blocks)
 

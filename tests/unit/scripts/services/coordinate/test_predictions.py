@@ -6,7 +6,7 @@ import json
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, RoutingRule, ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.coordinate.routing import Facts, Router
 
@@ -50,10 +50,10 @@ REPORT = {
 
 @pytest.fixture
 def pair(tmp_path):
-    def make(report: object = REPORT, name: str = "drafted", **options) -> Pair:
+    def make(report: object = REPORT, name: str = "drafted", **options) -> ServedPair:
         path = tmp_path / "report.json"
         path.write_text(json.dumps(report))
-        return Pair(name, ["m"], ["http://127.0.0.1:1"], report=str(path), **options)
+        return ServedPair(name, ["m"], ["http://127.0.0.1:1"], report=str(path), **options)
 
     return make
 
@@ -75,7 +75,7 @@ def test_plain_decoding_costs_a_forward_of_one_token(pair):
 
 def test_drafting_is_left_off_where_full_batches_make_it_a_loss(pair):
     drafted, plain = pair(), pair(name="plain", draft_length=0)  # the same machine: their loads are one
-    config = CoordinatorConfig([drafted, plain], [Rule(best=["drafted", "plain"])])
+    config = CoordinatorConfig([drafted, plain], [RoutingRule(best=["drafted", "plain"])])
     router = Router(config, {each.name: predicted_rates(each) for each in config.pairs})
     chosen = [router.acquire(Facts("m", temperature=0.0), "h", (), 0.0).pair for _ in range(8)]
     turn = chosen.index("plain")

@@ -6,7 +6,7 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate.config import Log, Redaction
-from draftsmith.scripts.services.coordinate.request_log import Writer, assembled, record, redactor
+from draftsmith.scripts.services.coordinate.request_log import LogWriter, assembled, record, redactor
 from draftsmith.train.data.prompts import read_prompts
 
 ASKED = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
@@ -202,11 +202,11 @@ def test_a_file_that_cannot_be_written_is_a_line(tmp_path):
     for path in (tmp_path / "file" / "log.jsonl", tmp_path / "folder.jsonl"):
         (tmp_path / "folder.jsonl").mkdir(exist_ok=True)
         with pytest.raises(InputError, match=r"^log\.path: expected a file to write, found "):
-            Writer(Log(str(path)))
+            LogWriter(Log(str(path)))
 
 
 def test_a_full_file_is_put_aside_and_the_oldest_removed(tmp_path):
-    writer = Writer(Log(str(tmp_path / "in" / "log.jsonl"), max_bytes=1000, files=2))
+    writer = LogWriter(Log(str(tmp_path / "in" / "log.jsonl"), max_bytes=1000, files=2))
     for number in range(40):
         writer.write({"number": number, "text": "x" * 100})
     names = sorted(path.name for path in (tmp_path / "in").iterdir())

@@ -7,12 +7,14 @@ import pytest
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.services.coordinate import ingress, routing
-from draftsmith.scripts.services.coordinate.asked import CHAT, TEXT, Keywords, Refused, read_request
-from draftsmith.scripts.services.coordinate.config import CoordinatorConfig, Pair, Rule
+from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
+from draftsmith.scripts.services.coordinate.config import RoutingRule as Rule
+from draftsmith.scripts.services.coordinate.config import ServedPair as Pair
 from draftsmith.scripts.services.coordinate.dispatcher import Dispatcher
 from draftsmith.scripts.services.coordinate.ingress import Line
 from draftsmith.scripts.services.coordinate.rates import Rates
-from draftsmith.scripts.services.coordinate.relay import Names, Outcome
+from draftsmith.scripts.services.coordinate.relay import LeaseOutcome, Names
+from draftsmith.scripts.services.coordinate.request import CHAT, TEXT, ApiError, Keywords, read_request
 from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, SILENCE, UNKNOWN, Facts, Lease, Refusal, Router
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"
@@ -152,7 +154,7 @@ def test_one_call_takes_all_that_has_come_up():
         leases = await asyncio.gather(*(line.acquire(Facts("m"), []) for _ in range(50)))
         assert sum(dispatcher.router.loads().values()) == 50
         for lease in leases:
-            line.ended(Outcome(lease, 200))
+            line.ended(LeaseOutcome(lease, 200))
         left = asyncio.create_task(line.acquire(Facts("m"), []))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -179,7 +181,7 @@ def test_what_has_ended_is_said_again_where_the_dispatcher_starts_anew(monkeypat
         nonlocal well
         line = Line(exchange)
         line.held["0"] = Lease("0", "a", A)
-        line.ended(Outcome(Lease("1", "a", A), 200))
+        line.ended(LeaseOutcome(Lease("1", "a", A), 200))
         refused = await line.acquire(Facts("m"), [])
         well = True
         return [refused, await line.acquire(Facts("m"), [])]
@@ -309,7 +311,7 @@ def test_the_body_is_sent_on_as_it_came_but_for_the_models_name():
     ],
 )
 def test_a_request_that_cannot_be_sent_on_is_refused_by_field(content, named):
-    with pytest.raises(Refused) as error:
+    with pytest.raises(ApiError) as error:
         asked(content)
     assert error.value.status == 400
     assert error.value.message.startswith(named)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftsmith.decode.validation import parse_json
-from draftsmith.scripts.services.coordinate.config import Rule
+from draftsmith.scripts.services.coordinate.config import RoutingRule
 from draftsmith.scripts.services.coordinate.patterns import Pattern
 from draftsmith.scripts.services.coordinate.routing import Facts
 
@@ -20,10 +20,14 @@ DEPTH = 100
 """Levels of a request's JSON; what is nested deeper can be read, but not written again."""
 
 
-class Refused(Exception):
+INVALID = "invalid_request_error"
+"""OpenAI's word for what the client did wrong."""
+
+
+class ApiError(Exception):
     """A request that is answered with an error, in OpenAI's shape."""
 
-    def __init__(self, status: int, message: str, kind: str = "invalid_request_error", param: str | None = None):
+    def __init__(self, status: int, message: str, kind: str = INVALID, param: str | None = None):
         super().__init__(message)
         self.status, self.message, self.kind, self.param = status, message, kind, param
 
@@ -33,7 +37,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request for a completion."""
 
     path: str
@@ -53,7 +57,7 @@ class Asked:
         return json.dumps(body, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords: "Keywords") -> Asked:
+def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords: "Keywords") -> CompletionRequest:
     """Read a request for a completion.
 
     Args:
@@ -63,30 +67,30 @@ def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords
         keywords: of the rules.
 
     Raises:
-        Refused: it is no JSON object with a model and with messages or a prompt; says which field and why.
+        ApiError: it is no JSON object with a model and with messages or a prompt; says which field and why.
     """
     try:
         body = parse_json(content.decode("utf-8"))
     except ValueError as error:  # whose message would repeat none of it but where it breaks off
-        raise Refused(400, f"body: expected JSON, found: {error}") from error
+        raise ApiError(400, f"body: expected JSON, found: {error}") from error
     if _deep(body):
-        raise Refused(400, f"body: expected at most {DEPTH} levels of JSON, found more")
+        raise ApiError(400, f"body: expected at most {DEPTH} levels of JSON, found more")
     if not isinstance(body, dict):
-        raise Refused(400, "body: expected a JSON object, found something else")
+        raise ApiError(400, "body: expected a JSON object, found something else")
     model, field = body.get("model"), "messages" if path == CHAT else "prompt"
     if not isinstance(model, str) or not model:
-        raise Refused(400, "model: expected the name of a model, found none", param="model")
+        raise ApiError(400, "model: expected the name of a model, found none", param="model")
     if not body.get(field):
-        raise Refused(400, f"{field}: expected some, found none", param=field)
+        raise ApiError(400, f"{field}: expected some, found none", param=field)
     if path == CHAT and not isinstance(body["messages"], list):
-        raise Refused(400, "messages: expected a list, found something else", param="messages")
+        raise ApiError(400, "messages: expected a list, found something else", param="messages")
     facts = Facts(
         model=model,
         category=_category(body, headers),
         temperature=_temperature(body),
         keywords=keywords.found_in(last_turn(body)),
     )
-    return Asked(path, body, facts, {name: headers[name] for name in PASSED_ON if name in headers})
+    return CompletionRequest(path, body, facts, {name: headers[name] for name in PASSED_ON if name in headers})
 
 
 def last_turn(body: Mapping[str, Any]) -> str:
@@ -101,7 +105,7 @@ def last_turn(body: Mapping[str, Any]) -> str:
 class Keywords:
     """The rules' regular expressions."""
 
-    def __init__(self, rules: Sequence[Rule]):
+    def __init__(self, rules: Sequence[RoutingRule]):
         self.patterns: dict[int, list[Pattern]] = {
             place: [Pattern(pattern, "rules.keywords", case=False) for pattern in rule.keywords]
             for place, rule in enumerate(rules)
@@ -140,7 +144,7 @@ def _temperature(body: Mapping[str, Any]) -> float:
     try:
         return float(temperature) if isinstance(temperature, int | float) else 1.0  # OpenAI's default
     except OverflowError:
-        raise Refused(400, "temperature: expected a number, found one too large", param="temperature") from None
+        raise ApiError(400, "temperature: expected a number, found one too large", param="temperature") from None
 
 
 def _text(content: Any) -> str:
