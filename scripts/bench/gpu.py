@@ -46,7 +46,7 @@ TRAINING = "--training.bf16 true"
 PACKED = "--packing true --max_length 512"
 FLEX = "--attn_implementation flex_attention"
 MEASURED = "--prompts runs/quickstart/prompts/measured.jsonl --draft_length 4 --max_new_tokens 48 --limit 16"
-DRAFTERS = "--draft runs/gpu/draft --medusa runs/gpu/hydra --eagle runs/gpu/eagle --prompt_lookup true"
+DRAFTERS = "--drafter runs/gpu/draft --drafter runs/gpu/hydra --drafter runs/gpu/eagle --drafter prompt_lookup"
 LOSS = r"'?loss'?: '?\d"
 COMMANDS = (
     Command("draftsmith doctor --config configs/doctor/tiny.yaml --dtype bfloat16", (r"memory: .*free \(cuda", r"0 ✗")),
@@ -74,8 +74,8 @@ COMMANDS = (
         ("runs/gpu/eagle/config.json",),
     ),
     Command(
-        f"draftsmith measure --target assets/tiny-target {DRAFTERS} {MEASURED} --dtype float32 --temperature 0,1"
-        " --lossless_tokens 20000 --output runs/gpu/lossless",
+        f"draftsmith measure --target assets/tiny-target {DRAFTERS} --drafter runs/gpu/parallel {MEASURED}"
+        " --dtype float32 --temperature 0,1 --lossless_tokens 20000 --output runs/gpu/lossless",
         (r"report:",),
         ("runs/gpu/lossless/report.json",),
     ),
@@ -92,7 +92,7 @@ COMMANDS = (
         ("runs/gpu/bfloat16/report.html",),
     ),
     Command(
-        "draftsmith profile --config configs/profile/tiny.yaml --draft runs/gpu/draft --dtype bfloat16"
+        "draftsmith profile --config configs/profile/tiny.yaml --drafter runs/gpu/draft --dtype bfloat16"
         " --output runs/gpu/profile",
         (r"trace, for ui\.perfetto\.dev",),
         ("runs/gpu/profile/trace.json",),
