@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from draftsmith.decode.cache import CachedModel, check_model
-from draftsmith.decode.cache.features import Features
+from draftsmith.decode.cache import CachedModel, Places, check_model
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import (
@@ -28,11 +27,12 @@ from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, 
 from draftsmith.decode.rows import Departure, Row, TextBatch, Texts
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import NO_TOKEN, Verdict
+from draftsmith.decode.tree import masks_of
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one round wrote: told to an observer as it happens."""
+    """The result of one round of one row, as observers get it."""
 
     row: int
     """The row's place in the batch."""
@@ -82,7 +82,7 @@ def speculative_generate(
         input_ids: prompts, (B, T) int64, left-padded where B > 1. Rows advance independently.
         attention_mask: (B, T), 0 on padding; all ones if None.
         draft_length: γ, depth of a draft; less where the length limit is near. None lets a `Plan` choose it each round
-            from measured costs and acceptance; a `Plan` that you pass keeps what it learnt from call to call.
+            from measured costs and acceptance; a `Plan` of yours keeps its estimates from call to call.
         rule: "exact", the lossless rule, or a lossy one: "typical", "threshold" or "cascade", or one of `decode.rules`
             with other levels.
         seed: seeds each row's draws: row i uses seed + i, so that it draws as it would alone.
@@ -152,70 +152,60 @@ def _write(
 
     p is the target's distribution and q the proposer's, both warped by the sampler.
     """
-    max_length, vocab_size = max(len(row.text) for row in rows), model.config.get_text_config().vocab_size
+    task = _task(model, rows, plan.longest, rule, compiled)
+    largest = proposer.start(task)
+    wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
+    target = CachedModel(model, len(rows), task.max_length, 1 + largest, compiled, **wants)
+    plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
+    texts = TextBatch(rows, 1 + largest)
+    while True:
+        rows, roots = texts.rows, texts.lengths + -1
+        # Draft γ tokens from q, but leave room for the target's own.
+        drafts = plan.propose(model, proposer, Texts(rows), [row.room - 1 for row in rows])
+        # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
+        width = largest if compiled else max(len(draft.tokens) for draft in drafts)
+        logits = _verify(target, texts, drafts, roots, width)
+        # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
+        contexts = [Contexts(row.context, draft) for row, draft in zip(rows, drafts, strict=True)]
+        samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
+        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators)
+        # Emit them; in the target's cache, accepted nodes of a tree move to where a chain has its tokens.
+        tokens = [_emitted(*args) for args in zip(rows, verdicts, drafts, strict=True)]
+        paths = _moves(verdicts)
+        places = texts.write(tokens, paths)
+        target.keep_paths(roots, paths, places)
+        for row, draft, verdict, emitted in zip(rows, drafts, verdicts, tokens, strict=True):
+            round = _recorded(row, draft, verdict, emitted)
+            plan.observe(round.accepted, round.drafted)
+            if observer is not None:
+                observer(round)
+        # Continue with the texts that have not ended.
+        unfinished = [place for place, row in enumerate(rows) if not row.done]
+        if not unfinished:
+            return
+        proposer.commit(_outcomes(target, drafts, verdicts, logits, roots, places))
+        if len(unfinished) < len(rows):
+            texts.select(unfinished)
+            target.select(unfinished)
+            proposer.select(unfinished)
+
+
+def _task(model: PreTrainedModel, rows: Sequence[Row], draft_length: int, rule: Rule, compiled: bool) -> Task:
     sampler, samplers = rows[0].sampler, [row.sampler for row in rows]
-    task = Task(
+    return Task(
         sampler,
-        vocab_size,
+        model.config.get_text_config().vocab_size,
         [row.generator for row in rows],
-        max_length,
-        plan.longest,
+        max(len(row.text) for row in rows),
+        draft_length,
         draw_siblings=not rule.lossy,
         compiled=compiled,
         target=model,
         row_samplers=() if all(other is sampler for other in samplers) else samplers,
     )
-    largest = proposer.start(task)
-    wants: dict[str, Any] = {"wants_hidden": proposer.wants_hidden, "wants_features": proposer.wants_features}
-    target = CachedModel(model, len(rows), max_length, 1 + largest, compiled, **wants)
-    plan.start(model, proposer, len(rows), max(row.length for row in rows), compiled)
-    texts = TextBatch(rows, 1 + largest)
-    while True:
-        rows = texts.rows
-        # Draft γ tokens from q, but leave room for the target's own.
-        drafts = plan.propose(model, proposer, Texts(rows), [row.room - 1 for row in rows])
-        # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
-        logits = _verify(target, texts, drafts, largest if compiled else max(len(draft.tokens) for draft in drafts))
-        # Accept the drafted tokens of a path while they pass, and take one more token from p or its residual.
-        contexts = [Contexts(row.context, draft) for row, draft in zip(rows, drafts, strict=True)]
-        samplers, generators = [row.sampler for row in rows], [row.generator for row in rows]
-        verdicts = rule.verify_batch(samplers, logits, contexts, drafts, generators)
-        for row, verdict in zip(rows, verdicts, strict=True):
-            if verdict.token == NO_TOKEN:
-                raise row.not_finite(len(verdict.path))
-        paths, starts = [verdict.path for verdict in verdicts], texts.lengths + -1
-        emitted = [_emitted(*told) for told in zip(rows, verdicts, drafts, strict=True)]
-        moved = any(path != list(range(len(path))) for path in paths)  # else the tokens are in their places
-        kept = [[node + 1 for node in path] for path in paths] if moved else []
-        places = texts.write(emitted, kept)
-        target.keep_paths(starts, kept, places)
-        # Emit them, up to the end of the text.
-        for row, draft, verdict, tokens in zip(rows, drafts, verdicts, emitted, strict=True):
-            tokens = row.advance(tokens)
-            counts = Counts.of_round(draft.tree, len(verdict.path), len(tokens))
-            row.rounds.append(counts)
-            for distance, wrong in (verdict.departures or [])[: len(tokens)]:
-                row.departure += Departure(distance, int(wrong), 1)
-            plan.observe(counts.num_accepted_tokens, len(counts.num_draft_tokens_per_pos))
-            if observer is not None:
-                leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]
-                bonus = leaf and len(draft.tree) > 0 and len(tokens) > len(verdict.path)
-                observer(Round(row.index, tokens, counts, bonus, row.done))
-        left = [i for i, row in enumerate(rows) if not row.done]
-        if not left:
-            return
-        outcomes = _outcomes(paths, drafts, logits, target.hidden)
-        if proposer.wants_features:
-            outcomes = _with_features(outcomes, target.features, logits.shape[1], starts.host, places)
-        proposer.commit(outcomes)
-        del outcomes  # a prompt's features are large
-        if len(left) < len(rows):
-            texts.select(left)
-            target.select(left)
-            proposer.select(left)
 
 
-def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], width: int) -> Tensor:
+def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], roots: Places, width: int) -> Tensor:
     """Feed each row's last token, which was not fed yet, and its draft; return the logits, (B, 1 + width, V)."""
     rows, chains = texts.rows, all(draft.tree.is_chain for draft in drafts)
     if target.is_empty:
@@ -224,20 +214,10 @@ def _verify(target: CachedModel, texts: TextBatch, drafts: Sequence[Proposal], w
             return target.prefill(torch.cat([rows[0].context, drafts[0].tokens])[None, :], keep=width + 1)
         target.prefill_texts([row.context for row in rows])
     blocks = torch.cat([texts.last(), tokens_of(drafts, width)], 1)
-    starts = texts.lengths + -1
     if chains:
-        return target.feed(blocks, starts)
-    trees = [draft.tree for draft in drafts]
-    if all(tree is trees[0] for tree in trees) and len(trees[0]) == width:
-        visible, depths = trees[0].on(blocks.device)
-        return target.feed(blocks, starts, visible=visible, depths=depths)
-    visible = torch.eye(width + 1, dtype=torch.bool).repeat(len(rows), 1, 1)
-    depths = torch.zeros(len(rows), width + 1, dtype=torch.long)
-    for i, tree in enumerate(trees):
-        size = len(tree) + 1
-        visible[i, :size, :size] = tree.visible
-        depths[i, 1:size] = torch.tensor(tree.depths)
-    return target.feed(blocks, starts, visible=visible.to(blocks.device), depths=depths.to(blocks.device))
+        return target.feed(blocks, roots)
+    visible, depths = masks_of([draft.tree for draft in drafts], width, blocks.device)
+    return target.feed(blocks, roots, visible=visible, depths=depths)
 
 
 class Contexts(Sequence[Tensor]):
@@ -256,48 +236,76 @@ class Contexts(Sequence[Tensor]):
 
 
 def _emitted(row: Row, verdict: Verdict, draft: Proposal) -> list[int]:
-    """Return the accepted tokens and the one after them, as far as there is room."""
+    """Return the accepted tokens and the one after them, as far as there is room.
+
+    Raises:
+        InputError: the target's logits are not numbers.
+    """
+    if verdict.token == NO_TOKEN:
+        raise row.not_finite(len(verdict.path))
     accepted = verdict.accepted
     if accepted is None:
         accepted = draft.tokens[verdict.path].tolist() if verdict.path else []
     return [*accepted, verdict.token][: row.room]
 
 
+def _moves(verdicts: Sequence[Verdict]) -> list[list[int]]:
+    """Return each row's accepted places in its block, counted from the root; none where all are in order already."""
+    if all(verdict.path == list(range(len(verdict.path))) for verdict in verdicts):
+        return []
+    return [[node + 1 for node in verdict.path] for verdict in verdicts]
+
+
+def _recorded(row: Row, draft: Proposal, verdict: Verdict, emitted: Sequence[int]) -> Round:
+    """Count a round of a row, up to the end of its text."""
+    tokens = row.advance(emitted)
+    counts = Counts.of_round(draft.tree, len(verdict.path), len(tokens))
+    row.rounds.append(counts)
+    for distance, disagrees in (verdict.departures or [])[: len(tokens)]:
+        row.departure += Departure(distance, int(disagrees), 1)
+    at_leaf = not draft.tree.children[verdict.path[-1] + 1 if verdict.path else 0]
+    bonus = at_leaf and len(draft.tree) > 0 and len(tokens) > len(verdict.path)
+    return Round(row.index, tokens, counts, bonus, row.done)
+
+
 def _outcomes(
-    paths: Sequence[list[int]], drafts: Sequence[Proposal], logits: Tensor, hidden: Tensor | None
+    target: CachedModel,
+    drafts: Sequence[Proposal],
+    verdicts: Sequence[Verdict],
+    logits: Tensor,
+    roots: Places,
+    places: Tensor,
 ) -> list[Outcome]:
-    sizes = [1 + len(draft.tokens) for draft in drafts]
-    return [
-        Outcome(path, logits[i, :size], None if hidden is None else hidden[i, :size])
-        for i, (path, size) in enumerate(zip(paths, sizes, strict=True))
-    ]
-
-
-def _with_features(
-    outcomes: Sequence[Outcome], passed: Features, width: int, starts: Sequence[int], places: Tensor
-) -> list[Outcome]:
-    """Return outcomes with the features of what was fed and stands, and forget them.
+    """Return what became of each row's draft, with the hidden states or features that the target was asked for.
 
     Args:
-        outcomes: the rows'.
-        passed: of the round's forwards, one or, where prompts were fed before the first block, two.
-        width: 1 + K of the block.
-        starts: tokens of each row before its root.
+        target: just fed; its features are taken away.
+        drafts: of the rows.
+        verdicts: of the rows.
+        logits: the target's, (B, 1 + K, V).
+        roots: the slot of each row's root.
         places: of the accepted nodes in the block, (B, D), where a path ends those of a chain; none for chains.
     """
-    before, block = passed[0], passed[-1][:, -width:]
-    first = len(passed) > 1 or before.shape[1] > width
+    outcomes, hidden = [], target.hidden
+    for row, (draft, verdict) in enumerate(zip(drafts, verdicts, strict=True)):
+        size = 1 + len(draft.tokens)
+        outcomes.append(Outcome(verdict.path, logits[row, :size], None if hidden is None else hidden[row, :size]))
+    if not target.features:
+        return outcomes
+    # One forward, or two: prompts and then the first block.
+    width, before, block = logits.shape[1], target.features[0], target.features[-1][:, -logits.shape[1] :]
+    first = len(target.features) > 1 or before.shape[1] > width
     if places.shape[1]:
         nodes = torch.nn.functional.pad(places, (1, 0)).to(block.device).clamp(max=width - 1)
         block = block.take_along_dim(nodes[..., None], dim=1)
-    passed.clear()
+    target.features.clear()
     return [
         replace(
             outcome,
             features=block[row, : 1 + len(outcome.path)],
-            prompt_features=before[row, :start] if first else None,
+            prompt_features=before[row, :root] if first else None,
         )
-        for row, (outcome, start) in enumerate(zip(outcomes, starts, strict=True))
+        for row, (outcome, root) in enumerate(zip(outcomes, roots.host, strict=True))
     ]
 
 

@@ -237,3 +237,26 @@ class Tree:
 @lru_cache(maxsize=64)
 def _chain(length: int) -> Tree:
     return Tree(tuple(range(-1, length - 1)))
+
+
+def masks_of(trees: Sequence[Tree], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return which tokens of its block each token attends to, and how deep each lies in its tree.
+
+    Args:
+        trees: a row's each, of at most K nodes.
+        width: K.
+        device: of the result.
+
+    Returns:
+        (1 + K, 1 + K) bool and (1 + K,) int64 where one tree of K nodes is all rows'; else (B, 1 + K, 1 + K) and
+        (B, 1 + K), where padding behind a smaller tree sees itself alone.
+    """
+    if all(tree is trees[0] for tree in trees) and len(trees[0]) == width:
+        return trees[0].on(device)
+    visible = torch.eye(width + 1, dtype=torch.bool).repeat(len(trees), 1, 1)
+    depths = torch.zeros(len(trees), width + 1, dtype=torch.long)
+    for row, tree in enumerate(trees):
+        size = len(tree) + 1
+        visible[row, :size, :size] = tree.visible
+        depths[row, 1:size] = torch.tensor(tree.depths)
+    return visible.to(device), depths.to(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftsmith.decode.cache import padded
 from draftsmith.decode.proposers.base import Proposal, probabilities_of, tokens_of
-from draftsmith.decode.rules.acceptance import accept_exact_chains, accept_greedy, accept_siblings
+from draftsmith.decode.rules.acceptance import Floats, accept_exact_chains, accept_greedy, accept_siblings
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import ROOT
 
@@ -107,60 +107,94 @@ def tree_verdicts(
     """Trees under sampling: a transfer for each depth that some row's path reaches, of p on the siblings' support.
 
     The target's logits are processed along the paths alone, and q is never spread over the vocabulary. Either all
-    drafts are deterministic, or all say what their siblings were drawn from.
+    drafts are deterministic, or all have `siblings`.
     """
     size, counts = logits.shape[1] - 1, [len(proposal.tokens) for proposal in proposals]
-    tokens = tokens_of(proposals, size)
     # As many random numbers, and of the same kind, as a chain takes: a row is what it would be alone.
     r_BK = uniforms(generators, counts, logits.new_empty(0, dtype=torch.promote_types(logits.dtype, torch.float32)))
     u_B = uniforms(generators, [1] * len(counts), logits.new_empty(0, dtype=torch.float64))[:, 0]
-    parts = [tokens, torch.nn.functional.pad(r_BK, (0, size - max(counts)), value=1.0)]
-    drawn = [proposal.siblings for proposal in proposals if proposal.siblings is not None]
-    support_BFM = tokens[:, None]
-    if drawn:
-        each = [proposal.siblings or drawn[0] for proposal in proposals]  # a row that drafts nothing looks at none
-        support_BFM, q_BFM = torch.stack([s.support for s in each]), torch.stack([s.q for s in each])
-        parts += [padded([s.places for s in each], size), q_BFM.flatten(1)]
-    drafted, r, *more = np.split(torch.cat([p.double() for p in parts], 1).cpu().numpy(), [size, 2 * size, 3 * size], 1)
-    q = more[1].reshape(q_BFM.shape) if drawn else None
-    if q is not None and np.isnan(q).any():
-        warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=2)
-
+    drafts = _TreeDrafts(proposals, size, torch.nn.functional.pad(r_BK, (0, size - max(counts)), value=1.0))
     paths: list[list[int]] = [[] for _ in counts]
-    ends: list[Tensor] = [logits[0, 0]] * len(counts)  # p of the node that each row's path ends at, (V,)
-    supports: list[Tensor] = [support_BFM[0, 0]] * len(counts)  # what its children may name, (M,)
-    rests = np.full((len(counts), support_BFM.shape[2]), np.inf)  # and what of p is left there, where less is
-    going = list(range(len(counts)))
-    while going:
-        nodes = [paths[row][-1] if paths[row] else ROOT for row in going]
-        of = [(proposals[row].siblings, node) for row, node in zip(going, nodes, strict=True)]
-        places = [0 if siblings is None else siblings.of[node + 1] for siblings, node in of]
-        p_AV = sampler.scores(torch.stack([logits[row, node + 1] for row, node in zip(going, nodes, strict=True)]), [])
-        p_AV = p_AV.softmax(-1)
-        support_AM = torch.stack([support_BFM[row, f] for row, f in zip(going, places, strict=True)])
-        children = [proposals[row].tree.children[node + 1] for row, node in zip(going, nodes, strict=True)]
-        p_AM = p_AV.gather(1, support_AM).cpu().numpy() if any(children) else None
-        left = []
-        for at, (row, f, siblings) in enumerate(zip(going, places, children, strict=True)):
-            accepted, r_of = None, [r[row, child] for child in siblings]
-            if p_AM is not None and siblings and q is not None:
-                named = [int(more[0][row, child]) for child in siblings]
-                accepted, rests[row] = accept_siblings(p_AM[at], q[row, f], named, r_of)
-            elif p_AM is not None and siblings:
-                index = list(siblings)
-                accepted, rests[row, index] = accept_siblings(p_AM[at, index], None, range(len(index)), r_of)
-            if accepted is None:
-                ends[row], supports[row] = p_AV[at], support_AM[at]
+    # Of the node that each row's path ends at: p, what its children may name, and how much of p is left there.
+    ends: list[tuple[Tensor, Tensor, Floats]] = [(logits[0, 0], drafts.support_BFM[0, 0], np.empty(0))] * len(counts)
+    descending = list(range(len(counts)))
+    while descending:
+        nodes = [(row, paths[row][-1] if paths[row] else ROOT) for row in descending]
+        p_AV = sampler.scores(torch.stack([logits[row, node + 1] for row, node in nodes]), []).softmax(-1)
+        support_AM = torch.stack([drafts.support_BFM[row, drafts.distribution(row, node)] for row, node in nodes])
+        inner = any(drafts.children(row, node) for row, node in nodes)
+        p_AM = p_AV.gather(1, support_AM).cpu().numpy() if inner else np.empty((len(nodes), 0))
+        descending = []
+        for at, (row, node) in enumerate(nodes):
+            child, left_M = drafts.accept(row, node, p_AM[at])
+            if child is None:
+                ends[row] = p_AV[at], support_AM[at], left_M
             else:
-                rests[row] = np.inf
-                paths[row].append(siblings[accepted])
-                left.append(row)
-        going = left
-    p_BV, support_BM = torch.stack(ends), torch.stack(supports)
-    rest_BV = p_BV.scatter_reduce(1, support_BM, torch.from_numpy(rests).to(p_BV), "amin")
+                paths[row].append(child)
+                descending.append(row)
+    p_BV, support_BM = torch.stack([p for p, _, _ in ends]), torch.stack([support for _, support, _ in ends])
+    left_BM = torch.from_numpy(np.stack([left_M for _, _, left_M in ends])).to(p_BV)
+    rest_BV = p_BV.scatter_reduce(1, support_BM, left_BM, "amin")
     rest_BV = torch.where(rest_BV.sum(-1, keepdim=True) > 0, rest_BV, p_BV)
-    last = torch.stack([draw_rows(rest_BV, u_B), p_BV[:, 0].isnan().long()]).tolist()
+    tokens, broken = torch.stack([draw_rows(rest_BV, u_B), p_BV[:, 0].isnan().long()]).tolist()
     return [
-        Verdict(path, NO_TOKEN if broken else token, [int(drafted[row, node]) for node in path])
-        for row, (path, token, broken) in enumerate(zip(paths, *last, strict=True))
+        Verdict(path, NO_TOKEN if broken[row] else tokens[row], [int(drafts.tokens_BK[row, node]) for node in path])
+        for row, path in enumerate(paths)
     ]
+
+
+class _TreeDrafts:
+    """The trees of a batch on the host, with all that their nodes are tested with, by one transfer.
+
+    Args:
+        proposals: either all deterministic, or all with `siblings`.
+        size: K, nodes of the largest.
+        r_BK: uniform on [0, 1), to test each node with.
+    """
+
+    def __init__(self, proposals: Sequence[Proposal], size: int, r_BK: Tensor):
+        self._proposals = proposals
+        tokens_BK = tokens_of(proposals, size)
+        parts = [tokens_BK, r_BK]
+        drawn = [proposal.siblings for proposal in proposals if proposal.siblings is not None]
+        self.support_BFM = tokens_BK[:, None]
+        """The tokens that siblings may name, on the device: those of the F distributions that they were drawn from, or
+        of a deterministic draft its own."""
+        if drawn:
+            each = [proposal.siblings or drawn[0] for proposal in proposals]  # a row that drafts nothing has none
+            self.support_BFM, q_BFM = torch.stack([s.support for s in each]), torch.stack([s.q for s in each])
+            parts += [padded([s.places for s in each], size), q_BFM.flatten(1)]
+        on_host = torch.cat([part.double() for part in parts], 1).cpu().numpy()
+        self.tokens_BK, self._r_BK, *places_and_q = np.split(on_host, [size, 2 * size, 3 * size], 1)
+        self._places_BK: Floats | None = None  # of each node's token in the support
+        self._q_BFM: Floats | None = None
+        if drawn:
+            self._places_BK, self._q_BFM = places_and_q[0], places_and_q[1].reshape(q_BFM.shape)
+            if np.isnan(self._q_BFM).any():
+                warnings.warn("proposer: q is not a number at some drafted tokens, which are rejected", stacklevel=3)
+
+    def children(self, row: int, node: int) -> tuple[int, ...]:
+        """Return the nodes below one, or below the root."""
+        return self._proposals[row].tree.children[node + 1]
+
+    def distribution(self, row: int, node: int) -> int:
+        """Return which of the F distributions the children of a node were drawn from."""
+        siblings = self._proposals[row].siblings
+        return 0 if siblings is None else siblings.of[node + 1]
+
+    def accept(self, row: int, node: int, p_M: Floats) -> tuple[int | None, Floats]:
+        """Test a node's children in turn, by the target's probabilities of their support.
+
+        Returns:
+            The child that is accepted, if any; and what is left of p on the support, ∞ where that is all of it, (M,).
+        """
+        children, left_M = list(self.children(row, node)), np.full(self.support_BFM.shape[2], np.inf)
+        if not children:
+            return None, left_M
+        r = self._r_BK[row, children].tolist()
+        if self._q_BFM is None or self._places_BK is None:
+            accepted, left_M[children] = accept_siblings(p_M[children], None, range(len(children)), r)
+        else:
+            places = self._places_BK[row, children].astype(int).tolist()
+            accepted, left_M = accept_siblings(p_M, self._q_BFM[row, self.distribution(row, node)], places, r)
+        return None if accepted is None else children[accepted], left_M
