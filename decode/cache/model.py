@@ -9,8 +9,8 @@ Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width, V v
 """
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from draftsmith.decode.cache.attention import Grouped, attends_in_groups
 from draftsmith.decode.cache.checks import parameters_of, rotary_limit
 from draftsmith.decode.cache.features import Features, collected
 from draftsmith.decode.cache.layers import Block, Layer, Places, SavedLayer
+from draftsmith.decode.cache.masks import Masks
 from draftsmith.decode.errors import InputError
 
 # Compiled forwards are specialised to the buffers' size: few sizes, few compilations.
@@ -75,7 +76,6 @@ class CachedModel:
                 f"{self._depths}: decode eagerly"
             )
         kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-        self._types = sorted(set(kinds))
         self._window: int = getattr(config, "sliding_window", None) or 0
         windows = [self._window if kind == "sliding_attention" else 0 for kind in kinds]
         rollback = 2 * block + 2 if rollback is None else rollback
@@ -84,8 +84,7 @@ class CachedModel:
             for window in (windows or [self._window] * config.num_hidden_layers)[: config.num_hidden_layers]
         ]
         self.cache = Cache(layers=list(self._layers))
-        self._dtype, self._device = model.dtype, model.device
-        self._minimum = torch.finfo(model.dtype).min
+        self._device = model.device
         self._attention: Any = Grouped(model) if attends_in_groups(model) else nullcontext()
         self._keeps = "logits_to_keep" in parameters_of(model)
         self._largest = block
@@ -93,7 +92,7 @@ class CachedModel:
         self._range = torch.arange(slots, device=self._device)
         # Where tokens of a tree lie is not where they stand: windows are counted in positions.
         self._positions = torch.zeros(rows, slots, dtype=torch.long, device=self._device) if self._window else None
-        self._causal: dict[int, Tensor] = {}
+        self._masks = Masks(model, sorted(set(kinds)), self._window, self._range)
         self._rotary_limit = rotary_limit(model)
 
     @property
@@ -144,7 +143,7 @@ class CachedModel:
 
         Args:
             tokens: (B, T) int64.
-            keep: return the logits of so many columns.
+            keep: how many columns' logits to return, the last ones'.
             further: inputs of the model's beside tokens, by name, (B, T, …).
 
         Returns:
@@ -156,7 +155,7 @@ class CachedModel:
         positions = self._range[None, :length]
         if self._positions is not None:
             self._positions[:, :length] = positions
-        return self._run(tokens, None, positions, keep, further or {}, compiled=False)
+        return self._run(tokens, None, positions, keep, further, compiled=False)
 
     def feed(
         self,
@@ -172,7 +171,7 @@ class CachedModel:
         Args:
             tokens: (B, K) int64; a row's own block may be shorter: what lies behind it is overwritten later.
             starts: for each row the slot of its first token; all slots before it are attended to.
-            keep: return the logits of the last so many tokens; all K if None.
+            keep: how many tokens' logits to return, the last ones'; all K if None.
             visible: which of the last N ≥ K slots up to the block's end each token attends to, (K, N) or (B, K, N)
                 bool; the slots before those are visible to all. Causal if None.
             depths: each token's position beyond its row's start, (K,) or (B, K); 0…K − 1 if None.
@@ -181,41 +180,20 @@ class CachedModel:
         Returns:
             (B, keep, V).
         """
-        k = tokens.shape[1]
-        places, further = starts if isinstance(starts, Places) else Places(starts, self._device), further or {}
+        rows, k = tokens.shape
+        places = starts if isinstance(starts, Places) else Places(starts, self._device)
         self._check_rotary(max(places.host) + k)
-        if self._active is not None:
-            tokens, places, visible, depths = self._spread(tokens, places.host, visible, depths)
-            further = {name: self._for_all(given) for name, given in further.items()}
-        block, rows = self._block, len(places.host)
-        block.start = places.host[0] if not self.compiled and places.alike else None
-        block.width = self._slots if self.compiled else max(places.host) + k
-        if not self.compiled:  # else shapes come from the whole buffers
-            # A tree's nodes stand where their depth says, not where they lie.
-            first = min(places.host) - (0 if depths is None else self._largest)
-            block.reach = max(0, first - self._window + 1)
-        if block.start is not None:
-            block.slots = self._range[block.start : block.start + k][None, :]
-        else:
-            block.slots = places.tensor[:, None] + self._range[:k]
-        positions = block.slots if depths is None else block.slots[:, :1] + depths
-        if self.compiled or block.width > self._last + 1:
-            # Behind a row's own block, where another's is longer: learned positions may end with the length limit.
-            positions = positions.clamp(max=self._last)
-        if self._positions is not None:
-            self._positions.scatter_(1, block.slots.expand(rows, k), positions.expand(rows, k))
-        mask: Any = None
-        if visible is not None or block.start is None or (depths is not None and self._window):
-            mask = self._mask(visible, positions.expand(rows, k))
-        elif k > 1 and not self._window:
-            # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
-            if k not in self._causal:
-                above = torch.full((1, 1, k, k), self._minimum, dtype=self._dtype, device=self._device).triu(1)
-                self._causal[k] = above
-            mask = self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
-        elif k == 1 and self._window and self._types:
-            mask = dict.fromkeys(self._types)  # one token sees all that a layer hands out
-        logits = self._run(tokens, mask, positions, k if keep is None else keep, further)
+        if self._active is not None:  # of fixed shapes all rows are fed, the others with zeros
+            tokens, places = self._for_all(tokens), self._all_places(places)
+            visible = visible if visible is None or visible.ndim == 2 else self._for_all(visible)
+            depths = depths if depths is None or depths.ndim == 1 else self._for_all(depths)
+            further = {name: self._for_all(states) for name, states in (further or {}).items()}
+            rows = self._rows
+        positions = self._placed(places, k, depths)
+        mask = self._masks.of_block(
+            self._block, positions.expand(rows, k), self._positions, visible, depths is not None
+        )
+        logits = self._run(tokens, mask, positions, k if keep is None else keep, further, self.compiled)
         if self._active is None:
             return logits
         if self.hidden is not None:
@@ -286,55 +264,42 @@ class CachedModel:
                 f"embedding changes what the cache holds, found {self._last + 1}"
             )
 
-    def _spread(
-        self, tokens: Tensor, starts: Sequence[int], visible: Tensor | None, depths: Tensor | None
-    ) -> tuple[Tensor, Places, Tensor | None, Tensor | None]:
-        """Put the rows that are left into a block for all rows."""
-        all_starts = [0] * self._rows
-        for row, start in zip(cast(list[int], self._active), starts, strict=True):
-            all_starts[row] = start
-        spread: list[Tensor | None] = [visible, depths]
-        for i, (given, shared) in enumerate(((visible, 2), (depths, 1))):
-            if given is not None and given.ndim > shared:
-                spread[i] = self._for_all(given)
-        return self._for_all(tokens), Places(all_starts, self._device), spread[0], spread[1]
-
-    def _for_all(self, given: Tensor) -> Tensor:
-        """Return what is given for the rows that are left, (B, …), with zeros for the others."""
-        whole = given.new_zeros(self._rows, *given.shape[1:])
-        whole[self._active] = given
+    def _for_all(self, states: Tensor) -> Tensor:
+        """Return states of the rows that are left, (B, …), with zeros for the others."""
+        whole = states.new_zeros(self._rows, *states.shape[1:])
+        whole[self._active] = states
         return whole
 
-    def _mask(self, visible: Tensor | None, positions: Tensor) -> Any:
-        """Return the additive mask of the block whose tokens have these positions, (B, 1, K, S), by layer type."""
-        rows, k = positions.shape
-        block_slots, width = self._block.slots, self._block.width
-        slots = self._range[:width]
-        if visible is None:
-            allowed = (slots <= block_slots[:, :, None]).expand(rows, k, width)
+    def _all_places(self, places: Places) -> Places:
+        """Return places of the rows that are left, with slot 0 for the others."""
+        slots = [0] * self._rows
+        for row, slot in zip(cast(list[int], self._active), places.host, strict=True):
+            slots[row] = slot
+        return Places(slots, self._device)
+
+    def _placed(self, places: Places, k: int, depths: Tensor | None) -> Tensor:
+        """Say to the layers which slots a block of K tokens goes to; return its positions, (1 or B, K)."""
+        block = self._block
+        block.start = places.host[0] if places.alike and not self.compiled else None
+        if self.compiled:  # shapes come from the whole buffers
+            block.width = self._slots
         else:
-            n = visible.shape[-1]
-            base = (block_slots[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0
-            allowed = (slots < base[:, :, None]).expand(rows, k, width).clone()
-            block = base + self._range[:n]
-            allowed.scatter_(2, block[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
-        if self._positions is None:
-            return self._by_type(self._additive(allowed))
-        full = self._additive(allowed) if "full_attention" in self._types else allowed
-        seen = slice(self._block.reach, width)
-        near = positions[:, :, None] - self._positions[:, None, seen] < self._window
-        return self._by_type(full, self._additive(allowed[:, :, seen] & near))
-
-    def _additive(self, allowed: Tensor) -> Tensor:
-        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
-        return mask.masked_fill_(~allowed, self._minimum)[:, None]
-
-    def _by_type(self, full: Tensor, windowed: Tensor | None = None) -> Any:
-        """Hand out masks as the library's `create_masks_for_generate` does."""
-        windowed = full if windowed is None else windowed
-        if self._types:
-            return {name: windowed if name == "sliding_attention" else full for name in self._types}
-        return windowed
+            block.width = max(places.host) + k
+            # A tree's nodes stand where their depth says, not where they lie.
+            first = min(places.host) - (0 if depths is None else self._largest)
+            block.reach = max(0, first - self._window + 1)
+        if block.start is not None:
+            block.slots = self._range[block.start : block.start + k][None, :]
+        else:
+            block.slots = places.tensor[:, None] + self._range[:k]
+        positions = block.slots if depths is None else block.slots[:, :1] + depths
+        if block.width > self._last + 1:
+            # Behind a row's own block, where another's is longer: learned positions may end with the length limit.
+            positions = positions.clamp(max=self._last)
+        if self._positions is not None:
+            shape = len(places.host), k
+            self._positions.scatter_(1, block.slots.expand(shape), positions.expand(shape))
+        return positions
 
     def _run(
         self,
@@ -342,45 +307,55 @@ class CachedModel:
         mask: Any,
         positions: Tensor,
         keep: int,
-        further: Mapping[str, Tensor],
-        compiled: bool | None = None,
+        further: Mapping[str, Tensor] | None,
+        compiled: bool,
     ) -> Tensor:
-        inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **further}
+        """Run the model; return the logits of the last `keep` columns, and keep the states that are wanted."""
+        inputs: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, **(further or {})}
         if keep < tokens.shape[1] and self._keeps:
             # A long prompt's logits over a large vocabulary would be the largest tensor of the whole run.
             inputs["logits_to_keep"] = keep
         inputs |= {"input_ids": tokens, "past_key_values": self.cache, "use_cache": True}
-        if self.compiled if compiled is None else compiled:
+        if compiled:
             # A column of a text has the text's length for a stride, which a compiled forward would be specialised to.
             inputs["input_ids"] = tokens.clone(memory_format=torch.contiguous_format)
+            inputs["output_hidden_states"] = self.wants_hidden or bool(self._depths)
             with self._attention:
-                output = _compiled(self.model)(output_hidden_states=self.wants_hidden or bool(self._depths), **inputs)
+                output = _compiled(self.model)(**inputs)
             if self._depths:
                 self.features.append(torch.cat([output.hidden_states[depth] for depth in self._depths], dim=-1))
             if self.wants_hidden:
-                self.hidden = output.hidden_states[-1][:, -keep:]
+                self.hidden = output.hidden_states[-1]
                 if self.hidden.ndim != 3:
                     raise InputError(
                         f"compiled: expected the last hidden states to be the head's input (B, T, H), found "
                         f"{self.hidden.ndim} dimensions in {type(self.model).__name__}: decode eagerly"
                     )
-        elif self.wants_hidden:
-            # Not `output_hidden_states`: a long prompt's would be kept of every layer.
+        else:
+            with self._attention, self._watched():
+                output = self.model(**inputs)
+        if self.hidden is not None:
+            self.hidden = self.hidden[:, -keep:]
+        return output.logits[:, -keep:].to(self._device)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Keep the states that are wanted of an eager forward in this block.
+
+        Not by `output_hidden_states`, which would keep those of every layer of a long prompt.
+        """
+        if self.wants_hidden:
             hook = self.model.get_output_embeddings().register_forward_pre_hook(self._see)
             try:
-                with self._attention:
-                    output = self.model(**inputs)
+                yield
             finally:
                 hook.remove()
-            self.hidden = cast(Tensor, self.hidden)[:, -keep:]
         elif self._depths:
-            with self._attention, collected(self.model, self._depths) as passed:
-                output = self.model(**inputs)
-            self.features += passed
+            with collected(self.model, self._depths) as features:
+                yield
+            self.features += features
         else:
-            with self._attention:
-                output = self.model(**inputs)
-        return output.logits[:, -keep:].to(self._device)
+            yield
 
     def _see(self, head: Any, args: tuple[Tensor, ...]) -> None:
         self.hidden = args[0]

@@ -1,0 +1,84 @@
+"""Attention masks of the blocks that `CachedModel` feeds, in the form that the library's layers take.
+
+Shape suffixes: B rows, K tokens of a block, N slots up to the block's end, S slots.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftsmith.decode.cache.layers import Block
+
+
+class Masks:
+    """Makes the masks of a model's blocks, to be added to the scores.
+
+    Args:
+        model: whose dtype and device they have.
+        types: the kinds of its layers, where its config names any.
+        window: positions that a token of a sliding layer attends to; 0 where there are none.
+        slots_S: 0 … S − 1 on the device.
+    """
+
+    def __init__(self, model: PreTrainedModel, types: Sequence[str], window: int, slots_S: Tensor):
+        self._dtype, self._device, self._minimum = model.dtype, model.device, torch.finfo(model.dtype).min
+        self._types, self._window, self._slots_S = types, window, slots_S
+        self._causal: dict[int, Tensor] = {}
+
+    def of_block(
+        self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None, by_depth: bool
+    ) -> Any:
+        """Return a block's mask, a dictionary by layer type where there are types; None where none is needed.
+
+        Args:
+            block: its slots.
+            positions_BK: of its tokens.
+            cached_BS: the position of the token in each slot, where layers have a window.
+            visible: which of the last N slots each token attends to, (K, N) or (B, K, N) bool; causal if None.
+            by_depth: positions are those of a tree's nodes, not of successive tokens.
+        """
+        k = positions_BK.shape[1]
+        if visible is not None or block.start is None or (by_depth and self._window):
+            return self._by_slot(block, positions_BK, cached_BS, visible)
+        if k > 1 and not self._window:
+            # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
+            if k not in self._causal:
+                above = torch.full((1, 1, k, k), self._minimum, dtype=self._dtype, device=self._device).triu(1)
+                self._causal[k] = above
+            return self._by_type(torch.nn.functional.pad(self._causal[k], (block.start, 0)))
+        if k == 1 and self._window and self._types:
+            return dict.fromkeys(self._types)  # one token sees all that a layer hands out
+        return None
+
+    def _by_slot(self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None) -> Any:
+        rows, k = positions_BK.shape
+        slots = self._slots_S[: block.width]
+        if visible is None:
+            allowed = (slots <= block.slots[:, :, None]).expand(rows, k, -1)
+        else:
+            n = visible.shape[-1]
+            base = (block.slots[:, :1] + k - n).clamp(min=0)  # rows that have ended lie at slot 0
+            allowed = (slots < base[:, :, None]).expand(rows, k, -1).clone()
+            last = base + self._slots_S[:n]
+            allowed.scatter_(2, last[:, None, :].expand(rows, k, n), visible.expand(rows, k, n))
+        if cached_BS is None:
+            return self._by_type(self._additive(allowed))
+        full = self._additive(allowed) if "full_attention" in self._types else allowed
+        seen = slice(block.reach, block.width)
+        near = positions_BK[:, :, None] - cached_BS[:, None, seen] < self._window
+        return self._by_type(full, self._additive(allowed[:, :, seen] & near))
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        """Return (B, 1, K, S): 0 where a slot may be attended to."""
+        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
+        return mask.masked_fill_(~allowed, self._minimum)[:, None]
+
+    def _by_type(self, full: Tensor, windowed: Tensor | None = None) -> Any:
+        """Hand out masks as the library's `create_masks_for_generate` does."""
+        windowed = full if windowed is None else windowed
+        if self._types:
+            return {name: windowed if name == "sliding_attention" else full for name in self._types}
+        return windowed
