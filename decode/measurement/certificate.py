@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import FALSE_ALARM, LEAST_TOKENS
-from draftsmith.decode.measurement.companions import Pairs
 from draftsmith.decode.measurement.distribution_test import (
     DistributionTest,
     Text,
@@ -25,6 +24,7 @@ from draftsmith.decode.measurement.distribution_test import (
     sample_texts,
 )
 from draftsmith.decode.measurement.exactness import GREEDY, TIE_ULPS, Mismatch, first_mismatch
+from draftsmith.decode.measurement.pair_independence import Pairs
 from draftsmith.decode.options import Sampling
 from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.base import Proposer
@@ -261,14 +261,14 @@ def texts_tested(
     drafter: Distributions | None = None,
     seed: int = 0,
     batch_size: int = 8,
-    companions: Mapping[str, Pairs] | None = None,
+    pairs: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
     """Test whether texts were drawn from the target, and let rounding excuse tokens of probability zero.
 
     Where a tie may move such a token in or out of what top-k or top-p keep, the other tests alone decide. The arguments
     are those of `distribution_test`.
     """
-    result = distribution_test(target, texts, sampler, drafter, seed, batch_size, companions)
+    result = distribution_test(target, texts, sampler, drafter, seed, batch_size, pairs)
     if result.num_impossible and all(_rounding_ruled_out(target, texts[i], k, sampler) for i, k in result.impossible):
         result = replace(result, p_value=result.combined)
     return result

@@ -23,8 +23,8 @@ from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, generate_arguments
-from draftsmith.decode.measurement.companions import Agreement, Companions, Pairs
 from draftsmith.decode.measurement.exactness import mismatch_position
+from draftsmith.decode.measurement.pair_independence import Agreement, Pairs, PairTests
 from draftsmith.decode.measurement.uniformity import (
     BINS,
     PAIR_BINS,
@@ -229,7 +229,7 @@ def distribution_test(
     drafter: Distributions | None = None,
     seed: int = 0,
     batch_size: int = 16,
-    companions: Mapping[str, Pairs] | None = None,
+    pairs: Mapping[str, Pairs] | None = None,
 ) -> DistributionTest:
     """Test whether texts were drawn from the target under a sampler.
 
@@ -248,7 +248,7 @@ def distribution_test(
         drafter: tells q, for power alone; see `Proposer.distributions_after`.
         seed: of the random points.
         batch_size: texts in one forward; processors are handed as many, as `generate` does.
-        companions: pairs of texts that must be independent of one another, by a name of what they have in common. With
+        pairs: texts that must be independent of one another, by a name of what they have in common. With
             them come more tests: of their independence, of how often they agree, and of all texts' first tokens.
 
     Raises:
@@ -259,12 +259,12 @@ def distribution_test(
     generator = torch.Generator().manual_seed(PLACES_SEED + seed)
     names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
     uniform = torch.zeros(len(names), BINS, dtype=torch.long)
-    pairs = torch.zeros(len(names), PAIR_BINS**2, dtype=torch.long)
+    successive = torch.zeros(len(names), PAIR_BINS**2, dtype=torch.long)
     count = num_impossible = num_texts = 0
     impossible: list[tuple[int, int]] = []
-    beside = Companions(companions or {}, names)
+    pair_tests = PairTests(pairs or {}, names)
     for batch in _batched(texts, batch_size, "test of the law"):
-        beside.begin(num_texts, len(batch))
+        pair_tests.begin(num_texts, len(batch))
         ids_BT, wanted_BT = _aligned(batch)
         size = target.config.get_text_config().vocab_size
         columns = max(1, ENTRIES // (len(batch) * size))
@@ -284,7 +284,7 @@ def distribution_test(
             places = places_BT[:, start : start + columns].T[chosen].to(p.device)
             for k, key in enumerate(keys):
                 u[k, start : start + len(chosen)][chosen] = transform(p, key, tokens, places).cpu()
-            beside.add_block(p, tokens, block_CB)
+            pair_tests.add_block(p, tokens, block_CB)
             ruled_out = (p.gather(1, tokens[:, None])[:, 0] == 0).cpu()
             num_impossible += int(ruled_out.sum())
             for column, text in chosen.nonzero()[ruled_out][: PLACES_KEPT - len(impossible)].tolist():
@@ -294,8 +294,8 @@ def distribution_test(
         for k in range(len(names)):
             uniform[k] += bins(u[k][wanted], BINS).bincount(minlength=BINS)
             cells = bins(u[k, :-1][both], PAIR_BINS) * PAIR_BINS + bins(u[k, 1:][both], PAIR_BINS)
-            pairs[k] += cells.bincount(minlength=PAIR_BINS**2)
-        beside.end(u, wanted)
+            successive[k] += cells.bincount(minlength=PAIR_BINS**2)
+        pair_tests.end(u, wanted)
         count += int(wanted.sum())
         num_texts += len(batch)
     if count < 20 * PAIR_BINS**2:
@@ -303,9 +303,9 @@ def distribution_test(
     tests: dict[str, ChiSquare | Agreement] = {}
     for k, name in enumerate(names):
         tests[f"uniform by {name}"] = uniformity(uniform[k])
-        tests[f"independent by {name}"] = independence(pairs[k].view(PAIR_BINS, PAIR_BINS))
-    if companions is not None:
-        tests |= beside.tests()
+        tests[f"independent by {name}"] = independence(successive[k].view(PAIR_BINS, PAIR_BINS))
+    if pairs is not None:
+        tests |= pair_tests.tests()
     result = DistributionTest(count, 0.0, tests, num_impossible, tuple(impossible))
     return result if num_impossible else replace(result, p_value=result.combined)
 

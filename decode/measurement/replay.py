@@ -1,4 +1,4 @@
-"""Replay: acceptance from text that the target wrote, by one teacher-forced forward of each model, without decoding.
+"""Replay: acceptance on text that the target wrote, by one teacher-forced forward of each model, without decoding.
 
 The Rao-Blackwellised decoder: the same means from the same text for every draft length and any number of drafters, and
 less variance (`draftsmith.decode.replay.rounds` has the sums). At T=0 its counts are the decoder's, integer for
@@ -22,12 +22,11 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.counts import Ratios
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.exactness import TIE_ULPS
+from draftsmith.decode.measurement.authorship import Authorship, readmit
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.base import Proposer, Task
 from draftsmith.decode.replay.replayed import Replayed
-from draftsmith.decode.replay.rounds import on_host
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
@@ -40,9 +39,6 @@ Its distributions take as much, then the drafter's logits in place of the target
 on top. In float32, with texts of 512 tokens and a chain, replay added to the peak of the process: V = 32k, eight texts
 at a time, 0.5 GiB at T=0, 1.1 at T=1, 1.6 with top-p, which sorts; V = 128k, two at a time, 1.4 at T=1.
 """
-FOREIGN = 6.0
-"""Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
-probability of 2e-9, were the sum normal; its tails are a little heavier."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Replay:
     biased: bool = False
     """Whether the texts were not checked to be the target's: then the figures may be off by anything."""
     num_ties: int = 0
-    """Tokens that top-k or top-p cut off here and not where they were written, by rounding: see `readmit`."""
+    """Tokens that top-k or top-p cut off here by rounding, not where they were written: `authorship.readmit`."""
 
     @cached_property
     def draft_lengths(self) -> list[int]:
@@ -157,7 +153,7 @@ def replay_acceptance(
     Args:
         target: the model that wrote the texts.
         proposer: a draft model's, chains at any temperature and a `Tree` at T=0; prompt lookup or another that looks
-            at the text alone; Medusa heads, chains at any temperature and trees at T=0.
+            at the text alone; heads on the target's states, chains at any temperature and trees at T=0.
         sequences: prompts and texts, (T,) int64 each, without padding.
         prompt_lengths: tokens of each prompt.
         draft_lengths: γ, as many as wanted: they cost next to nothing.
@@ -210,7 +206,7 @@ def replay_drafters(
     for share in shares:
         if share.refusal is not None:
             raise InputError(share.refusal)
-    sum((share.surprise for share in shares[1:]), shares[0].surprise).judge()
+    sum((share.authorship for share in shares), Authorship()).judge()
     replays = {place: replay for share in shares for place, replay in share.replays.items()}
     ties = sum(share.ties for share in shares)
     return {key: Replay([replays[place][key] for place in sorted(replays)], allow_biased, ties) for key in proposers}
@@ -222,7 +218,7 @@ class _Share(Generic[Key]):
 
     replays: dict[int, dict[Key, TextReplay]] = field(default_factory=dict)
     """By a text's place, then by drafter."""
-    surprise: "_Surprise" = field(default_factory=lambda: _Surprise())
+    authorship: Authorship = field(default_factory=Authorship)
     ties: int = 0
     """Tokens that were cut off by rounding."""
     refusal: str | None = None
@@ -253,80 +249,57 @@ def _share(
         target=target,
     )
     try:
-        with phase("replay", len(places), "texts") as replaying:
+        with phase("replay", len(places), "texts") as progress:
             for batch in _batches(texts, places, vocab_size):
-                members = [texts[i] for i in batch]
-                distributions: list[Tensor] | None = [] if sampler.do_sample else None
-                logits = teacher_forced(target, members)
-                for text, logits_NV in zip(members, logits, strict=True):
-                    contexts = prefixes(text.sequence[:-1], len(text))
-                    scores_NV = sampler.scores(logits_NV, contexts)
-                    if distributions is not None:
-                        share.ties += readmit(sampler, logits_NV, scores_NV, text.tokens, contexts)
-                        distributions.append(scores_NV.softmax(-1))
-                    if not allow_biased:
-                        share.surprise.check(
-                            text, logits_NV, scores_NV, None if distributions is None else distributions[-1]
-                        )
-                del logits, logits_NV, scores_NV  # before the drafters' logits
-                replayed = {name: proposer.replay(task, members, distributions) for name, proposer in proposers.items()}
-                by_length = {name: {k: r.counts(k) for k in draft_lengths} for name, r in replayed.items()}
-                rounds = {name: r.chains(rounds_of) for name, r in replayed.items() if rounds_of and r.chains}
+                members = [texts[place] for place in batch]
+                distributions = _distributions(target, members, sampler, share, allow_biased)
+                replays = {
+                    name: _text_replays(proposer.replay(task, members, distributions), draft_lengths, rounds_of)
+                    for name, proposer in proposers.items()
+                }
                 for i, place in enumerate(batch):
-                    share.replays[place] = {
-                        name: _of_text(r, by_length[name], rounds[name][i] if name in rounds else None, i)
-                        for name, r in replayed.items()
-                    }
-                replaying.advance(len(batch))
+                    share.replays[place] = {name: of_texts[i] for name, of_texts in replays.items()}
+                progress.advance(len(batch))
     except InputError as error:
         share.refusal = str(error)
     return share
 
 
-def readmit(
-    sampler: Sampler, logits_NV: Tensor, scores_NV: Tensor, tokens_N: Tensor, contexts: Sequence[Tensor]
-) -> int:
-    """Let those tokens of a text back in that a filter cut off, although they lie within a tie of what it kept.
+def _distributions(
+    target: PreTrainedModel, texts: Sequence[WrittenText], sampler: Sampler, share: _Share[Key], allow_biased: bool
+) -> list[Tensor] | None:
+    """Return the target's distributions of each text's tokens, (N, V); None at T=0.
 
-    A forward of a block rounds otherwise than one of the whole text, in half precision by several units, so that a
-    token at the edge of top-k or top-p may fall out. It is let in where it passes the filters once all logits are moved
-    by the size of a tie in its favour, and gets the score of the least likely token that was kept.
-
-    Args:
-        sampler: the warping.
-        logits_NV: the target's logits, (N, V).
-        scores_NV: the same, processed; changed in place.
-        tokens_N: the text's tokens, (N,).
-        contexts: as in `Sampler.scores`.
-
-    Returns:
-        How many were let back in.
+    Raises:
+        InputError: a text that the target did not write, unless biased replays are allowed.
     """
-    x_N = tokens_N.to(scores_NV.device)
-    cut = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()
-    let_in = 0
-    for i in cut.cpu().nonzero()[:, 0].tolist():
-        logits_V, x = logits_NV[i].float(), x_N[i]
-        tie = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_V.abs().max()
-        moved_V = torch.where(logits_V <= logits_V[x], logits_V + tie, logits_V - tie)
-        if not bool(sampler.scores(moved_V[None], contexts[i : i + 1])[0, x].isneginf()):
-            kept_V = scores_NV[i][scores_NV[i].isfinite()]
-            scores_NV[i, x] = kept_V.min()
-            let_in += 1
-    return let_in
+    distributions: list[Tensor] | None = [] if sampler.do_sample else None
+    for text, logits_NV in zip(texts, teacher_forced(target, texts), strict=True):
+        contexts = prefixes(text.sequence[:-1], len(text))
+        scores_NV, p_NV = sampler.scores(logits_NV, contexts), None
+        if distributions is not None:
+            share.ties += readmit(sampler, logits_NV, scores_NV, text.tokens, contexts)
+            p_NV = scores_NV.softmax(-1)
+            distributions.append(p_NV)
+        if not allow_biased:
+            share.authorship.check(text, logits_NV, scores_NV, p_NV)
+    return distributions
 
 
-def _of_text(
-    replayed: Replayed, counts: Mapping[int, Sequence[Ratios]], rounds_NK: Tensor | None, place: int
-) -> TextReplay:
-    overlap = replayed.overlaps[place]
-    return TextReplay(
-        {k: of_batch[place] for k, of_batch in counts.items()},
-        float(overlap.double().sum()),
-        len(overlap),
-        tuple(replayed.acceptance[place].tolist()),
-        None if rounds_NK is None else rounds_NK.cpu().numpy(),
-    )
+def _text_replays(replayed: Replayed, draft_lengths: Sequence[int], rounds_of: int | None) -> list[TextReplay]:
+    """Return one drafter's replay of each text of a batch."""
+    counts = {k: replayed.counts(k) for k in draft_lengths}
+    rounds = replayed.chains(rounds_of) if rounds_of and replayed.chains else None
+    return [
+        TextReplay(
+            {k: of_texts[i] for k, of_texts in counts.items()},
+            float(overlap.double().sum()),
+            len(overlap),
+            tuple(acceptance.tolist()),
+            None if rounds is None else rounds[i].cpu().numpy(),
+        )
+        for i, (acceptance, overlap) in enumerate(zip(replayed.acceptance, replayed.overlaps, strict=True))
+    ]
 
 
 def _checked_texts(
@@ -357,58 +330,3 @@ def _batches(texts: Sequence[WrittenText], chosen: Sequence[int], vocab_size: in
         batch.append(i)
     if batch:
         yield batch
-
-
-@dataclass
-class _Surprise:
-    """Whether texts are the target's, as far as its distributions can tell.
-
-    At T=0 each token must be the argmax, or tie with it as rounding goes. Under sampling it must have a probability,
-    and −log p(x) − H(p), whose expectation is zero and whose variance is that of −log p under p, must sum over the
-    texts to what such a sum can be: too little where they were written greedily, too much where by somebody else.
-    """
-
-    excess: float = 0.0
-    variance: float = 0.0
-
-    def __add__(self, other: "_Surprise") -> "_Surprise":
-        return _Surprise(self.excess + other.excess, self.variance + other.variance)
-
-    def check(self, text: WrittenText, logits_NV: Tensor, scores_NV: Tensor, p_NV: Tensor | None) -> None:
-        x, start = text.tokens.to(logits_NV.device), text.prompt_length
-        if p_NV is None:
-            behind = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
-            tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
-            self._refuse(behind > tolerance, start, "the target's argmax")
-            return
-        wrong_N = p_NV.gather(-1, x[:, None])[:, 0] <= 0
-        # Scores are log p but for a constant, which neither figure has: no logarithm of a whole vocabulary. What is cut
-        # off has p = 0 in float32.
-        s_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).clamp_(min=-1e3)
-        mean_N1 = (p_NV * s_NV).sum(-1, keepdim=True)
-        s_NV -= mean_N1
-        below_N = s_NV.gather(-1, x[:, None])[:, 0].double()
-        squares_N = s_NV.square_().mul_(p_NV).sum(-1).double()
-        wrong_N, below_N, squares_N = on_host(wrong_N.double(), below_N, squares_N)
-        self._refuse(wrong_N > 0, start, "a token that the target could have drawn")
-        self.excess -= float(below_N.sum())
-        self.variance += float(squares_N.sum())
-        self.judge()
-
-    def judge(self) -> None:
-        z = self.excess / max(self.variance, 1e-12) ** 0.5
-        if abs(self.excess) > 1.0 and abs(z) > FOREIGN:
-            kind = "likelier" if z < 0 else "less likely"
-            raise InputError(
-                f"sequences: expected text that the target wrote under these settings, found text that is {kind} than "
-                f"its own by {abs(z):.1f} standard errors (allow_biased replays it all the same, with a bias)"
-            )
-
-    def _refuse(self, wrong_N: Tensor, start: int, expected: str) -> None:
-        wrong_N = wrong_N.cpu()
-        if bool(wrong_N.any()):
-            place = start + int(wrong_N.int().argmax())
-            raise InputError(
-                f"sequences: expected text that the target wrote, found {int(wrong_N.sum())} of {len(wrong_N)} tokens "
-                f"that are not {expected}, the first at {place} (allow_biased replays it all the same, with a bias)"
-            )

@@ -1,4 +1,4 @@
-"""Numbers that are uniform on (0, 1) and independent where a text is its model's, and the tests that they are.
+"""Numbers that are uniform on (0, 1) and independent where a text is its model's; their tests, and the tests' power.
 
 Shape suffixes: N tokens under test, V vocabulary.
 """
@@ -6,7 +6,8 @@ Shape suffixes: N tokens under test, V vocabulary.
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import chi2_contingency, chisquare
+from scipy.optimize import brentq
+from scipy.stats import chi2, chi2_contingency, chisquare, ncx2
 from torch import Tensor
 
 BINS = 50
@@ -46,7 +47,7 @@ def transform(p_NV: Tensor, key_NV: Tensor, tokens_N: Tensor, places_N: Tensor) 
 
 
 def bins(u: Tensor, count: int) -> Tensor:
-    """Return which of so many equal parts of (0, 1) each number lies in."""
+    """Return the bin that each number lies in, of `count` equal parts of (0, 1)."""
     return (u * count).long().clamp(max=count - 1)
 
 
@@ -64,3 +65,27 @@ def independence(table: Tensor) -> ChiSquare:
         return ChiSquare(0.0, 0, 1.0)
     test = chi2_contingency(table.numpy(), correction=False)
     return ChiSquare(float(test.statistic), int(test.dof), float(test.pvalue))
+
+
+def detectable(tokens: int, level: float, power: float = 0.9, bins: int = BINS) -> tuple[float, float]:
+    """Return the smallest departures that the chi-square test of uniformity finds.
+
+    A share ε of the numbers that all fall into one of B bins adds N ε² (B − 1) to the statistic's expectation, and a
+    share ε that moves from one half of them to the other adds 4 N ε²: the statistic is then noncentral chi-square.
+
+    Args:
+        tokens: N.
+        level: the p-value below which the test fails a text.
+        power: with what probability.
+        bins: B.
+
+    Returns:
+        The share of tokens that would all be unlikely ones; and the total variation of a law that leans one way.
+    """
+    limit = chi2.isf(level, bins - 1)
+
+    def missing(noncentrality: float) -> float:
+        return float(ncx2.sf(limit, bins - 1, noncentrality)) - power
+
+    noncentrality = brentq(missing, 1e-9, 10 * limit + 1000)
+    return min(1.0, (noncentrality / (tokens * (bins - 1))) ** 0.5), min(1.0, (noncentrality / (4 * tokens)) ** 0.5)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from draftsmith.decode.measurement.power import detectable
+from draftsmith.decode.measurement.uniformity import detectable
 from draftsmith.decode.progress import each
 from draftsmith.scripts.certify.asking import Question, stages
 from draftsmith.scripts.certify.config import CertifyConfig

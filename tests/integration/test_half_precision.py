@@ -26,8 +26,8 @@ from draftsmith.decode import (
     replay_acceptance,
     speculative_generate,
 )
+from draftsmith.decode.measurement.authorship import readmit
 from draftsmith.decode.measurement.exactness import first_mismatch
-from draftsmith.decode.measurement.replay import readmit
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 

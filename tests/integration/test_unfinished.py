@@ -13,8 +13,7 @@ from drafter_fields import with_drafters
 from processes import exit_code
 
 from draftsmith.decode import InputError
-from draftsmith.decode.measurement import intervals
-from draftsmith.decode.measurement import replay as replay_module
+from draftsmith.decode.measurement import authorship, intervals
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.scripts.measure import certify, command, side_by_side
 from draftsmith.scripts.measure.config import MeasureConfig
@@ -196,7 +195,7 @@ def test_a_drafter_that_fails_leaves_the_others_reported(root, whole, tmp_path, 
 def test_texts_that_replay_refuses_are_reported_without_it(root, whole, tmp_path, monkeypatch, finished):
     output = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replay_module, "FOREIGN", 0.0)  # no sampled text is as likely as that
+        patch.setattr(authorship, "FOREIGN", 0.0)  # no sampled text is as likely as that
         report = measured(root, output)
     (failure,) = report["failures"]
     assert failure["what"] == "replay at T = 1" and failure["exit_code"] == 2

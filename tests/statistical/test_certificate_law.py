@@ -36,7 +36,7 @@ def drawn(model, count, seed=0, temperature=1.0, tokens=TOKENS):
 
 
 def judged(target, texts, seed=0):
-    return texts_tested(target, texts, SAMPLER, seed=seed, batch_size=TEXTS, companions=companions(len(texts)))
+    return texts_tested(target, texts, SAMPLER, seed=seed, batch_size=TEXTS, pairs=companions(len(texts)))
 
 
 def test_false_alarms_are_as_rare_as_stated(target):

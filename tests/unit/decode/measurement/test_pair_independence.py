@@ -1,4 +1,4 @@
-"""What tells of two texts together, and of two decoders' texts: valid p-values, and what they see."""
+"""Tests of pairs of texts and of two decoders' texts: valid p-values, and their power."""
 
 from itertools import product
 
@@ -7,20 +7,20 @@ import pytest
 import torch
 from scipy.stats import ncx2
 
-from draftsmith.decode.measurement.companions import Companions, Wager
-from draftsmith.decode.measurement.power import detectable
+from draftsmith.decode.measurement.pair_independence import BettingTest, PairTests
 from draftsmith.decode.measurement.two_samples import _beginnings, _grams, two_sample_tests
+from draftsmith.decode.measurement.uniformity import detectable
 
 
-def test_a_wager_is_fair():
+def test_bets_are_fair():
     """Over all outcomes of five places the expectation of what it is worth is 1."""
     chances = torch.tensor([0.1, 0.5, 0.9, 0.3, 0.0], dtype=torch.float64)
     expectation = 0.0
     for outcome in product((0.0, 1.0), repeat=4):
         agreed = torch.tensor([*outcome, 0.0], dtype=torch.float64)
-        wager = Wager()
-        wager.add(agreed, chances)
-        worth = float((wager._logs.logsumexp(0)).exp()) / len(wager._logs)
+        bets = BettingTest()
+        bets.add(agreed, chances)
+        worth = float((bets._logs.logsumexp(0)).exp()) / len(bets._logs)
         expectation += float(torch.where(agreed == 1, chances, 1 - chances).prod()) * worth
     assert expectation == pytest.approx(1)
 
@@ -28,40 +28,40 @@ def test_a_wager_is_fair():
 def test_texts_that_agree_too_often_or_too_rarely_are_seen():
     places = torch.full((200,), 0.3, dtype=torch.float64)
     for agreed, expected in ((1.0, True), (0.0, True), (None, False)):
-        wager = Wager()
+        bets = BettingTest()
         seen = torch.tensor([1.0, 0, 0, 1, 0, 0, 0, 1, 0, 0] * 20).double() if agreed is None else places * 0 + agreed
-        wager.add(seen, places)
-        result = wager.result()
+        bets.add(seen, places)
+        result = bets.result()
         assert (result.p_value < 1e-9) is expected
         assert (result.places, result.expected) == (200, pytest.approx(60))
     assert (result.observed, result.p_value) == (60, 1.0)
 
 
 def test_what_never_varies_says_nothing():
-    wager = Wager()
-    wager.add(torch.ones(50).double(), torch.ones(50).double())
-    wager.add(torch.zeros(50).double(), torch.zeros(50).double())
-    assert wager.result().p_value == pytest.approx(1.0)
+    bets = BettingTest()
+    bets.add(torch.ones(50).double(), torch.ones(50).double())
+    bets.add(torch.zeros(50).double(), torch.zeros(50).double())
+    assert bets.result().p_value == pytest.approx(1.0)
 
 
 def test_a_text_may_not_be_in_two_pairs_of_a_kind():
     with pytest.raises(ValueError, match="found one in two"):
-        Companions({"neighbours": [(0, 1), (1, 2)]}, ["id"])
+        PairTests({"neighbours": [(0, 1), (1, 2)]}, ["id"])
 
 
 def test_the_places_of_pairs_are_found_in_ragged_batches():
     """Texts 2 and 3 are the second batch; in its columns 0 to 2 the first has tokens 0 and 2, the other 1 and 2."""
-    beside = Companions({"pair": [(0, 1), (2, 3)], "apart": [(1, 2)]}, ["id"])
+    beside = PairTests({"pair": [(0, 1), (2, 3)], "apart": [(1, 2)]}, ["id"])
     beside.begin(2, 2)
     block = torch.tensor([[True, False], [False, True], [True, True]])
     p = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.25, 0.75], [0.5, 0.5]])
     beside.add_block(p, torch.tensor([0, 1, 1, 1]), block)
     beside.end(torch.tensor([[[0.1, 0.0], [0.0, 0.2], [0.3, 0.4]]], dtype=torch.float64), block)
-    agreement = beside._wagers["pair"].result()
+    agreement = beside._betting["pair"].result()
     assert (agreement.places, agreement.observed, agreement.expected) == (1, 1, 0.5)
     assert beside._both["pair"][-1].tolist() == [[[pytest.approx(0.3)], [pytest.approx(0.4)]]]
     assert sorted(beside._first[-1][0].tolist()) == pytest.approx([0.1, 0.2])
-    assert beside._wagers["apart"].result().places == 0
+    assert beside._betting["apart"].result().places == 0
 
 
 def test_what_a_test_finds_is_what_it_finds():

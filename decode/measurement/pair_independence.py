@@ -1,7 +1,7 @@
-"""Are texts that were written beside one another independent, as draws from the target are?
+"""Tests that texts written side by side are independent, as draws from the target are.
 
 A decoder that writes each text rightly may still share randomness, or tokens, between the rows of a batch or between
-requests: each text alone then looks like the target's, and only two of them together tell.
+requests: each text alone then looks like the target's, and only pairs show it.
 
 Shape suffixes: K orders of the vocabulary, C columns, B texts, P places where both texts of a pair have a token.
 """
@@ -35,7 +35,7 @@ class Agreement:
         return f"the same token at {self.observed} of {self.places} places, where {self.expected:.4g} were expected"
 
 
-class Wager:
+class BettingTest:
     """Bets on agreements, which are fair where the texts are independent, whatever was written before.
 
     Given both beginnings, independent tokens agree with probability s = Σ_v p_i(v) p_j(v). So
@@ -50,7 +50,7 @@ class Wager:
         self._observed, self._expected, self._places = 0, 0.0, 0
 
     def add(self, agreed_P: Tensor, chance_P: Tensor) -> None:
-        """Take in places: whether (1 or 0) the texts agreed there, and how probably independent ones would, float64."""
+        """Add places: whether (1 or 0) the texts agreed there, and how likely independent ones would, float64."""
         agreed_P, chance_P = agreed_P.cpu(), chance_P.cpu().clamp(0, 1)
         stakes = self._stakes[:, None]
         self._logs += (stakes * agreed_P - torch.log1p(chance_P * torch.expm1(stakes))).sum(-1)
@@ -59,15 +59,15 @@ class Wager:
         self._places += len(agreed_P)
 
     def result(self) -> Agreement:
-        """Return how it ended."""
+        """Return the test of all places so far."""
         log_mean = float(self._logs.logsumexp(0)) - math.log(len(self._logs))
         return Agreement(self._observed, self._expected, self._places, math.exp(-max(log_mean, 0.0)))
 
 
-class Companions:
-    """What a distribution test adds up of pairs of texts, and of all texts' first tokens.
+class PairTests:
+    """The part of a distribution test that looks at pairs of texts, and at all texts' first tokens.
 
-    Both texts of a pair must be in one batch: a pair of which that is not so is left out.
+    Pairs whose texts are in two batches are left out.
     """
 
     def __init__(self, pairs: Mapping[str, Pairs], orders: Sequence[str]):
@@ -85,13 +85,13 @@ class Companions:
             if len({place for pair in places for place in pair}) != 2 * len(places):
                 raise ValueError(f"pairs: expected each text in one pair of {kind!r} at most, found one in two")
         self._orders = orders
-        self._wagers = {kind: Wager() for kind in pairs}
+        self._betting = {kind: BettingTest() for kind in pairs}
         self._both: dict[str, list[Tensor]] = {kind: [torch.zeros(len(orders), 2, 0)] for kind in pairs}
         self._first = [torch.zeros(len(orders), 0)]
         self._here: dict[str, list[tuple[int, int]]] = {}
 
     def begin(self, first: int, count: int) -> None:
-        """Begin a batch: so many texts from the first one's place on."""
+        """Begin a batch of `count` texts, the first one's place among all texts being `first`."""
         self._here = {
             kind: [
                 (i - first, places[i] - first)
@@ -102,7 +102,7 @@ class Companions:
         }
 
     def add_block(self, p_NV: Tensor, tokens_N: Tensor, block_CB: Tensor) -> None:
-        """Take in some columns' tokens.
+        """Add some columns' tokens.
 
         Args:
             p_NV: the target's distributions, column after column, (N, V).
@@ -118,10 +118,10 @@ class Companions:
                 chance_P = (p_NV[at_i] * p_NV[at_j]).sum(-1, dtype=torch.float64)
                 parts.append(torch.stack([(tokens_N[at_i] == tokens_N[at_j]).double(), chance_P]))
             if parts:
-                self._wagers[kind].add(*torch.cat(parts, -1))
+                self._betting[kind].add(*torch.cat(parts, -1))
 
     def end(self, u_KCB: Tensor, wanted_CB: Tensor) -> None:
-        """End a batch: the numbers of its tokens under test."""
+        """End a batch, with the transformed numbers of its tokens under test."""
         for kind, pairs in self._here.items():
             for i, j in pairs:
                 both_C = wanted_CB[:, i] & wanted_CB[:, j]
@@ -145,5 +145,5 @@ class Companions:
                 cells = bins(both[k, 0], count) * count + bins(both[k, 1], count)
                 table = cells.bincount(minlength=count**2).view(count, count)
                 found[f"{kind}: independent by {order}"] = independence(table)
-            found[f"{kind}: agreement"] = self._wagers[kind].result()
+            found[f"{kind}: agreement"] = self._betting[kind].result()
         return found

@@ -1,0 +1,121 @@
+"""Tests whether the target wrote the texts that are replayed: replay of other texts is biased.
+
+Shape suffixes: N tokens of a text, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.exactness import TIE_ULPS
+from draftsmith.decode.replay.rounds import on_host
+from draftsmith.decode.replay.texts import WrittenText
+from draftsmith.decode.sampling import Sampler
+
+FOREIGN = 6.0
+"""Standard errors by which a text's surprise may miss the target's entropy. A text of the target's own does so with a
+probability of 2e-9, were the sum normal; its tails are a little heavier."""
+
+
+@dataclass
+class Authorship:
+    """A test that the target wrote some texts; shares of the texts add up.
+
+    At T=0 each token must be the argmax, or tie with it within rounding. Under sampling each token's probability must
+    be above 0. And the surprise −log p(x) − H(p) has expectation zero and the variance of −log p under p, so that its
+    sum over the texts lies near zero: text that was written greedily has too little, text of another model too much.
+    """
+
+    excess: float = 0.0
+    """The sum of surprises, in nats."""
+    variance: float = 0.0
+    """Of that sum."""
+
+    def __add__(self, other: "Authorship") -> "Authorship":
+        return Authorship(self.excess + other.excess, self.variance + other.variance)
+
+    def check(self, text: WrittenText, logits_NV: Tensor, scores_NV: Tensor, p_NV: Tensor | None) -> None:
+        """Add a text.
+
+        Args:
+            text: what the target may have written.
+            logits_NV: the target's, (N, V).
+            scores_NV: the same, processed.
+            p_NV: their distributions; None at T=0.
+
+        Raises:
+            InputError: a token that the target did not choose, or texts with too little or too much surprise.
+        """
+        x, start = text.tokens.to(logits_NV.device), text.prompt_length
+        if p_NV is None:
+            behind = scores_NV.amax(-1) - scores_NV.gather(-1, x[:, None])[:, 0]
+            tolerance = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_NV.abs().amax(-1).float()
+            self._refuse(behind > tolerance, start, "the target's argmax")
+            return
+        wrong_N = p_NV.gather(-1, x[:, None])[:, 0] <= 0
+        # Scores are log p but for a constant, which neither figure has: no logarithm of a whole vocabulary. What is cut
+        # off has p = 0 in float32.
+        s_NV = (scores_NV - scores_NV.amax(-1, keepdim=True)).clamp_(min=-1e3)
+        mean_N1 = (p_NV * s_NV).sum(-1, keepdim=True)
+        s_NV -= mean_N1
+        below_N = s_NV.gather(-1, x[:, None])[:, 0].double()
+        squares_N = s_NV.square_().mul_(p_NV).sum(-1).double()
+        wrong_N, below_N, squares_N = on_host(wrong_N.double(), below_N, squares_N)
+        self._refuse(wrong_N > 0, start, "a token that the target could have drawn")
+        self.excess -= float(below_N.sum())
+        self.variance += float(squares_N.sum())
+        self.judge()
+
+    def judge(self) -> None:
+        """Raise an InputError where the surprise is not that of the target's texts."""
+        z = self.excess / max(self.variance, 1e-12) ** 0.5
+        if abs(self.excess) > 1.0 and abs(z) > FOREIGN:
+            kind = "likelier" if z < 0 else "less likely"
+            raise InputError(
+                f"sequences: expected text that the target wrote under these settings, found text that is {kind} than "
+                f"its own by {abs(z):.1f} standard errors (allow_biased replays it all the same, with a bias)"
+            )
+
+    def _refuse(self, wrong_N: Tensor, start: int, expected: str) -> None:
+        wrong_N = wrong_N.cpu()
+        if bool(wrong_N.any()):
+            place = start + int(wrong_N.int().argmax())
+            raise InputError(
+                f"sequences: expected text that the target wrote, found {int(wrong_N.sum())} of {len(wrong_N)} tokens "
+                f"that are not {expected}, the first at {place} (allow_biased replays it all the same, with a bias)"
+            )
+
+
+def readmit(
+    sampler: Sampler, logits_NV: Tensor, scores_NV: Tensor, tokens_N: Tensor, contexts: Sequence[Tensor]
+) -> int:
+    """Readmit tokens of a text that top-k or top-p cut off here by rounding alone.
+
+    A forward of a block and one of the whole text round differently, in half precision by several units, so that a
+    token at the edge of top-k or top-p may fall out. It comes back if it passes the filters with all logits moved by
+    the size of a tie in its favour, and gets the score of the least likely token that passed.
+
+    Args:
+        sampler: the warping.
+        logits_NV: the target's logits, (N, V).
+        scores_NV: the same, processed; changed in place.
+        tokens_N: the text's tokens, (N,).
+        contexts: as in `Sampler.scores`.
+
+    Returns:
+        How many tokens came back.
+    """
+    x_N = tokens_N.to(scores_NV.device)
+    cut = scores_NV.gather(-1, x_N[:, None])[:, 0].isneginf()
+    count = 0
+    for i in cut.cpu().nonzero()[:, 0].tolist():
+        logits_V, x = logits_NV[i].float(), x_N[i]
+        tie = TIE_ULPS * torch.finfo(logits_NV.dtype).eps * logits_V.abs().max()
+        moved_V = torch.where(logits_V <= logits_V[x], logits_V + tie, logits_V - tie)
+        if not bool(sampler.scores(moved_V[None], contexts[i : i + 1])[0, x].isneginf()):
+            scores_NV[i, x] = scores_NV[i][scores_NV[i].isfinite()].min()
+            count += 1
+    return count
