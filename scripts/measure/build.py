@@ -21,8 +21,7 @@ from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import emitted_and_rounds, rows_of, same_length, speed, speedup
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import rejections_of
-from draftsmith.scripts.measure.side_by_side import Group, Method, Row
-from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
+from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge
 from draftsmith.scripts.report.types import (
     SCHEMA,

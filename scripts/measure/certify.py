@@ -1,7 +1,7 @@
 """The losslessness certificates of all runs."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from torch import Tensor
 
@@ -9,12 +9,9 @@ from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, certify_sampled, unchecked
 from draftsmith.decode.progress import each, phase
 from draftsmith.scripts.measure.build import build_report
-from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import rows_of
-from draftsmith.scripts.measure.side_by_side import Method, Observations
-from draftsmith.scripts.measure.state import Measured
+from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
-from draftsmith.train.kinds.drafter import Pair
 
 FAILED = unchecked("the check failed")
 NOT_ASKED = unchecked("lossless_tokens is 0")
@@ -22,19 +19,18 @@ UNTESTED = unchecked("without lossless_tokens, the setting that would be recomme
 
 
 def certify_runs(
-    config: MeasureConfig, pair: Pair, observations: Observations, prompts: Sequence[Tensor], unfinished: Unfinished
+    measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished
 ) -> dict[tuple[float, int, Method], Certificate]:
     """Return the certificate of every run: texts at T=0 against plain decoding's, sampled ones by a test.
 
     Where nothing says how many tokens to test, sampled ones wait for `certify_recommended`.
 
     Args:
-        config: says how texts were decoded, and how many tokens to test the distribution on.
-        pair: the models.
-        observations: what was decoded, plainly too.
+        measured: what was decoded, plainly too, and how many tokens to test the distribution on.
         prompts: of the decoded texts, (T,) each.
         unfinished: what an earlier run has tested is there, and this one's tests go there.
     """
+    config, observations = measured.config, measured.observations
     certificates: dict[tuple[float, int, Method], Certificate] = {}
     tested: dict[tuple[float, Method], Certificate] = {}  # the test has batches of its own
     for (temperature, rows, method), groups in each(observations.items(), "certificates", "runs"):
@@ -49,7 +45,7 @@ def certify_runs(
             certificates[key] = FAILED
             with unfinished.attempt(f"the certificate of {method.at(temperature, rows)}"):
                 certificates[key] = certify_greedy(
-                    pair.target, plain, other, prompts[: len(plain)], config.at(0).sampler()
+                    measured.pair.target, plain, other, prompts[: len(plain)], measured.sampler(0)
                 )
         elif not config.lossless_tokens:
             certificates[key] = UNTESTED if config.lossless_tokens is None else NOT_ASKED
@@ -57,13 +53,13 @@ def certify_runs(
             if (temperature, method) not in tested:
                 tested[temperature, method] = FAILED
                 with unfinished.attempt(f"the certificate of {method.at(temperature)}"):
-                    tested[temperature, method] = _tested(config, pair, temperature, method, prompts, unfinished)
+                    tested[temperature, method] = _tested(measured, temperature, method, prompts, unfinished)
             certificates[key] = tested[temperature, method]
     return certificates
 
 
-def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished) -> Measured:
-    """Test the law of what would be recommended, and of the next best where it fails; return what is known then.
+def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinished: Unfinished) -> None:
+    """Test the law of what would be recommended, and of the next best where it fails.
 
     Args:
         measured: what was seen; its sampled texts may wait for a test.
@@ -80,21 +76,15 @@ def certify_recommended(measured: Measured, prompts: Sequence[Tensor], unfinishe
         for temperature in dict.fromkeys(temperature for temperature, _, _ in waiting):
             certificate = FAILED
             with unfinished.attempt(f"the certificate of {method.at(temperature)}"):
-                certificate = _tested(measured.config, measured.pair, temperature, method, prompts, unfinished)
-            found = {key: certificate for key in waiting if key[0] == temperature}
-            measured = replace(measured, lossless={**measured.lossless, **found}, failures=unfinished.failures)
-    return measured
+                certificate = _tested(measured, temperature, method, prompts, unfinished)
+            measured.lossless |= {key: certificate for key in waiting if key[0] == temperature}
 
 
 def _tested(
-    config: MeasureConfig,
-    pair: Pair,
-    temperature: float,
-    method: Method,
-    prompts: Sequence[Tensor],
-    unfinished: Unfinished,
+    measured: Measured, temperature: float, method: Method, prompts: Sequence[Tensor], unfinished: Unfinished
 ) -> Certificate:
     """Test the distribution of a method's text, unless it was tested before."""
+    config, pair = measured.config, measured.pair
     key = "certificate", temperature, method.drafter, method.draft_length
     kept = unfinished.kept(Certificate, *key)
     if kept is not None:

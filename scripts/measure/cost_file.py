@@ -1,18 +1,16 @@
 """Costs in a file: measured once on a machine, and used again there."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import BLOCKS, CostTable, KeptTable, measure_costs
-from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.state import Measured
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.provenance import environment, write_json
 
@@ -21,24 +19,13 @@ SAME = ("device", "dtype", "threads")
 """What must be as it was for costs to be used again."""
 
 
-def measured_costs(
-    config: MeasureConfig,
-    pair: Pair,
-    texts: Sequence[Tensor],
-    samplers: Mapping[float, Sampler],
-    prompt: int,
-    mean: int,
-) -> list[CostTable]:
-    """Measure what rounds of the drafters cost, and keep it in costs.json.
-
-    Args:
-        config: says for which batch sizes and contexts.
-        pair: the models.
-        texts: prompts and texts, (T,) each, which the drafting is measured behind.
-        samplers: by temperature.
-        prompt: tokens of a prompt.
-        mean: tokens in the cache, where the config names no contexts.
-    """
+def measured_costs(measured: Measured) -> list[CostTable]:
+    """Measure what rounds of the drafters cost behind the texts, and keep it in costs.json."""
+    config, pair = measured.config, measured.pair
+    temperature, texts = next(iter(measured.texts.items()))
+    prompt = max(1, round(sum(measured.prompt_lengths) / len(texts)))
+    mean = max(2, round(prompt + sum(map(len, texts)) / len(texts) / 2))
+    samplers = {t: measured.sampler(t) for t in config.temperature}
     longest, drafters, most = max(config.draft_length), pair.drafters, max(config.batch_size)
     # Decoded batches alone where each size takes half a minute to compile, and rows that end cost what they did. Else 2
     # and 4 with a greater one, for rows that end leave smaller batches.
@@ -52,7 +39,7 @@ def measured_costs(
             pair.target,
             pair.proposers,
             {d.name: longest if d.nodes is None else d.draft_lengths[0] for d in drafters},
-            torch.cat(list(texts)),
+            torch.cat(measured.sequences(temperature)),
             samplers,
             sorted(sizes),
             context,

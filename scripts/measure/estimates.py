@@ -11,7 +11,7 @@ from draftsmith.decode.measurement.intervals import (
     rate_ratio_interval,
     ratio,
 )
-from draftsmith.scripts.measure.side_by_side import Group, Row
+from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.report.types import Speed
 
 FALSE_ALARM = 0.05

@@ -7,8 +7,7 @@ from statistics import median
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import Costs
-from draftsmith.scripts.measure.side_by_side import Group
-from draftsmith.scripts.measure.state import PROBABILISTIC, Measured
+from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured
 from draftsmith.scripts.report.types import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, ProposerEntry, Run, Verifier
 from draftsmith.train.kinds.drafter import Drafter
@@ -55,7 +54,7 @@ def _nodes(drafter: Drafter, replay: Replay | None, draft_length: int, rows: int
     Prompt lookup drafts as much as it finds, and rows that are verified together all take as much room as the one that
     found most: the expectation of that, E[max] = Σ_i 1 − P(fewer than i)^B.
     """
-    if drafter.kind != "prompt_lookup" or replay is None:
+    if not drafter.family.drafts_less or replay is None:
         return drafter.nodes
     counts = [text.counts[draft_length] for text in replay.texts]
     drafts = sum(c.num_drafts for c in counts)

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from draftsmith.decode import Proposer, Replay, Tree
 from draftsmith.decode.measurement.intervals import format_estimate
 from draftsmith.decode.measurement.replay import replay_drafters
@@ -11,38 +9,32 @@ from draftsmith.decode.measurement.tree_search import acceptance_estimate, node_
 from draftsmith.decode.progress import each
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.sampling import Sampler
-from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC
+from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.report.types import TreePicture, Verifier
 from draftsmith.train.kinds.drafter import Pair
 
 
 def replay_all(
-    pair: Pair,
-    sequences: Sequence[Tensor],
-    prompt_lengths: Sequence[int],
-    draft_lengths: Sequence[int],
-    sampler: Sampler,
-    max_new_tokens: int,
+    measured: Measured, temperature: float, draft_lengths: Sequence[int]
 ) -> tuple[dict[tuple[str, Verifier], Replay], dict[str, Replay]]:
     """Replay the drafters on what the target wrote, under sampling draft models with both verifiers.
 
     Args:
-        pair: the models.
-        sequences: prompts and texts, (T,) each.
-        prompt_lengths: tokens of each prompt.
+        measured: the models, and the texts.
+        temperature: of the texts.
         draft_lengths: γ.
-        sampler: what the texts were written under.
-        max_new_tokens: the limit that they were written under.
 
     Returns:
         The replays by drafter and verifier; and by drafter those of the first token, of trees that replay refuses.
     """
+    pair, sampler = measured.pair, measured.sampler(temperature)
     proposers: dict[tuple[str, Verifier | None], Proposer] = dict(replayed_proposers(pair, sampler).items())
     for drafter in pair.drafters:
         if isinstance(drafter.proposer, TreeProposer) and (drafter.name, PROBABILISTIC) not in proposers:
             proposers[drafter.name, None] = drafter.proposer.with_tree(Tree.chain(1))
-    replays = replay_drafters(pair.target, proposers, sequences, prompt_lengths, draft_lengths, sampler, max_new_tokens)
+    texts, most = measured.sequences(temperature), measured.config.max_new_tokens
+    replays = replay_drafters(pair.target, proposers, texts, measured.prompt_lengths, draft_lengths, sampler, most)
     return (
         {(name, verifier): replay for (name, verifier), replay in replays.items() if verifier is not None},
         {name: replay for (name, verifier), replay in replays.items() if verifier is None},
@@ -61,14 +53,14 @@ def replayed_proposers(pair: Pair, sampler: Sampler) -> dict[tuple[str, Verifier
     return proposers
 
 
-def tree_pictures(pair: Pair, sequences: Sequence[Tensor], prompt_lengths: Sequence[int]) -> list[TreePicture]:
+def tree_pictures(measured: Measured) -> list[TreePicture]:
     """Draw the searched trees, with the share of rounds that accept each node of texts that were written at T=0."""
-    pictures = []
-    for drafter in pair.drafters:
+    pictures, sequences = [], measured.sequences(0.0)
+    for drafter in measured.pair.drafters:
         tree = drafter.tree
         if isinstance(drafter.proposer, TreeProposer) and tree is not None and not tree.is_chain:
-            texts = each(list(zip(sequences, prompt_lengths, strict=True)), "pictures of trees", "texts")
-            ranks = [drafter.proposer.ranks(pair.target, *text) for text in texts]
+            texts = each(list(zip(sequences, measured.prompt_lengths, strict=True)), "pictures of trees", "texts")
+            ranks = [drafter.proposer.ranks(measured.pair.target, *text) for text in texts]
             length = format_estimate(acceptance_estimate(ranks, tree), spread="none")
             title = f"{len(tree)} nodes, mean acceptance length {length}"
             subtitle = f"T=0, replayed on {len(sequences)} texts"

@@ -1,152 +1,112 @@
-"""Plain and speculative decoding of the same prompts, side by side, and what was seen of each."""
+"""Plain and speculative decoding of the same prompts, side by side."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median_high
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from draftsmith.decode import Counts, autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import timed_warm
-from draftsmith.decode.counts import possible
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.progress import each
-from draftsmith.decode.validation import Amount, Count, TokenId
-from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.scripts.measure.state import PLAIN, Group, Measured, Method, Row
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.scripts.pair import left_padded
-from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import default_device
 
-PLAIN = ""
-"""The name of plain decoding among the drafters'."""
 
+class _Batches:
+    """The batches of one temperature and size, and the methods that have not failed yet."""
 
-@dataclass(frozen=True)
-class Method:
-    """One way of decoding: plain, or a drafter at one draft length."""
+    def __init__(self, measured: Measured, temperature: float, batch_size: int, unfinished: Unfinished):
+        self.measured, self.temperature, self.batch_size = measured, temperature, batch_size
+        self.unfinished = unfinished
+        self.options = measured.config.options(temperature)
+        self.methods = measured.methods
+        """Those that have not failed; none where plain decoding did."""
 
-    drafter: str = PLAIN
-    draft_length: int = 0
+    def decode(self, method: Method, first: int) -> DecodeOutput:
+        """Decode the batch that begins with a prompt. Prompt i draws with the config's seed + i, whatever the batch."""
+        pair, ids = self.measured.pair, self.measured.prompt_ids[first : first + self.batch_size]
+        batch = left_padded(ids, default_device())
+        kwargs: dict[str, Any] = self.options | {"seed": self.measured.config.seed + first}
+        if method.drafter == PLAIN:
+            return autoregressive_generate(pair.target, *batch, **kwargs)
+        proposer = pair.proposers[method.drafter]
+        return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
 
-    def at(self, temperature: float, batch_size: int | None = None) -> str:
-        """Name it in a setting, in words."""
-        name = "plain decoding" if self.drafter == PLAIN else f"{self.drafter}, γ = {self.draft_length}"
-        return f"{name}, at T = {temperature:g}" + ("" if batch_size is None else f", batch size {batch_size}")
+    def attempt(self, method: Method, first: int) -> tuple[float, DecodeOutput] | None:
+        """Return seconds and output of a batch; None where it fails now, or the method failed before."""
+        if method in self.methods:
+            with self.unfinished.attempt(method.at(self.temperature, self.batch_size)):
+                return timed_warm(lambda: self.decode(method, first))
+            self.methods = [other for other in self.methods if other != method and method.drafter != PLAIN]
+        return None
 
+    def warm_up(self, first: int) -> None:
+        """Decode a batch by all methods: the first calls allocate, which a user does not see."""
+        for method in self.methods:
+            self.attempt(method, first)
 
-@dataclass(frozen=True)
-class Row:
-    """One prompt's completion."""
-
-    prompt: Count
-    """Its place among the prompts."""
-    tokens: list[TokenId]
-    counts: Annotated[Counts, AfterValidator(possible)]
-
-
-@dataclass(frozen=True)
-class Group:
-    """Prompts that were decoded together."""
-
-    rows: list[Row]
-    seconds: Annotated[Amount, Field(gt=0)]
-    """Median over the repeats."""
-
-    @property
-    def tokens(self) -> int:
-        """All that was written."""
-        return sum(len(row.tokens) for row in self.rows)
-
-
-Observations = Mapping[tuple[float, int, Method], Sequence[Group]]
-"""By temperature, batch size and method, in the order of the prompts."""
+    def decoded(self, turn: int, first: int) -> dict[Method, Group]:
+        """Return a batch as every method decodes it, in an order that rotates from batch to batch."""
+        methods = self.measured.methods
+        rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
+        runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
+        for _ in range(self.measured.config.repeats):
+            for method in rotated:
+                if (run := self.attempt(method, first)) is not None:
+                    runs[method].append(run)
+        longest = max(map(len, self.measured.prompt_ids[first : first + self.batch_size]))
+        return {method: _group(runs[method], first, longest) for method in self.methods}
 
 
 def decode_side_by_side(
-    config: MeasureConfig,
-    pair: Pair,
-    methods: Sequence[Method],
-    prompts: Sequence[list[int]],
-    batch_size: int,
-    temperature: float,
-    unfinished: Unfinished,
+    measured: Measured, temperature: float, batch_size: int, unfinished: Unfinished
 ) -> dict[Method, list[Group]]:
     """Decode prompts by every method; as many as fill whole batches.
 
     Each batch is decoded by every method before the next one's turn, in an order that rotates from batch to batch, so
-    that a machine that slows down or speeds up does so for all of them. Prompt i draws with the config's seed + i,
-    whatever the batch. A batch that every method has decoded is finished.
+    that a machine that slows down or speeds up does so for all of them. A batch that every method has decoded is
+    finished.
 
     Args:
-        config: says how texts are decoded, and how often.
-        pair: the models.
-        methods: plain decoding first.
-        prompts: token ids.
-        batch_size: B.
+        measured: the models, the prompts, and how texts are decoded.
         temperature: of the sampling.
+        batch_size: B.
         unfinished: what an earlier run has finished is there, and this one's batches go there.
 
     Returns:
         The batches of each method; a method that failed is left out, and so are all where plain decoding did.
     """
-    options, proposers = config.options(temperature), pair.proposers
-    vocab_size = pair.target.config.get_text_config().vocab_size
-    groups: dict[Method, list[Group]] = {method: [] for method in methods}
-
-    def decode(method: Method, first: int) -> DecodeOutput:
-        rows = prompts[first : first + batch_size]
-        batch = left_padded(rows, default_device())
-        kwargs: dict[str, Any] = options | {"seed": config.seed + first}
-        if method.drafter == PLAIN:
-            return autoregressive_generate(pair.target, *batch, **kwargs)
-        proposer = proposers[method.drafter]
-        return speculative_generate(pair.target, proposer, *batch, draft_length=method.draft_length, **kwargs)
-
-    def attempt(method: Method, first: int) -> list[tuple[float, DecodeOutput]]:
-        """Decode a batch; nothing where it fails, or plain decoding did."""
-        if method in groups:
-            with unfinished.attempt(method.at(temperature, batch_size)):
-                return [timed_warm(partial(decode, method, first))]
-            del groups[method]
-            if method.drafter == PLAIN:
-                groups.clear()
-        return []
-
+    batches = _Batches(measured, temperature, batch_size, unfinished)
+    groups: dict[Method, list[Group]] = {method: [] for method in measured.methods}
     warm = False
-    firsts = range(0, len(prompts) - batch_size + 1, batch_size)
+    firsts = range(0, len(measured.decoded_ids) - batch_size + 1, batch_size)
     for turn, first in enumerate(each(firsts, f"T={temperature:g}, B={batch_size}", "batches")):
         key = "decoded", temperature, batch_size, first
         kept = unfinished.kept(list[Group], *key)
-        if kept is not None and _are_of(kept, methods, range(first, first + batch_size), vocab_size):
-            decoded = dict(zip(methods, kept, strict=True))
+        if kept is not None and _are_of(kept, measured, range(first, first + batch_size)):
+            decoded = dict(zip(measured.methods, kept, strict=True))
         else:
-            # The first calls allocate, which a user does not see.
-            for method in () if warm else methods:
-                attempt(method, first)
+            if not warm:
+                batches.warm_up(first)
             warm = True
-            rotated = [*methods[turn % len(methods) :], *methods[: turn % len(methods)]]
-            runs: dict[Method, list[tuple[float, DecodeOutput]]] = {method: [] for method in methods}
-            for _ in range(config.repeats):
-                for method in rotated:
-                    runs[method] += attempt(method, first)
-            longest = max(map(len, prompts[first : first + batch_size]))
-            decoded = {method: _group(runs[method], first, longest) for method in methods if method in groups}
-            if len(decoded) == len(methods):
+            decoded = batches.decoded(turn, first)
+            if len(decoded) == len(measured.methods):
                 unfinished.keep(*key, value=[asdict(group) for group in decoded.values()])
-        for method, of_method in groups.items():
-            of_method.append(decoded[method])
+        groups = {method: [*groups[method], decoded[method]] for method in batches.methods if method in groups}
         if not groups:
             break
     return groups
 
 
-def _are_of(groups: Sequence[Group], methods: Sequence[Method], prompts: Sequence[int], vocab_size: int) -> bool:
-    """Say whether kept groups are these methods' of these prompts, in tokens of the target's."""
-    return len(groups) == len(methods) and all(
+def _are_of(groups: Sequence[Group], measured: Measured, prompts: Sequence[int]) -> bool:
+    """Say whether kept groups are the methods' of these prompts, in tokens of the target's."""
+    vocab_size = measured.pair.target.config.get_text_config().vocab_size
+    return len(groups) == len(measured.methods) and all(
         [row.prompt for row in group.rows] == list(prompts)
         and all(max(row.tokens, default=0) < vocab_size for row in group.rows)
         and all(row.counts.num_emitted_tokens == len(row.tokens) for row in group.rows)

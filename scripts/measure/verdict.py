@@ -17,8 +17,7 @@ from draftsmith.decode.measurement.intervals import (
 )
 from draftsmith.scripts.kinds import STOCK
 from draftsmith.scripts.measure.estimates import speedup_interval
-from draftsmith.scripts.measure.side_by_side import Method, Observations
-from draftsmith.scripts.measure.state import Replays
+from draftsmith.scripts.measure.state import Method, Observations, Replays
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report.types import Comparison, Gate, GatePart, Recommendation, Run
 

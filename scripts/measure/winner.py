@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftsmith.decode.measurement.intervals import Values
-from draftsmith.scripts.measure.side_by_side import Group
+from draftsmith.scripts.measure.state import Group
 
 FOLDS = 10
 """Parts that are held out in turn, as far as there are batches."""

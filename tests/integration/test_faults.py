@@ -44,7 +44,7 @@ from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.server.load import RequestRecord
 from draftsmith.scripts.measure.server.observe import ServerTurn
-from draftsmith.scripts.measure.side_by_side import Group, Row
+from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.predictions import predicted_rates
 from draftsmith.scripts.services.draft_protocol import ProtocolError, decode_request, decode_service

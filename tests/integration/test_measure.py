@@ -33,11 +33,11 @@ from draftsmith.decode.replay.rounds import expected_counts
 from draftsmith.medusa import MedusaConfig, MedusaHeads
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts.kinds import short_names
-from draftsmith.scripts.measure import certify, cost_file
+from draftsmith.scripts.measure import certify, cost_file, stages
 from draftsmith.scripts.measure.command import main, measure
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
-from draftsmith.scripts.measure.side_by_side import Method
+from draftsmith.scripts.measure.state import Method
 from draftsmith.scripts.report.schema import generated_schema, report_schema
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Recommendation, Report
@@ -118,12 +118,12 @@ def measured(root):
 
     def remembered(*args, **options):
         found = decode(*args, **options)
-        decoded[args[5], args[4]] = found
+        decoded[args[1], args[2]] = found
         return found
 
-    decode = command.decode_side_by_side
+    decode = stages.decode_side_by_side
     with pytest.MonkeyPatch.context() as patch, listened() as heard:
-        patch.setattr(command, "decode_side_by_side", remembered)
+        patch.setattr(stages, "decode_side_by_side", remembered)
         report = checked(
             root, root / "out", draft=str(root / "draft"), baseline_draft=str(root / "stock"),
             parallel_draft=str(root / "parallel"), medusa=str(root / "heads"), prompt_lookup=True, temperature="0,1",
@@ -693,7 +693,7 @@ def stopped(monkeypatch):
     def decode(*args, **options):
         raise AssertionError("decoded before the input was looked at")
 
-    monkeypatch.setattr(command, "decode_side_by_side", decode)
+    monkeypatch.setattr(stages, "decode_side_by_side", decode)
 
 
 def test_costs_are_used_again(measured, root, tmp_path, monkeypatch):
@@ -702,7 +702,7 @@ def test_costs_are_used_again(measured, root, tmp_path, monkeypatch):
     def again(*args, **options):
         raise AssertionError("costs were measured again")
 
-    monkeypatch.setattr(command, "measured_costs", again)
+    monkeypatch.setattr(stages, "measured_costs", again)
     found = checked(
         root, tmp_path, draft=str(root / "draft"), limit=2, measure_costs=True, costs=str(root / "out/costs.json")
     )

@@ -34,7 +34,7 @@ from draftsmith.decode.rules import Rule, acceptance, verification
 from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.sampling import Sampler
 from draftsmith.scripts.measure import build
-from draftsmith.scripts.measure.side_by_side import Group, Row
+from draftsmith.scripts.measure.state import Group, Row
 from draftsmith.train import models
 from draftsmith.train.data.tokenizer import train_bpe
 

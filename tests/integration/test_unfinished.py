@@ -15,7 +15,7 @@ from processes import exit_code
 from draftsmith.decode import InputError
 from draftsmith.decode.measurement import authorship, intervals
 from draftsmith.decode.measurement.certificate import Certificate
-from draftsmith.scripts.measure import certify, command, side_by_side
+from draftsmith.scripts.measure import certify, command, side_by_side, stages
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.unfinished import DIRECTORY, Unfinished
 from draftsmith.train import cli
@@ -287,7 +287,7 @@ def test_what_is_damaged_is_done_again(root, whole, begun, tmp_path, finished):
 def test_costs_may_be_asked_for_later(root, begun, tmp_path, finished, monkeypatch):
     output = tmp_path / "out"
     shutil.copytree(begun, output)
-    monkeypatch.setattr(command, "_costs", lambda *_: [])
+    monkeypatch.setattr(stages, "_costs", lambda *_: [])
     measured(root, output, measure_costs=True)
     assert len(finished) == UNITS - 1
 

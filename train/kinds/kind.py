@@ -56,6 +56,8 @@ class DrafterKind(ABC):
     """Whether it has a confidence, by which trees grow and cascades accept."""
     by_token: ClassVar[bool] = False
     """Whether a token is accepted or not wherever in the text its round began."""
+    drafts_less: ClassVar[bool] = False
+    """Whether it may draft fewer tokens than it is asked for, or none."""
     tree_key: ClassVar[str | None] = None
     """The key of its config.json that holds a searched tree; None where none can be searched for."""
     report: ClassVar[Mapping[str, Any]] = {}

@@ -1,7 +1,6 @@
 """Every round that a server may begin on the target's texts, replayed: what `rounds.jsonl` holds."""
 
 from collections.abc import Mapping, Sequence
-from itertools import compress
 from typing import Any
 
 import torch
@@ -12,62 +11,48 @@ from draftsmith.decode.options import Filters
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
-from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, NamedDrafter, RoundsSettings
 from draftsmith.scripts.measure.replays import replayed_proposers
+from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.report.types import Verifier
 from draftsmith.train.data.decoding import complete
-from draftsmith.train.data.prompts import Prompt
-from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import default_device
 
 DIGITS = 4
 """Of an acceptance probability, and of a margin."""
 
 
-def deepest(config: MeasureConfig, pair: Pair) -> int:
+def deepest(measured: Measured) -> int:
     """Return the greatest draft length that any drafter is measured with."""
-    return max(k for drafter in pair.drafters for k in (*config.draft_length, *drafter.draft_lengths))
+    lengths = measured.config.draft_length
+    return max(k for drafter in measured.pair.drafters for k in (*lengths, *drafter.draft_lengths))
 
 
-def rounds_settings(config: MeasureConfig, pair: Pair) -> RoundsSettings:
+def rounds_settings(measured: Measured) -> RoundsSettings:
     """Return the first line of a measurement's file."""
+    config, pair = measured.config, measured.pair
     drafters: dict[str, NamedDrafter] = {each.name: {"kind": each.kind, "path": each.path} for each in pair.drafters}
     filters: Any = {name: getattr(config, name) for name in Filters.__annotations__}
     return RoundsSettings(
-        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(config, pair), drafters, filters
+        SCHEMA, config.target, pair.dtype, config.max_new_tokens, deepest(measured), drafters, filters
     )
 
 
-def expected_texts(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    encoded: Sequence[list[int]],
-    texts: Sequence[list[int]],
-    sampler: Sampler,
-    temperature: float,
-    generate_kwargs: Mapping[str, Any],
-    draft_length: int,
-    seed: int,
-) -> list[ExpectedText]:
+def expected_texts(measured: Measured, temperature: float) -> list[ExpectedText]:
     """Replay texts and what the target would write behind their ends; those that leave the models no room are left out.
 
     Args:
-        pair: the models.
-        prompts: the prompts.
-        encoded: their ids.
-        texts: the target's.
-        sampler: what they were written under.
-        temperature: of it.
-        generate_kwargs: the same, as `generate` takes it.
-        draft_length: γ up to which acceptance is to be known.
-        seed: of what is sampled behind the ends.
+        measured: the models, and the target's texts.
+        temperature: of the texts.
     """
-    held = [pair.holds(len(ids) + len(text) + draft_length) for ids, text in zip(encoded, texts, strict=True)]
-    prompts, encoded, texts = (list(compress(values, held)) for values in (prompts, encoded, texts))  # type: ignore[assignment]
-    if not texts:
+    config, pair, draft_length = measured.config, measured.pair, deepest(measured)
+    sampler, kwargs = measured.sampler(temperature), config.at(temperature).generate_kwargs()
+    given = list(zip(measured.prompts, measured.prompt_ids, measured.texts[temperature], strict=True))
+    held = [(prompt, ids, text) for prompt, ids, text in given if pair.holds(len(ids) + len(text) + draft_length)]
+    if not held:
         return []
-    longer = _continued(pair.target, encoded, texts, generate_kwargs, draft_length, seed)
+    prompts, encoded, texts = zip(*held, strict=True)
+    longer = _continued(pair.target, encoded, texts, kwargs, draft_length, config.seed)
     device = default_device()
     sequences = [torch.tensor(ids + text, device=device) for ids, text in zip(encoded, longer, strict=True)]
     lengths = [len(ids) for ids in encoded]

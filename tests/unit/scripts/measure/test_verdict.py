@@ -19,8 +19,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.estimates import speedup, speedup_interval
 from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of, planner_check, predicted_speedup
 from draftsmith.scripts.measure.rejections import TEXTS, TOKENS, rejections_of
-from draftsmith.scripts.measure.side_by_side import Group, Method, Row
-from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Measured
+from draftsmith.scripts.measure.state import GREEDY, PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge, more_prompts
 from draftsmith.scripts.measure.winner import Timed, held_out_speedup
 from draftsmith.scripts.report import summary

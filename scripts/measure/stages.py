@@ -1,0 +1,129 @@
+"""The stages of a run of `measure`: decode, complete, replay, measure costs, draw, certify."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from draftsmith.decode.measurement.costs import CostTable, KeptTable
+from draftsmith.decode.progress import each
+from draftsmith.decode.validation import TokenId
+from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
+from draftsmith.scripts.measure.cost_file import measured_costs
+from draftsmith.scripts.measure.estimates import rows_of
+from draftsmith.scripts.measure.reconcile.every_round import expected_texts
+from draftsmith.scripts.measure.replays import replay_all, tree_pictures
+from draftsmith.scripts.measure.side_by_side import decode_side_by_side
+from draftsmith.scripts.measure.state import Measured, Method
+from draftsmith.scripts.measure.unfinished import Unfinished
+from draftsmith.train.data.decoding import complete
+from draftsmith.train.data.samples import Batch, Sample, make_batches, mixed_seed
+from draftsmith.train.models import default_device
+
+COMPLETED_TOGETHER = 64
+REPLAYED_LENGTHS = 16
+"""γ up to this is replayed: it costs next to nothing."""
+
+
+def observe(measured: Measured, tables: list[CostTable] | None, unfinished: Unfinished) -> None:
+    """Do the work of a run, but for what is finished; a stage that fails is written down, and the next one begins.
+
+    Args:
+        measured: what is given; receives what is seen.
+        tables: costs that are known; None if they are to be measured.
+        unfinished: what an earlier run has finished is there, and so goes what this one finishes.
+
+    Raises:
+        Exception: what failed first, where no run is left to report.
+    """
+    for temperature in measured.config.temperature:
+        _decode(measured, temperature, unfinished)
+        _complete(measured, temperature, unfinished)
+        _replay(measured, temperature, unfinished)
+    if all(method == Method() for _, _, method in measured.observations):
+        raise unfinished.errors[0]
+    if tables is None:
+        tables = []
+        with unfinished.attempt("measuring costs"):
+            tables = _costs(measured, unfinished)
+    measured.tables = tables
+    # A picture knows the ranks of logits alone, no penalties.
+    if 0.0 in measured.texts and not measured.sampler(0.0).processors:
+        with unfinished.attempt("drawing trees"):
+            measured.trees = tree_pictures(measured)
+    prompts = [torch.tensor(ids, device=default_device()) for ids in measured.decoded_ids]
+    measured.lossless = certify_runs(measured, prompts, unfinished)
+    certify_recommended(measured, prompts, unfinished)
+
+
+def _decode(measured: Measured, temperature: float, unfinished: Unfinished) -> None:
+    for rows in measured.config.batch_size:
+        groups = decode_side_by_side(measured, temperature, rows, unfinished)
+        measured.observations |= {(temperature, rows, method): of_method for method, of_method in groups.items()}
+
+
+def _complete(measured: Measured, temperature: float, unfinished: Unfinished) -> None:
+    """Take the texts of plain decoding, and let the target write those of the prompts that are replayed alone."""
+    plain = next((of for (t, _, m), of in measured.observations.items() if (t, m) == (temperature, Method())), None)
+    if plain is not None:
+        decoded = [row.tokens for row in rows_of(plain)]
+        with unfinished.attempt(f"completing further prompts at T = {temperature:g}"):
+            measured.texts[temperature] = decoded + _completions(measured, temperature, len(decoded), unfinished)
+
+
+def _completions(measured: Measured, temperature: float, first: int, unfinished: Unfinished) -> list[list[int]]:
+    """Return texts of the prompts from one on, written in batches; those of finished batches are kept."""
+    config, target = measured.config, measured.pair.target
+    base: Any = target.generation_config
+    ends = [base.eos_token_id] if isinstance(base.eos_token_id, int) else base.eos_token_id
+    generation = GenerationConfig(
+        eos_token_id=ends,
+        pad_token_id=base.pad_token_id,
+        max_new_tokens=config.max_new_tokens,
+        **config.at(temperature).generate_kwargs(),
+    )
+    vocab_size = target.config.get_text_config().vocab_size
+    written: dict[str, list[int]] = {}
+    prompts = measured.prompts[first:]
+    samples = [Sample(prompt, ids) for prompt, ids in zip(prompts, measured.prompt_ids[first:], strict=True)]
+    batches = make_batches(samples, COMPLETED_TOGETHER)
+    for batch in each(batches, f"T={temperature:g}, texts to replay", "batches"):
+        key = "completed", temperature, batch.index
+        completions = unfinished.kept(list[list[TokenId]], *key)
+        if completions is None or not _fit(completions, batch, vocab_size):
+            seed = mixed_seed(config.seed, batch.index)
+            found = complete(target, generation, [sample.ids for sample in batch.samples], seed)
+            completions = [completion.ids for completion in found]
+            unfinished.keep(*key, value=completions)
+        written |= dict(zip(batch.names, completions, strict=True))
+    return [written[prompt.id] for prompt in prompts]
+
+
+def _fit(completions: Sequence[Sequence[int]], batch: Batch, vocab_size: int) -> bool:
+    """Say whether kept completions are as many as the batch has prompts, in tokens of the target's."""
+    most = max((max(ids, default=0) for ids in completions), default=0)
+    return len(completions) == len(batch.samples) and most < vocab_size
+
+
+def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> None:
+    if temperature not in measured.texts:
+        return
+    with unfinished.attempt(f"replay at T = {temperature:g}"):
+        longest = max(REPLAYED_LENGTHS, *measured.config.draft_length)
+        by_drafter, first = replay_all(measured, temperature, range(1, longest + 1))
+        measured.replays |= {(temperature, *key): replay for key, replay in by_drafter.items()}
+        measured.first_heads |= {(temperature, name): replay for name, replay in first.items()}
+    with unfinished.attempt(f"replay of every round at T = {temperature:g}"):
+        measured.rounds += expected_texts(measured, temperature)
+
+
+def _costs(measured: Measured, unfinished: Unfinished) -> list[CostTable]:
+    """Measure costs behind the texts, unless they are measured already."""
+    kept = unfinished.kept(list[KeptTable], "costs")
+    if kept is not None and all(table.drafters.keys() == measured.pair.proposers.keys() for table in kept):
+        return kept
+    tables = measured_costs(measured)
+    unfinished.keep("costs", value=[asdict(table) for table in tables])
+    return tables
