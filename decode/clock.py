@@ -36,6 +36,16 @@ def timed(call: Callable[[], Result], device: torch.device | None = None) -> tup
     return now(device) - begin, result
 
 
+def launch_seconds(call: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Return the median seconds until a call returns, whatever its device still has to do."""
+    taken = []
+    for _ in range(repeats):
+        begin = now(device)
+        call()
+        taken.append(time.perf_counter() - begin)
+    return median_high(taken)
+
+
 def compilations() -> int:
     """Return how many graphs `torch.compile` has made in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # importing it takes a second, and without it there are none

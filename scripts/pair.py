@@ -34,15 +34,16 @@ def load_pair(
         InputError: models that cannot be loaded or do not fit the target.
     """
     loading = Loading(path, tokenizer, trust_remote_code)
-    for spec in drafters:
-        kind_named(spec.kind).check(spec, loading)
+    kinds = [kind_named(spec.kind) for spec in drafters]
+    for kind, spec in zip(kinds, drafters, strict=True):
+        kind.check(spec, loading)
     loading.dtype = resolve_dtype(dtype, path, trust_remote_code=trust_remote_code)
     target = load_model(path, field="target", dtype=loading.dtype, trust_remote_code=trust_remote_code)
     check_head(target.config, tokenizer, "target")
     ends = target.generation_config.eos_token_id  # type: ignore[union-attr]
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
-    return Pair(target, tokenizer, loading.dtype, [kind_named(spec.kind).load(spec, loading) for spec in drafters])
+    return Pair(target, tokenizer, loading.dtype, [k.load(s, loading) for k, s in zip(kinds, drafters, strict=True)])
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

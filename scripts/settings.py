@@ -6,19 +6,17 @@ alike there are told apart by what verifying some tokens takes, which is what dr
 
 import json
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median_high
 from typing import Annotated, Any
 
 import torch
 from pydantic import AfterValidator, Field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.decode.clock import median_seconds, now
+from draftsmith.decode.clock import launch_seconds, median_seconds
 from draftsmith.decode.errors import first_line
 from draftsmith.decode.measurement.costs import forward_behind_text
 from draftsmith.decode.progress import phase
@@ -162,64 +160,97 @@ def fastest_settings(
         return Settings(own, threads or most, compiled, dict.fromkeys(paths, own), why)
     if target.device.type != "cpu":
         return Settings(own, threads or most, bool(compiled), dict.fromkeys(paths, own), None)
+    dtypes = {own}
+    if dtype == "auto":
+        dtypes |= {fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu"), "float32"}
 
     def copies(model: PreTrainedModel, load: Callable[..., PreTrainedModel], path: str) -> dict[str, PreTrainedModel]:
-        found = {own: model}
-        if dtype == "auto" and model.num_parameters() <= SMALL:
-            for other in {stored, "float32"} - {own}:
-                found[other] = load(path, dtype=other, trust_remote_code=trust_remote_code)
-        return found
+        """Return a model in its own dtype and, if it is small, in the others."""
+        others = dtypes - {own} if model.num_parameters() <= SMALL else set()
+        return {own: model} | {name: load(path, dtype=name, trust_remote_code=trust_remote_code) for name in others}
 
-    stored = fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu")
-    models = copies(target, load_model, path)
-    counts = [threads] if threads else sorted({1, max(1, most // 2), most})
-    calls = {
-        (name, count): partial(_with_threads, count, forward_behind_text(model))
-        for name, model in models.items()
-        for count in counts
-    }
-    eager = median_seconds(calls, REPEATS)
-    chosen, threads = min(eager, key=lambda key: eager[key])
-    torch.set_num_threads(threads)
-    seconds = {name: eager[name, threads] for name in models}
-    if compiled is not False and (compiled or eager[chosen, threads] < COMPILED_BELOW):
-        with phase("compiling, and timing tokens"):
-            compiled_steps = {name: forward_behind_text(model, compiled=True) for name, model in models.items()}
-            with_compiler = median_seconds(compiled_steps, REPEATS)
-        seconds |= {f"{name} compiled": of_model for name, of_model in with_compiler.items()}
-        fastest = min(with_compiler, key=lambda name: with_compiler[name])
-        if compiled or with_compiler[fastest] < WORTH_IT * eager[chosen, threads]:
-            chosen, compiled = fastest, True
-    compiled = bool(compiled)
-    of_token = {name: seconds[f"{name} compiled" if compiled else name] for name in models}
-    alike = {name: models[name] for name in models if of_token[name] <= ALIKE * of_token[chosen]}
-    of_block: dict[str, float] = {}
-    if len(alike) > 1:
-        of_block = median_seconds(
-            {name: forward_behind_text(model, compiled, BLOCK) for name, model in alike.items()}, REPEATS
-        )
-        chosen = min(of_block, key=lambda name: of_block[name])
+    timed = _Timed(copies(target, load_model, path), [threads] if threads else sorted({1, max(1, most // 2), most}))
+    torch.set_num_threads(timed.threads)
+    if compiled is not False and (compiled or timed.tokens[timed.fastest] < COMPILED_BELOW):
+        timed.compile()
+        compiled = compiled or timed.compiling_pays
+    chosen = timed.dtype(bool(compiled))
     draft_dtypes = {}
-    for draft, drafter in zip(paths, drafters, strict=True):
+    for drafter, draft in zip(drafters, paths, strict=True):
         assert drafter.model is not None
-        steps = {
-            name: drafter.family.forward(model)
-            for name, model in copies(drafter.model, drafter.family.reload, draft).items()
-        }
-        of_draft = median_seconds(steps, REPEATS)
-        draft_dtypes[draft] = min(of_draft, key=lambda name: of_draft[name])
+        models = copies(drafter.model, drafter.family.reload, draft)
+        seconds = median_seconds({name: drafter.family.forward(model) for name, model in models.items()}, REPEATS)
+        draft_dtypes[draft] = _least(seconds)
     torch.set_num_threads(most)
-    if len(seconds) == len(counts) == 1:
-        return Settings(chosen, threads, compiled, draft_dtypes, None)
-    told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
-    why = f"milliseconds a token of plain decoding: {told}"
-    if len(counts) > 1:
-        told = ", ".join(f"{count} {1e3 * min(eager[name, count] for name in models):.1f}" for count in counts)
-        why += f"; by eager threads: {told}"
-    if of_block:
-        told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in of_block.items())
-        why += f"; {BLOCK} tokens at once: {told}"
-    return Settings(chosen, threads, compiled, draft_dtypes, why)
+    return Settings(chosen, timed.threads, bool(compiled), draft_dtypes, timed.in_words())
+
+
+def _least(seconds: Mapping[str, float]) -> str:
+    return min(seconds, key=lambda name: seconds[name])
+
+
+class _Timed:
+    """Seconds of forwards of a target on a CPU.
+
+    Args:
+        models: the target by dtype.
+        counts: numbers of threads.
+    """
+
+    def __init__(self, models: Mapping[str, PreTrainedModel], counts: Sequence[int]):
+        self.models, self.counts = models, counts
+        calls = {
+            (name, count): partial(_with_threads, count, forward_behind_text(model))
+            for name, model in models.items()
+            for count in counts
+        }
+        self.by_threads = median_seconds(calls, REPEATS)
+        self.fastest, self.threads = min(self.by_threads, key=lambda key: self.by_threads[key])
+        self.tokens = {name: self.by_threads[name, self.threads] for name in models}
+        """Of a token, eager, with the threads that are fastest."""
+        self.compiled = dict[str, float]()
+        """Of a token, compiled; nothing where it was not tried."""
+        self.blocks = dict[str, float]()
+        """Of `BLOCK` tokens; nothing where one dtype is clearly the fastest."""
+
+    def compile(self) -> None:
+        """Time compiled forwards too."""
+        with phase("compiling, and timing tokens"):
+            steps = {name: forward_behind_text(model, compiled=True) for name, model in self.models.items()}
+            self.compiled = median_seconds(steps, REPEATS)
+
+    @property
+    def compiling_pays(self) -> bool:
+        """Whether a compiled forward is faster by enough to wait for it."""
+        return min(self.compiled.values()) < WORTH_IT * self.tokens[self.fastest]
+
+    def dtype(self, compiled: bool) -> str:
+        """Return the fastest dtype; of dtypes that are alike the one whose blocks are."""
+        seconds = self.compiled if compiled else self.tokens
+        chosen = _least(seconds) if compiled else self.fastest
+        alike = {name: model for name, model in self.models.items() if seconds[name] <= ALIKE * seconds[chosen]}
+        if len(alike) == 1:
+            return chosen
+        steps = {name: forward_behind_text(model, compiled, BLOCK) for name, model in alike.items()}
+        self.blocks = median_seconds(steps, REPEATS)
+        return _least(self.blocks)
+
+    def in_words(self) -> str | None:
+        """Say what was timed; None where there was nothing to choose."""
+        seconds = self.tokens | {f"{name} compiled": of_model for name, of_model in self.compiled.items()}
+        if len(seconds) == len(self.counts) == 1:
+            return None
+        parts = [f"milliseconds a token of plain decoding: {_milliseconds(seconds)}"]
+        if len(self.counts) > 1:
+            by_count = {str(n): min(self.by_threads[name, n] for name in self.models) for n in self.counts}
+            parts.append(f"by eager threads: {_milliseconds(by_count)}")
+        if self.blocks:
+            parts.append(f"{BLOCK} tokens at once: {_milliseconds(self.blocks)}")
+        return "; ".join(parts)
+
+
+def _milliseconds(seconds: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
 
 
 def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
@@ -236,7 +267,7 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
         try:
             with phase(f"timing {name} tokens"):
                 step = forward_behind_text(target, compiled=name == "compiled")
-                timed, launched = median_seconds({name: step}, REPEATS, device), _launch_seconds(step, device)
+                timed, launched = median_seconds({name: step}, REPEATS, device), launch_seconds(step, device, REPEATS)
         except Exception as error:
             if name == "eager" or compiled:
                 raise
@@ -245,24 +276,13 @@ def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[boo
         seconds |= timed
         launching[name] = launched
     chosen = "compiled" if seconds.get("compiled", torch.inf) < WORTH_IT * seconds.get("eager", torch.inf) else "eager"
-    told = ", ".join(f"{name} {1e3 * each:.1f}" for name, each in seconds.items())
     host = launching[chosen] >= HOST_BOUND * seconds[chosen]
     bound = (
         f"the host is the bound, with {1e3 * launching[chosen]:.1f} to launch a token"
         if host
         else "the GPU is the bound"
     )
-    return chosen == "compiled", f"milliseconds a token of plain decoding: {told}; {bound}{failure}"
-
-
-def _launch_seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds until a call returns, whatever its device still has to do."""
-    taken = []
-    for _ in range(REPEATS):
-        begin = now(device)
-        call()
-        taken.append(time.perf_counter() - begin)
-    return median_high(taken)
+    return chosen == "compiled", f"milliseconds a token of plain decoding: {_milliseconds(seconds)}; {bound}{failure}"
 
 
 def _with_threads(count: int, call: Callable[[], object]) -> object:

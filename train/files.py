@@ -89,7 +89,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     try:
         with _naming(path):
             yield aside
-            replace(aside, path)
+            move_over(aside, path)
     finally:
         remove(aside)
 
@@ -107,7 +107,7 @@ def files_written_aside(directory: Path) -> Iterator[Path]:
         with _naming(directory):
             yield aside
             for path in aside.iterdir():
-                replace(path, directory / path.name)
+                move_over(path, directory / path.name)
     finally:
         remove(aside)
 
@@ -132,7 +132,7 @@ def write_aside(path: Path, data: str | bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace(new: Path, path: Path) -> None:
+def move_over(new: Path, path: Path) -> None:
     """Rename a file or directory to `path`, and remove what was there.
 
     A directory there goes by way of `.NAME.old`, where it is still whole after a kill between the two renames.

@@ -32,7 +32,7 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
-from draftsmith.train.files import files_written_aside, remove, replace
+from draftsmith.train.files import files_written_aside, move_over, remove
 from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.first_loss import FirstLoss, Learner
@@ -246,7 +246,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         if self.args.should_save:
             self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
             self.job.write(aside / name)
-            replace(aside / name, directory / name)
+            move_over(aside / name, directory / name)
             remove(aside)
             rotate_checkpoints(
                 str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True

@@ -158,7 +158,7 @@ def test_on_a_gpu_compiled_forwards_have_to_pay_and_the_bound_is_told(
 
     monkeypatch.setattr(settings, "forward_behind_text", lambda model, compiled: None)
     monkeypatch.setattr(settings, "median_seconds", median)
-    monkeypatch.setattr(settings, "_launch_seconds", lambda step, device: launching)
+    monkeypatch.setattr(settings, "launch_seconds", lambda step, device, repeats: launching)
     found, why = settings.compiled_on_gpu(tiny_llama(0), compiled)
     assert found == chosen and why.startswith("milliseconds a token of plain decoding: ") and told in why
 
