@@ -120,6 +120,7 @@ def _manifest(
     config: MeasureConfig, pair: Pair, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
 ) -> dict[str, Any]:
     """Say what determines every figure of a run."""
+    these = identified_prompts(config.prompts, zip(prompts, encoded, strict=True))
     settings = {name: v for name, v in asdict(config).items() if name not in (*MAY_CHANGE, *IDENTIFIED)}
     here = environment(pair.target.device, pair.dtype)
     sha = here.pop("git_sha")
@@ -129,7 +130,7 @@ def _manifest(
     return {
         "schema": SCHEMA,
         "settings": settings | {"drafters": {d.name: d.kind for d in pair.drafters}} | here,
-        "prompts": identified_prompts(config.prompts, zip(prompts, encoded, strict=True)),
+        "prompts": these,
         **{
             name: {"path": path} | identity(path, trust_remote_code=config.trust_remote_code)
             for name, path in models.items()
