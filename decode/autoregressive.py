@@ -15,11 +15,11 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.generation import DecodeOutput, collect_output, decoded, generate_arguments, prepare_rows
-from draftsmith.decode.rows import Row, TextBatch
+from draftsmith.decode.rows import TextBatch, TextRow
 from draftsmith.decode.sampling import argmax, draw_rows, scores_of_rows, uniforms
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
-Observer = Callable[[Row, int], None]
+Observer = Callable[[TextRow, int], None]
 """Is given a row, behind a token that was written to it, and the token."""
 
 
@@ -62,7 +62,7 @@ def autoregressive_decode(
     return collect_output(queue, input_ids, generation_config)
 
 
-def _take_up(row: Row, tokens: Sequence[int]) -> None:
+def _take_up(row: TextRow, tokens: Sequence[int]) -> None:
     """Go on behind tokens that were written before: each has spent a random number."""
     row.text[row.length : row.length + len(tokens)] = row.text.new_tensor(tokens)
     row.advance(tokens)
@@ -72,7 +72,7 @@ def _take_up(row: Row, tokens: Sequence[int]) -> None:
             uniforms([row.generator], [1], torch.empty(0, dtype=torch.float64))
 
 
-def _write(model: PreTrainedModel, queue: list[Row], rows: int, compiled: bool, observer: Observer | None) -> None:
+def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bool, observer: Observer | None) -> None:
     """Write texts to their ends, a token of each row at a time; where a text ends, the next one takes its row."""
     waiting, longest = deque(queue[rows:]), max(len(row.text) for row in queue)
     texts = TextBatch(queue[:rows], 1, longest)

@@ -28,7 +28,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.rows import Departure, Row
+from draftsmith.decode.rows import Departure, TextRow
 from draftsmith.decode.sampling import Sampler
 
 
@@ -178,7 +178,7 @@ def prepare_rows(
     criteria: StoppingCriteriaList,
     config: GenerationConfig,
     seed: int | None,
-) -> list[Row]:
+) -> list[TextRow]:
     """Return the rows of a left-padded batch (B, T), on the model's device.
 
     Padding is taken away: a row's text is what it would be alone. Where no processor counts from a prompt's end or asks
@@ -193,7 +193,7 @@ def prepare_rows(
     eos = frozenset(t for c in criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.tolist())
     others = StoppingCriteriaList([c for c in criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)])
     by_row = any(type(p) in PADDED_LENGTHS or isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
-    rows: list[Row] = []
+    rows: list[TextRow] = []
     for i, padding in enumerate(paddings):
         text = input_ids.new_zeros(config.max_length - padding)
         length = input_ids.shape[1] - padding
@@ -201,12 +201,12 @@ def prepare_rows(
         generator = None if seed is None else torch.Generator(model.device).manual_seed(seed + i)
         if by_row or not rows:
             sampler = Sampler(row_processors(processors, i, padding), bool(config.do_sample))
-        rows.append(Row(i, padding, text, length, sampler, eos, others, generator))
+        rows.append(TextRow(i, padding, text, length, sampler, eos, others, generator))
     return rows
 
 
 def collect_output(
-    rows: Sequence[Row], input_ids: Tensor, config: GenerationConfig, lossy: bool = False
+    rows: Sequence[TextRow], input_ids: Tensor, config: GenerationConfig, lossy: bool = False
 ) -> DecodeOutput | Tensor:
     """Return what `generate` returns for rows that were written: the sequences, with counts if it asks for a dict."""
     fill = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)

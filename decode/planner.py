@@ -20,7 +20,7 @@ from draftsmith.decode.proposers.base import Proposal, Proposer
 
 
 @dataclass(frozen=True)
-class Costs:
+class RoundCosts:
     """What a round costs on one machine, in seconds."""
 
     target: Mapping[int, float]
@@ -98,7 +98,9 @@ def acceptance_length(conditional: Sequence[float]) -> float:
     return length
 
 
-def best_draft_length(costs: Costs, acceptance: float, longest: int, nodes: Callable[[int], int] | None = None) -> int:
+def best_draft_length(
+    costs: RoundCosts, acceptance: float, longest: int, nodes: Callable[[int], int] | None = None
+) -> int:
     """Return the γ ≤ `longest` of the greatest speed-up where every position is accepted alike; 0: do not draft.
 
     `nodes` says how many tokens a draft of some depth has that are verified; as many as it is deep if None.
@@ -136,7 +138,7 @@ class Plan:
         longest: the greatest γ.
     """
 
-    costs: Costs | None = None
+    costs: RoundCosts | None = None
     longest: int = 8
     decay: float = 0.96
     _accepted: float = field(default=3.0, init=False)
@@ -165,7 +167,9 @@ class Plan:
                 return min(4, longest)
             recent = sorted(self._drafting[-15:])
             drafting = recent[len(recent) // 2]
-            costs = Costs(self._target or {}, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0)
+            costs = RoundCosts(
+                self._target or {}, 0.0 if at_once else drafting, draft_start=drafting if at_once else 0.0
+            )
         best = best_draft_length(costs, self._accepted / (self._accepted + self._rejected), longest, nodes)
         self._idle = 0 if best else self._idle + 1
         return 1 if self._idle and self._idle % 16 == 0 else best

@@ -42,7 +42,7 @@ class Departure:
 
 
 @dataclass
-class Row:
+class TextRow:
     """One text being written."""
 
     index: int
@@ -107,14 +107,14 @@ class Row:
         return list(tokens)
 
 
-class Texts(list[Tensor]):
+class RowTexts(list[Tensor]):
     """What was written of some rows, B of (T_b,), and the same tokens as the host knows them.
 
     Args:
         rows: the rows.
     """
 
-    def __init__(self, rows: Sequence[Row]):
+    def __init__(self, rows: Sequence[TextRow]):
         super().__init__(row.context for row in rows)
         self._rows = rows
 
@@ -125,8 +125,8 @@ class Texts(list[Tensor]):
 
 
 def host_tokens(texts: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of texts on the host, B of (T_b,) int64: of `Texts` without a look at the device."""
-    return texts.tokens if isinstance(texts, Texts) else [text.cpu().numpy() for text in texts]
+    """Return the tokens of texts on the host, B of (T_b,) int64: of `RowTexts` without a look at the device."""
+    return texts.tokens if isinstance(texts, RowTexts) else [text.cpu().numpy() for text in texts]
 
 
 class TextBatch:
@@ -138,7 +138,7 @@ class TextBatch:
         longest: of all texts that are to be written here; of these rows if None.
     """
 
-    def __init__(self, rows: Sequence[Row], block: int, longest: int | None = None):
+    def __init__(self, rows: Sequence[TextRow], block: int, longest: int | None = None):
         self.rows = list(rows)
         longest = longest or max(len(row.text) for row in rows)
         self._tokens = rows[0].text.new_zeros(len(rows), longest + block)
@@ -153,7 +153,7 @@ class TextBatch:
         self.lengths = Places([row.length for row in self.rows], self._tokens.device)
         """How much of each row is written."""
 
-    def refill(self, places: Sequence[int], rows: Sequence[Row]) -> None:
+    def refill(self, places: Sequence[int], rows: Sequence[TextRow]) -> None:
         """Go on with other rows in the places of some that have ended, whose texts are kept apart."""
         for place, row in zip(places, rows, strict=True):
             self.rows[place].text = self.rows[place].context.clone()

@@ -23,8 +23,8 @@ from draftsmith.decode.generation import (
     prepare_rows,
 )
 from draftsmith.decode.planner import FixedLength, Plan, as_plan
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task, tokens_of
-from draftsmith.decode.rows import Departure, Row, TextBatch, Texts
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer, tokens_of
+from draftsmith.decode.rows import Departure, RowTexts, TextBatch, TextRow
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import NO_TOKEN, Verdict
 from draftsmith.decode.tree import masks_of
@@ -142,7 +142,7 @@ def speculative_decode(
 def _write(
     model: PreTrainedModel,
     proposer: Proposer,
-    rows: list[Row],
+    rows: list[TextRow],
     plan: Plan | FixedLength,
     rule: Rule,
     compiled: bool,
@@ -161,7 +161,7 @@ def _write(
     while True:
         rows, roots = texts.rows, texts.lengths + -1
         # Draft γ tokens from q, but leave room for the target's own.
-        drafts = plan.propose(model, proposer, Texts(rows), [row.room - 1 for row in rows])
+        drafts = plan.propose(model, proposer, RowTexts(rows), [row.room - 1 for row in rows])
         # Verify: one forward of the target gives the logits of p after the text and after each drafted token.
         width = largest if compiled else max(len(draft.tokens) for draft in drafts)
         logits = _verify(target, texts, drafts, roots, width)
@@ -190,9 +190,9 @@ def _write(
             proposer.select(unfinished)
 
 
-def _task(model: PreTrainedModel, rows: Sequence[Row], draft_length: int, rule: Rule, compiled: bool) -> Task:
+def _task(model: PreTrainedModel, rows: Sequence[TextRow], draft_length: int, rule: Rule, compiled: bool) -> DraftTask:
     sampler, samplers = rows[0].sampler, [row.sampler for row in rows]
-    return Task(
+    return DraftTask(
         sampler,
         model.config.get_text_config().vocab_size,
         [row.generator for row in rows],
@@ -235,7 +235,7 @@ class Contexts(Sequence[Tensor]):
         return torch.cat([self._text, self._draft.tokens[self._draft.tree.path(range(len(self))[place] - 1)]])
 
 
-def _emitted(row: Row, verdict: Verdict, draft: Proposal) -> list[int]:
+def _emitted(row: TextRow, verdict: Verdict, draft: Proposal) -> list[int]:
     """Return the accepted tokens and the one after them, as far as there is room.
 
     Raises:
@@ -256,7 +256,7 @@ def _moves(verdicts: Sequence[Verdict]) -> list[list[int]]:
     return [[node + 1 for node in verdict.path] for verdict in verdicts]
 
 
-def _recorded(row: Row, draft: Proposal, verdict: Verdict, emitted: Sequence[int]) -> Round:
+def _recorded(row: TextRow, draft: Proposal, verdict: Verdict, emitted: Sequence[int]) -> Round:
     """Count a round of a row, up to the end of its text."""
     tokens = row.advance(emitted)
     counts = Counts.of_round(draft.tree, len(verdict.path), len(tokens))

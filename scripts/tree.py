@@ -28,7 +28,7 @@ from draftsmith.decode.measurement.tree_search import (
     search_budgets,
     search_tree,
 )
-from draftsmith.decode.planner import Costs, verification_costs
+from draftsmith.decode.planner import RoundCosts, verification_costs
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.decode.replay.ranks import TextRanks
@@ -218,7 +218,7 @@ def round_costs(
     context: int,
     compiled: bool,
     trees: Sequence[Tree],
-) -> list[Costs]:
+) -> list[RoundCosts]:
     """Measure what rounds with these trees cost: the loop's whole rounds, in turns with plain decoding.
 
     Compiling a forward for each tree would take minutes: with `compiled`, forwards are measured at two sizes, and the
@@ -238,7 +238,7 @@ def round_costs(
     # More tokens never cost less: where they seem to, the smaller block was disturbed.
     seconds = {k: min(t for tokens, t in forwards.items() if tokens >= k) for k in forwards}
     rest = levelled(trees, [rounds[name][0] - eager[len(tree) + 1] for name, tree in zip(rounds, trees, strict=True)])
-    return [Costs(seconds, 0.0, overhead=each, plain_overhead=token - eager[1]) for each in rest]
+    return [RoundCosts(seconds, 0.0, overhead=each, plain_overhead=token - eager[1]) for each in rest]
 
 
 def levelled(trees: Sequence[Tree], seconds: Sequence[float]) -> list[float]:

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from draftsmith.decode.autoregressive import autoregressive_generate
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.clock import median_seconds, now, timed
-from draftsmith.decode.planner import Costs, interpolated, verification_costs
+from draftsmith.decode.planner import RoundCosts, interpolated, verification_costs
 from draftsmith.decode.progress import each
-from draftsmith.decode.proposers.base import Outcome, Proposer, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.speculative import Round, speculative_generate
 from draftsmith.decode.validation import Amount
@@ -80,7 +80,7 @@ class CostTable:
     drafters: dict[str, dict[Size, DraftCosts]]
     """Name → B → what its drafting costs."""
 
-    def at(self, name: str, rows: int) -> Costs:
+    def at(self, name: str, rows: int) -> RoundCosts:
         """Return a drafter's costs for a number of rows, interpolated between those measured."""
         sizes = sorted({k for seconds in self.target_seconds.values() for k in seconds})
         by_rows = self.drafters[name]
@@ -88,7 +88,7 @@ class CostTable:
         def between(values: Mapping[int, float]) -> float:
             return interpolated(values, rows)
 
-        return Costs(
+        return RoundCosts(
             target={k: between({b: t[k] for b, t in self.target_seconds.items()}) for k in sizes},
             draft_step=between({b: costs.step for b, costs in by_rows.items()}),
             overhead=between({b: costs.overhead for b, costs in by_rows.items()}),
@@ -208,7 +208,7 @@ def measure_costs(
                 )
             plain[rows] = token - forward[1]
             for name, (start, step, first) in drafts.items():
-                costs, (seconds, nodes) = Costs(forward, step, draft_start=start), rounds[name]
+                costs, (seconds, nodes) = RoundCosts(forward, step, draft_start=start), rounds[name]
                 rest = seconds - costs.round_seconds(draft_lengths[name], nodes)
                 drafters[name][rows] = DraftCosts(start, step, rest, first)
         tables.append(CostTable(context, temperature, forwards, plain, prompt, prefill, drafters))
@@ -359,7 +359,7 @@ def drafting_seconds(
         The median seconds of a draft, those of the first one, which reads the text, and the tokens of a draft.
     """
     rows, length = texts_BT.shape
-    task = Task(
+    task = DraftTask(
         sampler=Sampler.of(0) if sampler is None else sampler,
         vocab_size=target.config.get_text_config().vocab_size,
         generators=[None] * rows,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.rules import Rule, as_rule
 from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.speculative import Observer, Round, speculative_generate
@@ -209,7 +209,7 @@ class Profile:
             self._wait(kind)
             self._busy = False
 
-    def _begin_rows(self, task: Task) -> None:
+    def _begin_rows(self, task: DraftTask) -> None:
         """Hear that the loop begins with new rows; it may do so several times a call."""
         self._close_round(self._seen)
         self._first, self._compiled = True, task.compiled
@@ -273,7 +273,7 @@ class _TimedProposer(Proposer):
         self._proposer, self._profile = proposer, profile
         self.wants_hidden, self.wants_features = proposer.wants_hidden, proposer.wants_features
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         self._profile._begin_rows(task)
         with self._profile._span("draft", "start"):
             return self._proposer.start(task)

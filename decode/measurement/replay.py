@@ -25,8 +25,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.authorship import Authorship, readmit
 from draftsmith.decode.measurement.intervals import Estimate, ratio, ratios
 from draftsmith.decode.progress import phase
-from draftsmith.decode.proposers.base import Proposer, Task
-from draftsmith.decode.replay.replayed import Replayed
+from draftsmith.decode.proposers.base import DraftTask, Proposer
+from draftsmith.decode.replay.batch_replay import BatchReplay
 from draftsmith.decode.replay.texts import WrittenText, teacher_forced
 from draftsmith.decode.sampling import Sampler, prefixes
 
@@ -238,7 +238,7 @@ def _share(
     """Replay the texts at these places, as many at a time as memory allows."""
     share: _Share[Key] = _Share()
     vocab_size = target.config.get_text_config().vocab_size
-    task = Task(
+    task = DraftTask(
         sampler=sampler,
         vocab_size=vocab_size,
         generators=[None],
@@ -286,7 +286,7 @@ def _distributions(
     return distributions
 
 
-def _text_replays(replayed: Replayed, draft_lengths: Sequence[int], rounds_of: int | None) -> list[TextReplay]:
+def _text_replays(replayed: BatchReplay, draft_lengths: Sequence[int], rounds_of: int | None) -> list[TextReplay]:
     """Return one drafter's replay of each text of a batch."""
     counts = {k: replayed.counts(k) for k in draft_lengths}
     rounds = replayed.chains(rounds_of) if rounds_of and replayed.chains else None

@@ -14,7 +14,7 @@ import numpy as np
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.intervals import Estimate, ratio
-from draftsmith.decode.planner import Costs
+from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.tree import ROOT, Tree
 
@@ -213,7 +213,7 @@ class Budget:
     tree: Tree
     acceptance_length: float
     """τ at T=0, replayed."""
-    costs: Costs
+    costs: RoundCosts
     """Of a round with this tree: its drafting, and the loop's own, are in `overhead`."""
 
     @property
@@ -230,7 +230,7 @@ class Budget:
 def search_budgets(
     texts: Sequence[TextRanks],
     nodes: Sequence[int],
-    costs: Callable[[Sequence[Tree]], Sequence[Costs]],
+    costs: Callable[[Sequence[Tree]], Sequence[RoundCosts]],
     selection: Sequence[TextRanks] | None = None,
 ) -> list[Budget]:
     """Search a tree of each size, for measured costs to choose among them: the greatest `speedup` is the best.

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.cache import padded
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_walk
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_walk
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -140,7 +140,7 @@ def probabilities_of(proposals: Sequence[Proposal], width: int) -> Tensor | None
 
 
 @dataclass(frozen=True)
-class Task:
+class DraftTask:
     """What is to be drafted for: the rows of one call of the decoder."""
 
     sampler: Sampler
@@ -203,7 +203,7 @@ class Proposer(ABC):
     longest: int | None = None
     """The depth that no draft exceeds, however long one is asked for; None where there is no such limit."""
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with new rows. Return the greatest number of tokens of a draft, chain or tree."""
         self.task = task
         return task.draft_length
@@ -236,7 +236,9 @@ class Proposer(ABC):
             f"proposer: expected one whose drafts depend on the text alone, found {type(self).__name__}: decode with it"
         )
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay texts that the target wrote: see `draftsmith.decode.measurement.replay`.
 
         Args:
@@ -264,7 +266,9 @@ class StatelessProposer(Proposer):
         """Return None: replay asks it for a draft at every position of a text."""
         return None
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay certain drafts: a round accepts what they share with the text."""
         self.start(task)
 
@@ -274,4 +278,4 @@ class StatelessProposer(Proposer):
                 raise InputError(f"replay: expected certain drafts, found {type(self).__name__}, which draws them")
             return proposal.tokens, proposal.tree
 
-        return replayed_by_walk(texts, distributions, draft)
+        return replay_by_walk(texts, distributions, draft)

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache import CachedModel, Places, check_model, padded
 from draftsmith.decode.draft_models.cut_vocabulary import has_whole_head
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree, GrowingTree, draft_static_tree, grow_trees
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_position, replay_by_ranks
 from draftsmith.decode.replay.ranks import ranks_of
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_position, replayed_by_ranks
 from draftsmith.decode.replay.rounds import acceptance_probabilities, overlap
 from draftsmith.decode.replay.texts import Distributions, WrittenText, model_distributions, teacher_forced
 from draftsmith.decode.sampling import Sampler, align_vocabulary, argmax, draw_rows, prefixes, scores_of_rows, uniforms
@@ -66,7 +66,7 @@ class DraftModelProposer(Proposer):
             raise InputError("stop: expected a chain, whose length it decides, found a tree")
         self.draft_model, self.tree, self.stop, self.greedy = draft_model, tree, stop, greedy
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
         block = self.nodes(task.draft_length)
         if isinstance(self.tree, DynamicTree):
@@ -74,7 +74,7 @@ class DraftModelProposer(Proposer):
         self._begin(task, block)
         return self.nodes(task.draft_length)
 
-    def _begin(self, task: Task, block: int) -> None:
+    def _begin(self, task: DraftTask, block: int) -> None:
         """Begin with an empty cache for blocks of so many tokens."""
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         if (device := self.draft_model.device) != (task.target or self.draft_model).device:
@@ -149,7 +149,9 @@ class DraftModelProposer(Proposer):
         """Return the draft model's distributions."""
         return model_distributions(self.draft_model, sampler, target.config.get_text_config().vocab_size)
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.decode.measurement.replay`."""
         sampler, widest = task.sampler, max(map(len, self.tree.children)) if isinstance(self.tree, Tree) else 1
         ranks, acceptance, overlaps = [], [], []
@@ -170,8 +172,8 @@ class DraftModelProposer(Proposer):
                 acceptance.append(acceptance_probabilities(p, q, text.tokens))
                 overlaps.append(overlap(p, q))
         if not isinstance(self.tree, Tree):
-            return replayed_by_position(texts, acceptance, overlaps)
-        return replayed_by_ranks(texts, ranks, self.tree, overlaps)
+            return replay_by_position(texts, acceptance, overlaps)
+        return replay_by_ranks(texts, ranks, self.tree, overlaps)
 
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed what the cache lacks of each text, and behind it masks, (M,); return the logits, (B, 1 + M, V).

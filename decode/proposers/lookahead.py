@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.rows import host_tokens
 from draftsmith.decode.tree import ROOT, Tree
 
@@ -77,7 +77,7 @@ class LookaheadProposer(Proposer):
                 raise InputError(f"{name}: expected at least {least}, found {value}")
         self.ngram, self.guesses, self.pool_tokens = ngram, guesses, pool_tokens
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with empty pools. Return how many nodes window and guesses have at most."""
         self._n = min(self.ngram, task.draft_length + 1)
         self._window = task.draft_length - (self._n - 2)

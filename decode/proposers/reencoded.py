@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.decode.cache import CachedModel, check_model, padded
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import DraftTask, Proposal, Proposer
 from draftsmith.decode.proposers.draft_model import Stop
 from draftsmith.decode.proposers.renumbered import same_specials, special_tokens, stand_in
 from draftsmith.decode.rows import host_tokens
@@ -81,7 +81,7 @@ class ReencodingProposer(Proposer):
         begins = begin is not None and draft_tokenizer.encode("a")[:1] == [begin]
         self._prefix = [begin] if begins else []
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
         if task.sampler.do_sample:
             tokens = self._target.get_vocab().keys()

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Proposer, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal, Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.proposers.reencoded import ReencodingProposer
@@ -61,7 +61,7 @@ class RetokenizedProposer(Proposer):
         else:
             self._drafter = ReencodingProposer(draft_model, draft_tokenizer, target_tokenizer, stop)
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
         return self._drafter.start(task)
 

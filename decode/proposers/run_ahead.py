@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer, Stop
 from draftsmith.decode.tree import Tree
 
@@ -60,7 +60,7 @@ class RunAheadProposer(DraftModelProposer):
         self.num_ahead = self.num_used = 0
         self._ahead: _Ahead | None = None
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with an empty cache and a separate stream of random numbers, seeded from the row's."""
         self.close()
         if len(task.generators) != 1:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Proposal, StatelessProposer, Task
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_start
+from draftsmith.decode.proposers.base import DraftTask, Proposal, StatelessProposer
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start
 from draftsmith.decode.replay.rounds import overlap
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import draw
@@ -36,7 +36,7 @@ class BlindProposer(StatelessProposer):
                 raise InputError("frequencies: expected finite values ≥ 0, not all zero, found others")
         self.frequencies = frequencies
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Keep the task and each row's generator."""
         if self.frequencies is not None and len(self.frequencies) > task.vocab_size:
             raise InputError(f"frequencies: expected at most V = {task.vocab_size}, found {len(self.frequencies)}")
@@ -59,7 +59,9 @@ class BlindProposer(StatelessProposer):
                 drafts.append(Proposal(q.argmax(0, keepdim=True).repeat(k), None, Tree.chain(k), confidence))
         return drafts
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay certain drafts at T=0, and under sampling those drawn from the frequencies at the round's start."""
         if distributions is None:
             return super().replay(task, texts, distributions)
@@ -76,7 +78,7 @@ class BlindProposer(StatelessProposer):
             p_x = p[places.clamp(max=n - 1), tokens].clamp(min=torch.finfo(p.dtype).tiny)
             acceptance.append((q.gather(1, tokens) / p_x).clamp(max=1.0).where(places < n, 0.0))
             overlaps.append(overlap(p, q))
-        return replayed_by_start(texts, acceptance, overlaps)
+        return replay_by_start(texts, acceptance, overlaps)
 
     def select(self, rows: Sequence[int]) -> None:
         """Keep the generators of the rows that are left."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from draftsmith.decode.proposers.base import Drafts, Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import Drafts, DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import WrittenText
 from draftsmith.decode.sampling import Sampler, argmax, draw_rows, uniforms
 from draftsmith.decode.tree import Tree
@@ -62,7 +62,7 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         vocab_size = target.config.get_text_config().vocab_size
         return text_ranks(self.draft_model, text, Sampler.of(0), vocab_size, [MOST_RANKS] * self.depth)[0]
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with an empty cache."""
         self._depth = self._cut(task.draft_length)
         lacking = 1 << self._depth.bit_length()  # K + 1 tokens, or of fixed shapes the next power of two
@@ -80,7 +80,9 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         """Refuse trees under sampling, whose siblings' draws are not known."""
         return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay chains, and at T=0 trees of one shape; of longer drafts than it can make, its longest.
 
         See `draftsmith.decode.measurement.replay`.
@@ -92,11 +94,11 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
                 text_acceptance(self.draft_model, text, sampler, p_NV, tree.depth, self.greedy)
                 for text, p_NV in zip(texts, distributions, strict=True)
             ]
-            return replayed_by_start(texts, [a_NK for a_NK, _ in each], [common_N for _, common_N in each])
+            return replay_by_start(texts, [a_NK for a_NK, _ in each], [common_N for _, common_N in each])
         # Behind the tree the most likely tokens, for servers that draft chains.
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
         ranks = [text_ranks(self.draft_model, text, sampler, v, widths, chains) for text in texts]
-        return replayed_by_start_ranks([of_text for of_text, _ in ranks], tree, [agrees for _, agrees in ranks])
+        return replay_by_start_ranks([of_text for of_text, _ in ranks], tree, [agrees for _, agrees in ranks])
 
     def _cut(self, draft_length: int) -> int:
         return draft_length if self.longest is None else min(draft_length, self.longest)

@@ -28,7 +28,7 @@ LOGITS_AT_A_TIME = 2**26
 
 
 @dataclass(frozen=True)
-class _Drafts:
+class _ScoredDrafts:
     """Some of a text's drafts: of the token at `starts` + `offsets`, given the text before `starts`."""
 
     starts: Tensor
@@ -122,7 +122,7 @@ def text_acceptance(
 @torch.inference_mode()
 def _drafts(
     model: PreTrainedModel, text: WrittenText, sampler: Sampler, vocab_size: int, depth: int
-) -> Iterator[_Drafts]:
+) -> Iterator[_ScoredDrafts]:
     """Yield the drafts for the text's own tokens: offset 0 of all starts, then the masks' of some starts at a time."""
     at_a_time = max(1, min(DRAFTS_AT_A_TIME, LOGITS_AT_A_TIME // vocab_size))
     sequence, device = text.sequence.to(model.device), model.device
@@ -131,11 +131,11 @@ def _drafts(
     cached = CachedModel(model, 1, known + 1, block=known + max(at_a_time, depth))
     logits_NV = cached.prefill(sequence[None, :-1], keep=n)[0]
 
-    def scored(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> _Drafts:
+    def scored(starts_E: Tensor, offsets_E: Tensor, logits_EV: Tensor) -> _ScoredDrafts:
         ends = [] if sampler.context_free else (text.prompt_length + starts_E + offsets_E).tolist()
         contexts = [text.sequence[:end] for end in ends]
         logits_EV = align_vocabulary(logits_EV, vocab_size).to(text.sequence.device)
-        return _Drafts(starts_E, offsets_E, sampler.scores(logits_EV, contexts).to(device))
+        return _ScoredDrafts(starts_E, offsets_E, sampler.scores(logits_EV, contexts).to(device))
 
     every = torch.arange(n)
     for starts in every.split(at_a_time):

@@ -22,11 +22,11 @@ from draftsmith.decode.cache.attention import in_groups
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.cache.kernels import fused_attention
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree, TreeProposer
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import MOST_RANKS, TextRanks
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Tree
@@ -124,7 +124,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         text = WrittenText(sequence, prompt_length, len(sequence) - prompt_length)
         return eagle_ranks(target, self.heads, text, Sampler.of(0), [MOST_RANKS] * self.depth)
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with an empty cache and no features.
 
         Raises:
@@ -175,7 +175,9 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         """Refuse drafts that grow, and under sampling trees, whose siblings' draws are not known."""
         return super().replay_refusal(do_sample and not (isinstance(self.tree, Tree) and self.tree.is_chain))
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay chains, and at T=0 trees of one shape: see `draftsmith.medusa.eagle.replay`."""
         target, heads, depth, sampler = task.target, self.heads, task.draft_length, task.sampler
         assert target is not None
@@ -187,12 +189,12 @@ class EagleProposer(TreeProposer, DraftModelProposer):
                 for text, p_NV in zip(texts, distributions, strict=True)
             ]
             overlaps = [common_NK[:, 0][drafted_NK[:, 0]] for _, common_NK, drafted_NK in each]
-            return replayed_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
+            return replay_by_start(texts, [a_NK for a_NK, _, _ in each], overlaps, first=1)
         # Behind the tree the most likely tokens, for servers that draft chains.
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
         ranks = [eagle_ranks(target, heads, text, sampler, widths, chains) for text in texts]
         agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
-        return replayed_by_start_ranks(ranks, tree, agrees)
+        return replay_by_start_ranks(ranks, tree, agrees)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first step's distribution of each token: what is drafted in a round that begins with that token.
@@ -226,7 +228,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
             return self.tree.width
         return 1 if self.tree is None else max(map(len, self.tree.pruned(draft_length)[0].children))
 
-    def _begin(self, task: Task, block: int) -> None:
+    def _begin(self, task: DraftTask, block: int) -> None:
         super()._begin(task, max(block, self._block))
 
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:

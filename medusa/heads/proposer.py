@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.draft_tree import TreeProposer, draft_static_tree
+from draftsmith.decode.replay.batch_replay import BatchReplay, replay_by_start, replay_by_start_ranks
 from draftsmith.decode.replay.ranks import TextRanks
-from draftsmith.decode.replay.replayed import Replayed, replayed_by_start, replayed_by_start_ranks
 from draftsmith.decode.replay.texts import Distributions, WrittenText
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import Level, Tree
@@ -57,7 +57,7 @@ class MedusaProposer(TreeProposer):
         """Return the ranks of a text's tokens among the heads' logits."""
         return replay_ranks(target, self.heads, sequence, prompt_length, hidden_NH=hidden_NH)
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         """Begin with no hidden states."""
         if task.target is None:
             raise InputError("medusa: expected the target that the heads were trained on, found none")
@@ -139,7 +139,9 @@ class MedusaProposer(TreeProposer):
             return "replay: expected a chain under sampling, found a tree: decode with it"
         return None
 
-    def replay(self, task: Task, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None) -> Replayed:
+    def replay(
+        self, task: DraftTask, texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None
+    ) -> BatchReplay:
         """Replay trees at T=0, and chains at any temperature: see `draftsmith.medusa.heads.replay`."""
         target, heads = task.target, self.heads
         assert target is not None
@@ -150,11 +152,11 @@ class MedusaProposer(TreeProposer):
                 replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
             ]
             agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
-            return replayed_by_start_ranks(ranks, self.tree, agrees)
+            return replay_by_start_ranks(ranks, self.tree, agrees)
         chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth
-        return replayed_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
+        return replay_by_start(texts, [chain.acceptance[:, :depth] for chain in chains], overlaps, first=1)
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first head's distribution of each token: what it drafts in a round that begins with that token.

@@ -13,7 +13,7 @@ from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.draft_models.searched_tree import searched_tree
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
-from draftsmith.decode.planner import Costs, acceptance_length, verification_costs
+from draftsmith.decode.planner import RoundCosts, acceptance_length, verification_costs
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.tree import Tree
 from draftsmith.distill.parallel.layout import is_parallel
@@ -125,7 +125,7 @@ def draft_costs(target: PreTrainedModel, draft: PreTrainedModel, rows: int) -> F
     gamma = parallel.longest or GAMMA
     text, verifying, drafting = _measured(target, parallel, rows, gamma, gamma, [target, draft])
     text += f"drafting {drafting / verifying[1]:.2f} t(1) a round: "
-    return _worth(name, text, Costs(verifying, 0.0, draft_start=drafting), gamma, remedy)
+    return _worth(name, text, RoundCosts(verifying, 0.0, draft_start=drafting), gamma, remedy)
 
 
 def eagle_costs(target: PreTrainedModel, heads: EagleHeads, rows: int) -> Finding:
@@ -148,12 +148,12 @@ def _chain_costs(
     name: str, target: PreTrainedModel, proposer: Proposer, rows: int, remedy: str, models: Sequence[PreTrainedModel]
 ) -> Finding:
     text, verifying, drafting = _measured(target, proposer, rows, GAMMA, GAMMA, models)
-    costs = Costs(verifying, drafting / GAMMA)
+    costs = RoundCosts(verifying, drafting / GAMMA)
     text += f"drafting c = {costs.draft_step / costs.target[1]:.2f} t(1) a token: "
     return _worth(name, text, costs, GAMMA, remedy)
 
 
-def _worth(name: str, text: str, costs: Costs, gamma: int, remedy: str) -> Finding:
+def _worth(name: str, text: str, costs: RoundCosts, gamma: int, remedy: str) -> Finding:
     """Say from which α on γ pays."""
     text += f"γ = {gamma} pays"
     alpha = costs.break_even_acceptance(gamma)

@@ -6,7 +6,7 @@ from statistics import median
 
 from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
-from draftsmith.decode.planner import Costs
+from draftsmith.decode.planner import RoundCosts
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured
 from draftsmith.scripts.report.types import Costs as CostsEntry
 from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, ProposerEntry, Run, Verifier
@@ -68,7 +68,7 @@ def curve_of(measured: Measured, temperature: float, name: str, verifier: Verifi
     # A tree has one draft length; one that is cut was never searched.
     lengths = list(drafter.draft_lengths) if drafter.nodes is not None else replay.draft_lengths
     lengths = [k for k in lengths if drafter.proposer.longest is None or k <= drafter.proposer.longest]
-    costs: dict[int, dict[int, tuple[Costs, float | None]]] = {}
+    costs: dict[int, dict[int, tuple[RoundCosts, float | None]]] = {}
     table = measured.costs(temperature)
     if table is not None:
         for rows in dict.fromkeys(b for t, b in measured.settings if t == temperature):

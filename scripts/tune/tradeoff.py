@@ -73,7 +73,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Departure(Estimate):
+class BoundedDeparture(Estimate):
     """The departure a token, with an upper bound."""
 
     upper_bound: float
@@ -130,7 +130,7 @@ def _tokens_and_seconds(batches: Sequence[Batch]) -> tuple[list[int], list[float
 
 def departure_estimate(
     departures: Sequence[float], tokens: Sequence[int], greedy: bool, confidence: float = 0.95
-) -> Departure:
+) -> BoundedDeparture:
     """Return the departure a token, its interval over prompts, and an upper bound.
 
     The bound is the upper end of Student's interval, and never below what as many independent tokens would give
@@ -148,7 +148,7 @@ def departure_estimate(
     floor = float(stats.beta.ppf((1 + confidence) / 2, events + 1, count - events)) if events < count else 1.0
     interval = ratio_interval(departures, tokens, confidence)
     bound = 1.0 if interval is None else min(max(floor, interval[1]), 1.0)  # of too few prompts nothing is known
-    return Departure(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
+    return BoundedDeparture(estimate.value, estimate.ci95, estimate.n, upper_bound=bound)
 
 
 def level_between(levels: Sequence[dict[str, Any]], most: float) -> float | None:

@@ -23,7 +23,7 @@ from draftsmith.decode import (
     speculative_decode,
     speculative_generate,
 )
-from draftsmith.decode.proposers.base import StatelessProposer, Task
+from draftsmith.decode.proposers.base import DraftTask, StatelessProposer
 from draftsmith.decode.tree import Tree
 
 
@@ -39,7 +39,7 @@ class Oracle(StatelessProposer):
     wrong: int
     seen: list[int]
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         self.seen = []
         return super().start(task)
 

@@ -17,7 +17,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.cache import model as cached_model
-from draftsmith.decode.planner import Costs, Plan
+from draftsmith.decode.planner import Plan, RoundCosts
 from draftsmith.decode.proposers.draft_model import stop_above_entropy, stop_below_confidence
 from draftsmith.decode.speculative import Round
 from draftsmith.decode.tree import Tree
@@ -143,15 +143,15 @@ def test_planned_lengths_follow_costs_and_acceptance(target, draft):
     ids, mask = batch(3, 7, 5)
     plain = autoregressive_generate(target, ids, mask, **GREEDY).sequences
 
-    def mean_depth(model: torch.nn.Module, costs: Costs | None) -> float:
+    def mean_depth(model: torch.nn.Module, costs: RoundCosts | None) -> float:
         out = speculative_generate(target, DraftModelProposer(model), ids, mask, draft_length=Plan(costs), **GREEDY)
         assert torch.equal(out.sequences, plain)
         return out.counts.num_draft_tokens / out.counts.num_drafts
 
-    free, dear = Costs({1: 1.0, 9: 1.0}, draft_step=0.01), Costs({1: 1.0, 9: 1.0}, draft_step=2.0)
+    free, dear = RoundCosts({1: 1.0, 9: 1.0}, draft_step=0.01), RoundCosts({1: 1.0, 9: 1.0}, draft_step=2.0)
     stranger = perturbed(target, 3.0)
     assert mean_depth(target, free) > mean_depth(draft, free) > mean_depth(draft, dear)
-    assert mean_depth(target, free) > mean_depth(stranger, Costs({1: 1.0, 9: 9.0}, draft_step=0.01))
+    assert mean_depth(target, free) > mean_depth(stranger, RoundCosts({1: 1.0, 9: 9.0}, draft_step=0.01))
     assert mean_depth(draft, dear) < 0.3  # a probe now and then
     measured = speculative_generate(target, DraftModelProposer(draft), ids, mask, draft_length=None, **GREEDY)
     assert torch.equal(measured.sequences, plain)

@@ -36,7 +36,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.cache import model as cached_model
-from draftsmith.decode.planner import Costs
+from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -319,7 +319,7 @@ def test_a_plan_that_pauses_loses_no_acceptance_in_fixed_shapes(target, monkeypa
             return 0 if self.turn % 6 in (2, 3, 4) else 3
 
     for rows in (1, 2):
-        plan = Pausing(Costs({1: 1.0, 9: 1.0}, 0.01))
+        plan = Pausing(RoundCosts({1: 1.0, 9: 1.0}, 0.01))
         out = speculative_generate(
             target, DraftModelProposer(target), prompt(rows), draft_length=plan, compiled=True, max_new_tokens=60,
             do_sample=False,
@@ -330,7 +330,7 @@ def test_a_plan_that_pauses_loses_no_acceptance_in_fixed_shapes(target, monkeypa
 def test_a_plan_prices_the_nodes_that_a_tree_verifies(target, draft):
     """Sixteen nodes at a price a node: a plan that priced the depth would draft on."""
     tree = Tree.from_choices([(i,) for i in range(8)] + [(i, 0) for i in range(8)])
-    costs = Costs({1: 1.0, 17: 9.0}, draft_step=0.01)
+    costs = RoundCosts({1: 1.0, 17: 9.0}, draft_step=0.01)
     out = speculative_generate(
         target, DraftModelProposer(draft, tree), prompt(), draft_length=Plan(costs, longest=2), max_new_tokens=40,
         do_sample=False,

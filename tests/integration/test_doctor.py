@@ -23,7 +23,7 @@ from draftsmith.decode import DraftModelProposer, clock
 from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
-from draftsmith.decode.planner import Costs
+from draftsmith.decode.planner import RoundCosts
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
@@ -242,11 +242,13 @@ def test_chat_templates_are_compared(chat, tmp_path, capsys):
 
 def test_the_smallest_acceptance_solves_for_the_break_even():
     free, dear = {1: 1.0, 5: 1.0}, {1: 1.0, 5: 5.0}
-    assert Costs(free, 0.25).break_even_acceptance(4) == pytest.approx(0.5188, abs=1e-4)  # 1 + α + α² + α³ + α⁴ > 2
-    assert Costs(free, 0.0).break_even_acceptance(4) == pytest.approx(0.0, abs=1e-9)
-    assert Costs(free, 0.99).break_even_acceptance(4) == pytest.approx(0.996, abs=1e-3)
-    assert Costs(free, 1.01).break_even_acceptance(4) is None
-    assert Costs(dear, 0.0).break_even_acceptance(4) is None
+    assert RoundCosts(free, 0.25).break_even_acceptance(4) == pytest.approx(
+        0.5188, abs=1e-4
+    )  # 1 + α + α² + α³ + α⁴ > 2
+    assert RoundCosts(free, 0.0).break_even_acceptance(4) == pytest.approx(0.0, abs=1e-9)
+    assert RoundCosts(free, 0.99).break_even_acceptance(4) == pytest.approx(0.996, abs=1e-3)
+    assert RoundCosts(free, 1.01).break_even_acceptance(4) is None
+    assert RoundCosts(dear, 0.0).break_even_acceptance(4) is None
 
 
 def test_costs_are_measured_on_request(pair_dirs, heads, capsys, monkeypatch):

@@ -23,7 +23,7 @@ from draftsmith.decode import (
     speculative_generate,
 )
 from draftsmith.decode.cache import model as cached_model
-from draftsmith.decode.proposers.base import Task
+from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.train.losses.output_head import last_hidden
@@ -136,7 +136,7 @@ class Watched(MedusaProposer):
 
     rounds = moved = partial = 0
 
-    def start(self, task: Task) -> int:
+    def start(self, task: DraftTask) -> int:
         self.target = task.target
         return super().start(task)
 
@@ -424,5 +424,5 @@ def test_what_does_not_fit_is_refused_in_one_line():
         speculative_generate(target_of("llama"), proposer, text, max_new_tokens=4)
     assert str(error.value) == "tree: expected at most 2 siblings, as many as the heads have tokens, found 3"
     with pytest.raises(InputError) as error:
-        MedusaProposer(heads).start(Task(Sampler.of(1.0), VOCAB, [None], 32, 3, True, False))
+        MedusaProposer(heads).start(DraftTask(Sampler.of(1.0), VOCAB, [None], 32, 3, True, False))
     assert str(error.value) == "medusa: expected the target that the heads were trained on, found none"

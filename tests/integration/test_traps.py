@@ -29,7 +29,7 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.measurement import exactness, repetition
 from draftsmith.decode.proposers import draft_model, draft_tree
-from draftsmith.decode.proposers.base import Task
+from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.rules import Rule, acceptance, verification
 from draftsmith.decode.rules.verification import Verdict
 from draftsmith.decode.sampling import Sampler
@@ -75,7 +75,7 @@ def same_text(parts, target, proposer, prompt=PROMPT, new=24, **options) -> None
 def drafts_of(proposer, sampler: Sampler, context: torch.Tensor, count: int = 1, depth: int = 3) -> list[Proposal]:
     """Drafts of rows that all have the same text, each with its own seed."""
     generators = [torch.Generator().manual_seed(i) for i in range(count)]
-    proposer.start(Task(sampler, VOCAB, generators, 64, depth, True, False))
+    proposer.start(DraftTask(sampler, VOCAB, generators, 64, depth, True, False))
     with torch.inference_mode():
         return proposer.propose([context] * count, [depth] * count)
 
@@ -567,7 +567,7 @@ def without_windows(model, *args, **kwargs):
     model._window = 10**6
 
 
-residual, real_advance = acceptance.residual, generation.Row.advance
+residual, real_advance = acceptance.residual, generation.TextRow.advance
 real_round, real_feed, real_cache = Counts.of_round, cache.CachedModel.feed, cache.CachedModel.__init__
 
 MISTAKES = {
@@ -585,7 +585,7 @@ MISTAKES = {
     "the draft keeps a rejected token": (7, {"proposer": KeepsARejectedToken}),
     "the target keeps a rejected token": (7, {(cache.CachedModel, "feed"): feeds_one_slot_late}),
     "the first drafted token is not verified": (8, {"rule": TakesTheFirst()}),
-    "an end inside a block is not seen": (8, {(generation.Row, "advance"): only_the_last_ends}),
+    "an end inside a block is not seen": (8, {(generation.TextRow, "advance"): only_the_last_ends}),
     "the bonus counts as accepted": (9, {(Counts, "of_round"): counts_the_bonus}),
     "drafts past the end count": (9, {(Counts, "of_round"): counts_past_the_end}),
     "padding is drafted": (10, {(draft_model, "align_vocabulary"): lambda logits, size: logits}),

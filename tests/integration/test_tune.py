@@ -14,7 +14,7 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.scripts.cli import main
 from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
-from draftsmith.scripts.tune.tradeoff import Departure, choose, departure_estimate, level_between
+from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
 
@@ -61,7 +61,7 @@ def estimated(values: dict) -> object:
     """Return the estimates of a JSON file as what was written, all else as it is."""
     if "ci95" not in values:
         return values
-    return Departure(**values) if "upper_bound" in values else Estimate(**values)
+    return BoundedDeparture(**values) if "upper_bound" in values else Estimate(**values)
 
 
 def row_of(report, rule: str, level: float) -> dict:
@@ -206,7 +206,7 @@ def test_a_distance_is_surer_than_as_many_events():
 
 def entry(rule: str, level: float, bound: float, gain: float, low: float) -> dict:
     estimate = Estimate(gain, (low, 2 * gain - low), 9)
-    departure = Departure(bound / 2, None, 9, upper_bound=bound)
+    departure = BoundedDeparture(bound / 2, None, 9, upper_bound=bound)
     return {"rule": rule, "level": level, "delta": None, "gain_over_exact": estimate, "departure": departure}
 
 

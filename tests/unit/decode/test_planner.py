@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from draftsmith.decode import InputError, Proposal, Proposer, Tree, planner
-from draftsmith.decode.planner import Costs, Plan, acceptance_length, best_draft_length, verification_costs
+from draftsmith.decode.planner import Plan, RoundCosts, acceptance_length, best_draft_length, verification_costs
 
 
 def test_verification_is_interpolated_and_extrapolated():
-    costs = Costs({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1)
+    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1)
     assert [costs.verification(k) for k in (1, 2, 3, 5, 7, 9)] == pytest.approx([1.0, 1.5, 2.0, 2.5, 3.0, 3.5])
-    assert Costs({1: 2.0}, 0.1).verification(5) == 2.0
+    assert RoundCosts({1: 2.0}, 0.1).verification(5) == 2.0
     with pytest.raises(InputError, match=r"costs: expected the target's seconds for 1 token among them, found \[2\]"):
-        Costs({2: 1.0}, 0.1)
+        RoundCosts({2: 1.0}, 0.1)
 
 
 def test_speedup_is_leviathans_where_verifying_is_free():
     """Theorem 3.8: (1 − α^{γ+1}) ÷ ((1 − α)(γ c + 1))."""
     alpha, c = 0.7, 0.1
-    costs = Costs({1: 1.0, 9: 1.0}, draft_step=c)
+    costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=c)
     for gamma in range(9):
         tau = acceptance_length([alpha] * gamma)
         assert tau == pytest.approx((1 - alpha ** (gamma + 1)) / (1 - alpha))
@@ -28,7 +28,7 @@ def test_speedup_is_leviathans_where_verifying_is_free():
 
 
 def test_a_round_verifies_the_nodes_of_a_tree_in_place_of_a_chain():
-    costs = Costs({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, draft_start=0.2, plain_overhead=0.25)
+    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, draft_start=0.2, plain_overhead=0.25)
     assert costs.round_seconds(2) == pytest.approx(0.2 + 2 * 0.1 + 2.0 + 0.5)
     assert costs.round_seconds(2, nodes=6) == pytest.approx(0.2 + 2 * 0.1 + 3.0 + 0.5)
     assert costs.round_seconds(2, nodes=0.5) == pytest.approx(0.2 + 2 * 0.1 + 1.25 + 0.5)  # on the mean, n-grams
@@ -39,7 +39,7 @@ def test_a_round_verifies_the_nodes_of_a_tree_in_place_of_a_chain():
 
 @pytest.mark.parametrize("nodes", [None, 6])
 def test_the_break_even_length_is_as_fast_as_plain_decoding(nodes):
-    costs = Costs({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, plain_overhead=0.25)
+    costs = RoundCosts({1: 1.0, 3: 2.0, 7: 3.0}, draft_step=0.1, overhead=0.5, plain_overhead=0.25)
     for gamma in (1, 2, 5):
         length = costs.break_even_length(gamma, nodes)
         assert costs.speedup(length, gamma, nodes) == pytest.approx(1.0)
@@ -47,26 +47,26 @@ def test_the_break_even_length_is_as_fast_as_plain_decoding(nodes):
 
 
 def test_the_break_even_acceptance_is_as_fast_as_plain_decoding():
-    costs = Costs({1: 1.0, 9: 1.4}, draft_step=0.2, overhead=0.1)
+    costs = RoundCosts({1: 1.0, 9: 1.4}, draft_step=0.2, overhead=0.1)
     for gamma in (1, 2, 4, 8):
         alpha = costs.break_even_acceptance(gamma)
         assert costs.speedup(acceptance_length([alpha] * gamma), gamma) == pytest.approx(1.0)
     assert costs.break_even_acceptance(1) == pytest.approx(1.05 + 0.2 + 0.1 - 1)  # τ(1) = 1 + α
     # A draft token that takes as long as the target's own never pays, one that takes next to nothing always does.
-    assert Costs({1: 1.0, 9: 1.0}, draft_step=1.0, overhead=0.1).break_even_acceptance(4) is None
-    assert Costs({1: 1.0}, draft_step=0.01, plain_overhead=0.2).break_even_acceptance(4) < 1e-9
+    assert RoundCosts({1: 1.0, 9: 1.0}, draft_step=1.0, overhead=0.1).break_even_acceptance(4) is None
+    assert RoundCosts({1: 1.0}, draft_step=0.01, plain_overhead=0.2).break_even_acceptance(4) < 1e-9
 
 
 @pytest.mark.parametrize(("alpha", "step", "best"), [(0.0, 0.01, 0), (1.0, 0.01, 8), (0.5, 2.0, 0), (0.6, 0.2, 2)])
 def test_the_best_length(alpha, step, best):
-    costs = Costs({1: 1.0, 9: 1.0}, draft_step=step)
+    costs = RoundCosts({1: 1.0, 9: 1.0}, draft_step=step)
     assert best_draft_length(costs, alpha, 8) == best
     speedups = [costs.speedup(acceptance_length([alpha] * k), k) for k in range(9)]
     assert speedups[best] == max(speedups)
 
 
 def test_a_plan_gives_up_probes_and_comes_back():
-    plan = Plan(Costs({1: 1.0, 9: 1.0}, draft_step=0.3), longest=4)
+    plan = Plan(RoundCosts({1: 1.0, 9: 1.0}, draft_step=0.3), longest=4)
     assert plan.draft_length() > 0
     for _ in range(60):
         plan.observe(accepted=0, drafted=2)

@@ -9,7 +9,7 @@ import torch
 from conftest import tiny_llama
 
 from draftsmith.decode import DraftModelProposer, DynamicTree, InputError, Tree
-from draftsmith.decode.proposers.base import Task
+from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.tree import ROOT
 
@@ -253,4 +253,4 @@ def test_a_dynamic_tree_verifies_its_first_children_at_least(width, nodes):
 def test_no_more_siblings_than_tokens(shape):
     proposer = DraftModelProposer(tiny_llama(0, vocab_size=7), tree=shape)
     with pytest.raises(InputError, match=r"^tree: expected at most V = 7 siblings, found 8$"):
-        proposer.start(Task(Sampler.of(0.0), 7, [None], 16, 3, True, False))
+        proposer.start(DraftTask(Sampler.of(0.0), 7, [None], 16, 3, True, False))

@@ -37,7 +37,7 @@ TABLE = CostTable(
 
 def test_costs_lie_between_those_of_the_batch_sizes_that_were_measured():
     one, two = TABLE.at("draft", 1), TABLE.at("draft", 2)
-    assert one == planner.Costs({1: 1.0, 5: 2.0}, 0.1, overhead=0.3, draft_start=0.2, plain_overhead=0.1)
+    assert one == planner.RoundCosts({1: 1.0, 5: 2.0}, 0.1, overhead=0.3, draft_start=0.2, plain_overhead=0.1)
     assert two.target == pytest.approx({1: 1.2, 5: 2.8})
     assert [two.draft_step, two.overhead, two.draft_start, two.plain_overhead] == pytest.approx([0.2, 0.4, 0.3, 0.2])
     # d(4) + t(5) + o, and t(3) where but two tokens are verified.

@@ -21,7 +21,7 @@ from draftsmith.decode.measurement.tree_search import (
     search_budgets,
     search_tree,
 )
-from draftsmith.decode.planner import Costs
+from draftsmith.decode.planner import RoundCosts
 from draftsmith.decode.replay.ranks import NONE, TextRanks
 from draftsmith.decode.tree import Tree
 
@@ -190,7 +190,7 @@ def test_costs_choose_the_size():
     for slope in (0.0, 0.05, 5.0):
         seconds = {1: 1.0, 41: 1.0 + 40 * slope}
         budgets = search_budgets(
-            texts, [8, 1, 2, 20, 40], lambda trees, t=seconds: [Costs(t, 0.0, overhead=0.1)] * len(trees)
+            texts, [8, 1, 2, 20, 40], lambda trees, t=seconds: [RoundCosts(t, 0.0, overhead=0.1)] * len(trees)
         )
         assert [len(b.tree) for b in budgets] == sorted(len(b.tree) for b in budgets)
         for b in budgets:
@@ -202,7 +202,7 @@ def test_costs_choose_the_size():
         assert best == {0.0: len(budgets[-1].tree), 5.0: 1}.get(slope, best)
         assert 1 < best < len(budgets[-1].tree) or slope != 0.05
     # What adds nothing to a smaller tree is not measured again.
-    same = search_budgets([text(np.full((9, 1), 0))], [1, 2, 3], lambda trees: [Costs({1: 1.0}, 0.0)] * len(trees))
+    same = search_budgets([text(np.full((9, 1), 0))], [1, 2, 3], lambda trees: [RoundCosts({1: 1.0}, 0.0)] * len(trees))
     assert [len(b.tree) for b in same] == [1]
 
 

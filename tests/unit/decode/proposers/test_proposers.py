@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.proposers.base import Outcome, Proposal, Task
+from draftsmith.decode.proposers.base import DraftTask, Outcome, Proposal
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.proposers.lookahead import LookaheadProposer, NgramPool
 from draftsmith.decode.proposers.prompt_lookup import PromptLookupProposer
@@ -47,7 +47,7 @@ FALSE_ALARM = 1e-4
 def started(proposer, draft_length: int, do_sample: bool = False, rows: int = 1, seed: int = 0):
     generators = [torch.Generator().manual_seed(seed + row) for row in range(rows)]
     sampler = Sampler(LogitsProcessorList(), do_sample)
-    proposer.start(Task(sampler, VOCAB, generators, 100, draft_length, draw_siblings=True, compiled=False))
+    proposer.start(DraftTask(sampler, VOCAB, generators, 100, draft_length, draw_siblings=True, compiled=False))
     return proposer
 
 
@@ -225,7 +225,9 @@ def test_lookahead_window_and_pool_by_hand():
 def test_lookahead_keeps_to_its_limits(ngram, draft_length):
     lookahead = LookaheadProposer(ngram, guesses=3)
     generator = torch.Generator().manual_seed(0)
-    largest = lookahead.start(Task(Sampler(LogitsProcessorList(), False), 4, [None], 100, draft_length, True, False))
+    largest = lookahead.start(
+        DraftTask(Sampler(LogitsProcessorList(), False), 4, [None], 100, draft_length, True, False)
+    )
     text, sizes = [1], set()
     for _ in range(40):
         proposal = draft(lookahead, text, draft_length)

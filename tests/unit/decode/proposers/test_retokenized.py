@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 from draftsmith.decode import DynamicTree, InputError
-from draftsmith.decode.proposers.base import Task
+from draftsmith.decode.proposers.base import DraftTask
 from draftsmith.decode.proposers.renumbered import matching_ids, renumbered
 from draftsmith.decode.proposers.retokenized import RetokenizedProposer
 from draftsmith.decode.sampling import Sampler
@@ -90,10 +90,12 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **roles)
 
 
-def task(vocab_size: int, draft_length: int = 3, do_sample: bool = False, rows: int = 1, max_length: int = 600) -> Task:
+def task(
+    vocab_size: int, draft_length: int = 3, do_sample: bool = False, rows: int = 1, max_length: int = 600
+) -> DraftTask:
     sampler = Sampler(LogitsProcessorList(), do_sample)
     generators = [torch.Generator().manual_seed(row) for row in range(rows)]
-    return Task(sampler, vocab_size, generators, max_length, draft_length, draw_siblings=True, compiled=False)
+    return DraftTask(sampler, vocab_size, generators, max_length, draft_length, draw_siblings=True, compiled=False)
 
 
 class Scribe:

@@ -13,7 +13,7 @@ from draftsmith.decode import (
     planner,
     speculative_generate,
 )
-from draftsmith.decode.planner import Costs, Plan
+from draftsmith.decode.planner import Plan, RoundCosts
 
 PROMPTS = torch.tensor([[5, 6, 7, 5, 6], [9, 9, 4, 9, 9], [1, 2, 3, 4, 1]])
 PROPOSERS = {
@@ -52,7 +52,7 @@ def test_reads_of_a_round_do_not_grow_with_rows(monkeypatch, name):
     assert max(counts[1:]) <= later, waits.seen
 
 
-@pytest.mark.parametrize(("costs", "looks"), [(Costs({1: 1.0, 9: 1.1}, 0.01), 0), (None, 2)])
+@pytest.mark.parametrize(("costs", "looks"), [(RoundCosts({1: 1.0, 9: 1.1}, 0.01), 0), (None, 2)])
 def test_a_plan_waits_for_the_device_only_where_it_measures(monkeypatch, costs, looks):
     target, times = tiny_llama(0), iter(range(10**6))
     monkeypatch.setattr(planner, "now", lambda device: next(times))

@@ -20,7 +20,7 @@ from draftsmith.decode.tree import ROOT, Tree
 
 
 @dataclass(frozen=True)
-class Replayed:
+class BatchReplay:
     """What replay knows of some texts by one drafter, from which every draft length is summed."""
 
     acceptance: list[Tensor]
@@ -34,7 +34,7 @@ class Replayed:
     one, given that it accepted those before, (N, γ); None where the draft is not a chain."""
 
 
-def replayed_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> Replayed:
+def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor]) -> BatchReplay:
     """Replay a chain whose q depends on the text before a token alone, as a draft model's does.
 
     Args:
@@ -52,12 +52,12 @@ def replayed_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor],
     def chains(draft_length: int) -> list[Tensor]:
         return [torch.nn.functional.pad(a_N, (0, draft_length - 1)).unfold(0, draft_length, 1) for a_N in acceptance]
 
-    return Replayed(acceptance, overlaps, counts, chains)
+    return BatchReplay(acceptance, overlaps, counts, chains)
 
 
-def replayed_by_start(
+def replay_by_start(
     texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor], first: int = 0
-) -> Replayed:
+) -> BatchReplay:
     """Replay a chain whose q depends on where the round began too, as that of Medusa heads does.
 
     Args:
@@ -72,10 +72,10 @@ def replayed_by_start(
         a_BNK = torch.nn.utils.rnn.pad_sequence(acceptance, batch_first=True)
         return expected_counts(a_BNK, *_sizes(texts), draft_length=draft_length, first=first)
 
-    return Replayed([a[:, 0] for a in acceptance], overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance])
+    return BatchReplay([a[:, 0] for a in acceptance], overlaps, counts, lambda k: [a_NK[:, :k] for a_NK in acceptance])
 
 
-def replayed_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: list[Tensor]) -> Replayed:
+def replay_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: list[Tensor]) -> BatchReplay:
     """Replay a tree of one shape at T=0 whose candidates depend on where the round began too.
 
     Args:
@@ -84,7 +84,7 @@ def replayed_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: li
         overlaps: for each context, whether the drafter's first choice is the token, (≤ N,).
     """
     firsts = [torch.from_numpy(text.ranks[:, 0]) for text in texts]
-    return Replayed(
+    return BatchReplay(
         [(ranks_N < len(tree.children[0])).float() for ranks_N in firsts],
         overlaps,
         lambda k: [text.counts(tree.pruned(k)[0]) for text in texts],
@@ -93,9 +93,9 @@ def replayed_by_start_ranks(texts: Sequence[TextRanks], tree: Tree, overlaps: li
     )
 
 
-def replayed_by_ranks(
+def replay_by_ranks(
     texts: Sequence[WrittenText], ranks: Sequence[Tensor], tree: Tree, overlaps: list[Tensor]
-) -> Replayed:
+) -> BatchReplay:
     """Replay a tree of one shape at T=0 whose candidates depend on the text before a token alone.
 
     Args:
@@ -112,7 +112,7 @@ def replayed_by_ranks(
         by_start[~drafted_from(len(text), tree.depth, text.limit, first=0)] = NONE
         text_ranks.append(TextRanks(by_start, tuple(widths), text.limit, first=0))
     acceptance = [(ranks_N < len(tree.children[0])).float() for ranks_N in ranks]
-    return Replayed(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in text_ranks])
+    return BatchReplay(acceptance, overlaps, lambda k: [text.counts(tree.pruned(k)[0]) for text in text_ranks])
 
 
 def _on_host(*lists: list[Tensor]) -> list[list[Tensor]]:
@@ -129,7 +129,7 @@ Draft = Callable[[Tensor, int], tuple[Tensor, Tree]]
 """Of a context (T,) and a draft length: tokens and shape."""
 
 
-def replayed_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, draft: Draft) -> Replayed:
+def replay_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tensor] | None, draft: Draft) -> BatchReplay:
     """Replay deterministic drafts: a round accepts what they share with the text, at any temperature.
 
     Args:
@@ -156,7 +156,7 @@ def replayed_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tenso
     def counts(draft_length: int) -> Sequence[Ratios]:
         return [_walk(text, draft_length, draft) for text in texts]
 
-    return Replayed(acceptance, overlaps, counts)
+    return BatchReplay(acceptance, overlaps, counts)
 
 
 def _walk(text: WrittenText, draft_length: int, draft: Draft) -> Counts:
