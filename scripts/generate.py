@@ -16,7 +16,7 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.clock import speed
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput
-from draftsmith.decode.measurement.exactness import mismatch_position
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.proposers.draft_tree import DynamicTree
 from draftsmith.decode.rules import as_rule
@@ -176,7 +176,7 @@ def _comparison(
     text = f"plain decoding: {speed(rate)} tokens/s, so {progress.tokens_per_second() / rate:.2f}× as fast here; "
     if config.temperature > 0:
         return text + "the texts are two samples, not to be identical"
-    part = mismatch_position(torch.tensor(drafted), torch.tensor(plain))
+    part = first_difference(drafted, plain)
     if part is None:
         return text + "the texts are identical"
     lossy, exact_dtype = as_rule(config.rule).lossy, config.dtype in ("float32", "float64")

@@ -23,7 +23,7 @@ from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, generate_arguments
-from draftsmith.decode.measurement.exactness import mismatch_position
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.pair_independence import Agreement, Pairs, PairTests
 from draftsmith.decode.measurement.uniformity import (
     BINS,
@@ -157,7 +157,7 @@ def compare_greedy(
             counts += of_text
     differences = []
     for i, (text, expected) in enumerate(zip(texts, plain, strict=True)):
-        position = mismatch_position(text, expected)
+        position = first_difference(text.tolist(), expected.tolist())
         if position is not None:
             differences.append(Difference(i, position, tuple(expected.tolist()), tuple(text.tolist())))
     return GreedyComparison(len(prompts), tuple(differences), counts)

@@ -1,5 +1,6 @@
 """Where two texts at T=0 part, and whether that is a tie: near-equal logits that rounding orders either way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,18 +41,16 @@ class Mismatch:
         return abs(self.margin) <= self.tolerance
 
 
-def mismatch_position(text: Tensor, other: Tensor) -> int | None:
-    """Return the index of the first token that differs; the shorter length if one text begins the other, None if equal.
+def first_difference(text: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the index of the first token that differs.
 
-    Args:
-        text: (T,) int64.
-        other: (T',).
+    Returns:
+        The shorter length if one text begins with the other; None if they are equal.
     """
-    shared = min(len(text), len(other))
-    differing = (text[:shared] != other[:shared]).nonzero()
-    if len(differing):
-        return int(differing[0])
-    return None if len(text) == len(other) else shared
+    for place, (token, beside) in enumerate(zip(text, other, strict=False)):
+        if token != beside:
+            return place
+    return None if len(text) == len(other) else min(len(text), len(other))
 
 
 @torch.inference_mode()
@@ -86,7 +85,7 @@ def first_mismatch(
         raise InputError(f"texts: expected vectors (T,), found shapes {tuple(plain.shape)} and {tuple(other.shape)}")
     if not 1 <= prompt_length <= len(plain) or not torch.equal(plain[:prompt_length], other[:prompt_length]):
         raise InputError(f"texts: expected the same prompt of {prompt_length} ≥ 1 tokens, found different ones")
-    position = mismatch_position(plain, other)
+    position = first_difference(plain.tolist(), other.tolist())
     if position is None:
         return None
     context = plain[:position]

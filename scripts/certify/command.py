@@ -11,10 +11,10 @@ from rich.console import Console
 
 from draftsmith.decode.measurement.uniformity import detectable
 from draftsmith.decode.progress import each
-from draftsmith.scripts.certify.asking import Question, stages
+from draftsmith.scripts.certify.collect import SentPrompt, stages
 from draftsmith.scripts.certify.config import CertifyConfig
-from draftsmith.scripts.certify.judging import Greedy, Law, judge_greedy, judge_law
 from draftsmith.scripts.certify.servers import Servers, target_identity
+from draftsmith.scripts.certify.verdicts import GreedyVerdict, SampledVerdict, judge_greedy, judge_sampled
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import parse_config, run
@@ -49,8 +49,8 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
         servers = Servers(config, questions, ends, size, output / KEPT)
         servers.begin()
         with kept_told(servers.kept):
-            greedy, laws = _judge(servers, pair, console)
-        passed = (greedy is None or greedy.passed) and all(law.passed for law in laws)
+            greedy, sampled = _judge(servers, pair, console)
+        passed = (greedy is None or greedy.passed) and all(verdict.passed for verdict in sampled)
         _say(console, "lossless, as far as tested" if passed else "not lossless")
         report = {
             "schema": SCHEMA,
@@ -59,7 +59,8 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
             "false_alarm": config.false_alarm,
             "greedy": None if greedy is None else _greedy_dict(greedy) | {"prompts": len(questions)},
             "sampled": [
-                asdict(law) | {"passed": law.passed, "finds": _finds(config, law.tokens, pair)} for law in laws
+                asdict(verdict) | {"passed": verdict.passed, "finds": _finds(config, verdict.tokens, pair)}
+                for verdict in sampled
             ],
             "settings": asdict(config),
             "target": target_identity(config),
@@ -71,7 +72,7 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
     return report
 
 
-def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[Greedy | None, list[Law]]:
+def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[GreedyVerdict | None, list[SampledVerdict]]:
     """Ask for all texts, and judge each temperature's; say what was found."""
     config, questions = servers.config, servers.questions
     asked = stages(config, len(questions))
@@ -81,7 +82,7 @@ def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[Greed
         # With the target here, sampled texts are judged by it, and T=0 alone is compared.
         wanted = [[request for request in stage if pair is None or request.temperature == 0] for stage in asked]
         plain = servers.texts("plain_server", wanted)
-    greedy, laws = None, []
+    greedy, sampled = None, []
     for temperature in config.temperature:
         reference = None if plain is None else plain.of(temperature)
         texts = found.of(temperature)
@@ -89,25 +90,25 @@ def _judge(servers: Servers, pair: Pair | None, console: Console) -> tuple[Greed
             greedy = judge_greedy(config, pair, questions, texts, reference, servers.ends)
             _show_greedy(console, greedy, len(questions))
         else:
-            laws.append(judge_law(config, pair, questions, temperature, texts, reference, servers.ends))
-            _show_law(console, laws[-1])
+            sampled.append(judge_sampled(config, pair, questions, temperature, texts, reference, servers.ends))
+            _show_sampled(console, sampled[-1])
     drafts = {name: counters and counters.num_drafts for name, counters in servers.counters.items()}
     if drafts["server"] == 0:
         _say(console, "note: the server drafted nothing meanwhile: this is of its plain decoding")
     if drafts.get("plain_server"):
         _say(console, f"note: the plain server drafted too, {drafts['plain_server']} times: it is no plain reference")
-    return greedy, laws
+    return greedy, sampled
 
 
-def _load(config: CertifyConfig) -> tuple[list[Question], Pair | None]:
+def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
     """Read the prompts and, where it is named, the target and its draft model."""
     prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:
-        return [Question(prompt, None) for prompt in prompts], None
+        return [SentPrompt(prompt, None) for prompt in prompts], None
     tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     questions = [
-        Question(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding))
+        SentPrompt(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding))
         for prompt in each(prompts, "prompts", "texts")
     ]
     return questions, load_pair(
@@ -131,28 +132,28 @@ def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair 
     _say(
         console,
         f"finds with probability 0.9, at a false-alarm rate of {config.false_alarm:g} in all: unlikely tokens from a "
-        f"share of {finds['unlikely_tokens']:.2%} on; a law that leans one way from a total variation of "
+        f"share of {finds['unlikely_tokens']:.2%} on; a distribution that leans one way from a total variation of "
         f"{finds['total_variation']:.2%} on",
     )
 
 
 def _finds(config: CertifyConfig, tokens: int, pair: Pair | None) -> dict[str, float] | None:
-    """Return what so many tokens find with probability 0.9; None against a plain server."""
+    """Return the departures that N tokens find with probability 0.9; None against a plain server."""
     if pair is None:
         return None
     orders = 2 + len(pair.drafters)
-    unlikely, variation = detectable(tokens, config.level / (5 * orders + 2))  # so many tests share the level
+    unlikely, variation = detectable(tokens, config.level / (5 * orders + 2))  # the tests share the level
     return {"unlikely_tokens": unlikely, "total_variation": variation}
 
 
-def _greedy_dict(greedy: Greedy) -> dict[str, Any]:
+def _greedy_dict(greedy: GreedyVerdict) -> dict[str, Any]:
     """Return what is said of the first texts, and beside it of those that were asked for again."""
     parts = asdict(greedy)
     first: dict[str, Any] = parts.pop("first")
     return first | parts
 
 
-def _show_greedy(console: Console, greedy: Greedy, prompts: int) -> None:
+def _show_greedy(console: Console, greedy: GreedyVerdict, prompts: int) -> None:
     for of, found, same in (
         ("T=0", greedy.first, "identical"),
         ("T=0, asked again", greedy.again, "as before"),
@@ -164,14 +165,12 @@ def _show_greedy(console: Console, greedy: Greedy, prompts: int) -> None:
                 _say(console, f"  {found.reason}")
 
 
-def _show_law(console: Console, law: Law) -> None:
-    _say(
-        console,
-        f"T={law.temperature:g}: {law.tokens} tokens in {law.texts} texts, {law.distinct} of them different; p-value "
-        f"{law.p_value:.2g}, {'above' if law.passed else 'not above'} {law.threshold:.2g}",
-    )
-    if law.reason:
-        _say(console, f"  {law.reason}")
+def _show_sampled(console: Console, verdict: SampledVerdict) -> None:
+    texts = f"{verdict.tokens} tokens in {verdict.texts} texts, {verdict.distinct} of them different"
+    beside = f"{'above' if verdict.passed else 'not above'} {verdict.threshold:.2g}"
+    _say(console, f"T={verdict.temperature:g}: {texts}; p-value {verdict.p_value:.2g}, {beside}")
+    if verdict.reason:
+        _say(console, f"  {verdict.reason}")
 
 
 def _say(console: Console, line: str) -> None:

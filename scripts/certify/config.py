@@ -1,4 +1,4 @@
-"""What `draftsmith certify` is told."""
+"""Settings of `draftsmith certify`."""
 
 from dataclasses import dataclass, field
 
@@ -115,7 +115,7 @@ class CertifyConfig(Filters, PromptOptions):
 
     @property
     def level(self) -> float:
-        """What each temperature's p-value must exceed: the false-alarm rate divided among them."""
+        """Each temperature's p-value must exceed it: the false-alarm rate divided among the temperatures."""
         return self.false_alarm / max(len(self.sampled), 1)
 
     @property

@@ -1,4 +1,4 @@
-"""The servers that are asked, and what is kept of their texts until a certificate is written."""
+"""The servers under comparison; their texts are stored until a certificate is written."""
 
 import asyncio
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts
 from draftsmith.decode.progress import phase
-from draftsmith.scripts.certify.asking import Kept, Question, Request, ask, further
+from draftsmith.scripts.certify.collect import SentPrompt, TextRequest, TextStore, ask, further
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import Client
 from draftsmith.train.data.shards import settle_manifest
@@ -32,17 +32,17 @@ class Servers:
     """The server under test and maybe a plain one, by the names of their fields."""
 
     config: CertifyConfig
-    questions: Sequence[Question]
+    questions: Sequence[SentPrompt]
     ends: Sequence[int]
     """Ids that end a text; none where they are not known here."""
     vocab_size: int | None
-    """What ids must be below; None where the target is not here."""
+    """Ids must be below it; None without the target."""
     directory: Path
     """Where texts are kept."""
     models: dict[str, str] = field(default_factory=dict)
-    """What each is asked for."""
+    """The model's name on each."""
     counters: dict[str, ServerCounts | None] = field(default_factory=dict)
-    """What each counted of the texts of this run; None of one that shows no counters, or was asked for none."""
+    """Counts of this run's texts; None if the server shows no counters, or was not asked."""
 
     def begin(self) -> None:
         """Ask each server for its model, and go on with the texts that an earlier run of the same settings left.
@@ -56,7 +56,7 @@ class Servers:
             remove(self.directory)  # nothing is kept of a run that failed at once: it may be begun otherwise
         settle_manifest(self.directory, self._manifest())
 
-    def texts(self, name: str, stages: Sequence[Sequence[Request]]) -> Kept:
+    def texts(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
         """Ask a server for all texts that it has not written yet, stage after stage; for more where they end early."""
         kept = self._asked(name, stages)
         for temperature in sorted({request.temperature for stage in stages for request in stage}):
@@ -67,8 +67,8 @@ class Servers:
                 self.counters[name] = None if before is None or after is None else before + after
         return kept
 
-    def _asked(self, name: str, stages: Sequence[Sequence[Request]]) -> Kept:
-        kept = Kept(self.directory / f"{name}.jsonl", self.config.max_new_tokens)
+    def _asked(self, name: str, stages: Sequence[Sequence[TextRequest]]) -> TextStore:
+        kept = TextStore(self.directory / f"{name}.jsonl", self.config.max_new_tokens)
         if all((request.temperature, request.place) in kept.texts for stage in stages for request in stage):
             self.counters[name] = None
             return kept
@@ -100,7 +100,7 @@ class Servers:
     def kept(self) -> str | None:
         """Say what is kept of a run that is interrupted."""
         there = {
-            name: len(Kept(path, self.config.max_new_tokens).texts)
+            name: len(TextStore(path, self.config.max_new_tokens).texts)
             for name in SERVERS
             if (path := self.directory / f"{name}.jsonl").is_file()
         }

@@ -42,7 +42,7 @@ class Address:
         """Read a URL such as http://127.0.0.1:8100.
 
         Raises:
-            ValueError: it is none, in one line that does not repeat what may be secret in it.
+            ValueError: not a URL; the line never prints secrets.
         """
         expected = "DRAFT_ENDPOINT: expected a URL such as http://127.0.0.1:8100, found"
         if any(sign in url for sign in "@?#"):
@@ -77,7 +77,7 @@ class DraftLine(threading.Thread):
         self._changed = threading.Condition()
         self._failed = 0  # times in a row
         self.service: Service | None = None
-        """What the service says of itself, while the line is up."""
+        """The service's own description, while the line is up."""
 
     def ask(self, body: bytes) -> bytes:
         """Return what `/propose` answers.

@@ -1,6 +1,6 @@
-"""What a decoder and a draft service say to each other, version 1: JSON over HTTP. Standard library alone.
+"""The protocol between a decoder and a draft service, version 1: JSON over HTTP. Standard library alone.
 
-`POST /propose` asks for drafts of many texts at once. The service remembers texts, and a text is told in pieces:
+`POST /propose` asks for drafts of many texts at once. The service remembers texts, and a text is sent in pieces:
 
     {"version": 1, "client": "9f…", "rows": [{"id": 7, "start": 120, "tokens": [11, 12], "want": 4}], "ended": [3],
      "report": {"failures": 0, "plain_rounds": 0}}
@@ -12,7 +12,7 @@ again. `report` is what went wrong since its last call that was answered, for th
     {"version": 1, "drafts": [[13, 14, 15, 16]]}
 
 has a draft for each row in order, at most as long as was wanted; `null` where the service does not know the text up to
-`start`, after a restart or where it made room: the row is then to be told from 0.
+`start`, after a restart or where it made room: the row is then sent from 0.
 
 `GET /health` answers 200 and a `Service` where drafts may be asked for.
 """
@@ -45,14 +45,14 @@ class DraftRow:
     start: int
     """Tokens that the service knows already."""
     tokens: list[int]
-    """What follows them, up to the text's end."""
+    """The tokens that follow, up to the text's end."""
     want: int
-    """γ; 0 only tells the text."""
+    """γ; 0 sends the text alone."""
 
 
 @dataclass(frozen=True)
 class ClientReport:
-    """What a client counted since its last call that was answered."""
+    """A client's counts since its last call that was answered."""
 
     failures: int = 0
     """Calls without an answer."""
@@ -73,7 +73,7 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class Service:
-    """What `/health` answers."""
+    """The answer of `/health`."""
 
     version: int
     model: str
@@ -99,7 +99,7 @@ def decode_request(body: bytes) -> DraftRequest:
     """Read a request's body.
 
     Raises:
-        ProtocolError: it is none; the line names the field.
+        ProtocolError: not a request; the line names the field.
     """
     given = _object(body, "request")
     _fields(given, "request", ("version", "client", "rows", "ended", "report"))
@@ -118,8 +118,8 @@ def decode_request(body: bytes) -> DraftRequest:
         rows.append(DraftRow(id_, start, tokens, _number(row["want"], f"{name}.want")))
     if len({row.id for row in rows}) < len(rows):
         raise ProtocolError("rows: expected each id once, found one twice")
-    if (told := sum(len(row.tokens) for row in rows)) > MOST_TOKENS:
-        raise ProtocolError(f"rows: expected at most {MOST_TOKENS} tokens in all, found {told}")
+    if (sent := sum(len(row.tokens) for row in rows)) > MOST_TOKENS:
+        raise ProtocolError(f"rows: expected at most {MOST_TOKENS} tokens in all, found {sent}")
     _fields(given["report"], "report", ("failures", "plain_rounds"))
     report = ClientReport(**{key: _number(value, f"report.{key}") for key, value in given["report"].items()})
     return DraftRequest(client, rows, _numbers(given["ended"], "ended", IDS), report)
@@ -134,7 +134,7 @@ def decode_drafts(body: bytes, rows: Sequence[DraftRow]) -> list[list[int] | Non
     """Read the answer to some rows.
 
     Raises:
-        ProtocolError: it is none, or not one to these rows.
+        ProtocolError: not an answer, or not one to these rows.
     """
     given = _object(body, "answer")
     _fields(given, "answer", ("version", "drafts"))

@@ -44,7 +44,7 @@ class BoundedProtocol(H11Protocol):
 
     @property
     def claim(self) -> tuple[bool, float]:
-        """What it gives way by, the least first: those that send a body come last, and else who has waited longest."""
+        """Connections give way in this order, least first: senders of a body last, else the longest waiting first."""
         return self.conn.their_state is h11.SEND_BODY, self._since
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -148,7 +148,7 @@ def bounded_server(app: Any, keep_alive: float, grace: float) -> uvicorn.Server:
     Args:
         app: ASGI.
         keep_alive: seconds that a connection stays open after an answer.
-        grace: seconds for what is under way, when it is told to end.
+        grace: seconds that requests under way have when the server ends.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = FILES if most == resource.RLIM_INFINITY else min(FILES, most)

@@ -52,7 +52,7 @@ RECEIVED = Counter(NAME("received_bytes"), "Bodies of their answers.")
 class RemoteDraft:
     """Drafts by a draft service, for vLLM.
 
-    With tensor parallelism each rank asks for itself, of which vLLM uses one rank's drafts.
+    With tensor parallelism each rank asks for itself, and vLLM uses one rank's drafts.
 
     Args:
         vllm_config: vLLM's own configuration object.
@@ -114,7 +114,7 @@ class RemoteDraft:
             ]
             if rows:
                 self._propose(line, rows, drafts)
-        except Exception as error:  # a mistake of ours, of which the target is to know nothing
+        except Exception as error:  # a mistake of ours must not reach the target
             self._say.warning(f"expected drafts, found {type(error).__name__}: {error}; decoding goes on plainly")
             return [[] for _ in sampled_token_ids]
         return drafts
@@ -131,19 +131,19 @@ class RemoteDraft:
         room = MOST_TOKENS
         for (number, tokens), text in zip(rows, self._texts.find(rows), strict=True):
             length = len(tokens)
-            told = min(text.told, length - 1)
+            sent = min(text.sent, length - 1)
             want = min(self._wanted, service.max_draft_length, self._max_length - 1 - length)
-            if want > 0 and length < service.max_length and length - told <= room and len(asked) < service.max_rows:
-                room -= length - told
-                asked.append((number, text, DraftRow(text.id, told, tokens[told:].tolist(), want)))
+            if want > 0 and length < service.max_length and length - sent <= room and len(asked) < service.max_rows:
+                room -= length - sent
+                asked.append((number, text, DraftRow(text.id, sent, tokens[sent:].tolist(), want)))
         if not asked:
             return
-        told_rows = [row for _, _, row in asked]
+        asked_rows = [row for _, _, row in asked]
         report = ClientReport(self._failures, self._plain)
-        body = encode_request(DraftRequest(self._client, told_rows, self._texts.ended(), report))
+        body = encode_request(DraftRequest(self._client, asked_rows, self._texts.ended(), report))
         try:
             answer = line.ask(body)
-            answers = decode_drafts(answer, told_rows)
+            answers = decode_drafts(answer, asked_rows)
         except (LineDown, ProtocolError) as error:
             if isinstance(error, ProtocolError):
                 line.refuse(error)
@@ -155,7 +155,7 @@ class RemoteDraft:
         line.accept()
         self._failures = self._plain = 0
         for (number, text, row), draft in zip(asked, answers, strict=True):
-            text.told = 0 if draft is None else row.start + len(row.tokens)
+            text.sent = 0 if draft is None else row.start + len(row.tokens)
             drafts[number] = self._own(draft or [])
         ROUNDS.inc()
         TOKENS.inc(sum(map(len, drafts)))

@@ -1,4 +1,4 @@
-"""Which text each row of a decoder's batch is, where rows are moved, reused and told apart by nothing but their tokens.
+"""Match rows of a decoder's batch to known texts by their tokens: rows are moved, reused and not named.
 
 A wrong answer would cost acceptance, never a token of the text: the target verifies what is drafted.
 """
@@ -12,11 +12,11 @@ Tokens = Any
 
 
 class KnownText:
-    """A text, as the service was told it."""
+    """A text, as it was sent to the service."""
 
     def __init__(self, id_: int):
         self.id = id_
-        self.told = 0
+        self.sent = 0
         """Tokens that the service knows for certain."""
         self._tokens: Tokens = ()
 
@@ -31,7 +31,7 @@ class KnownText:
         return bool((self._tokens == tokens[:length]).all())
 
     def become(self, tokens: Tokens) -> None:
-        """Let the text be these tokens, of which it was the beginning."""
+        """Extend the text to these tokens, which begin with it."""
         self._tokens = tokens.copy()
 
 

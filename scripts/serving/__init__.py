@@ -1,1 +1,1 @@
-"""What the commands that talk to an inference server share: a client, and the server's counters."""
+"""Shared by commands that talk to an inference server: a client, and the server's counters."""

@@ -38,7 +38,7 @@ class StreamedCompletion:
     ended: float = 0.0
     """When the last byte came."""
     counts: ServerCounts | None = None
-    """What the server counted of this one, if it says: SGLang's `/generate`, and vLLM that was started with
+    """The server's counts of this one, if it gives them: SGLang's `/generate`, and vLLM that was started with
     `--per-request-spec-decode-metrics summary`."""
 
 

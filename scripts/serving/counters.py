@@ -1,4 +1,4 @@
-"""What a server counts of its speculative decoding: in its `/metrics` (the Prometheus text format), or in an answer."""
+"""Counters of speculative decoding in a server's `/metrics` (the Prometheus text format)."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -58,7 +58,7 @@ def read_metrics(text: str, where: str) -> ServerMetrics:
         where: what it is called in an error.
 
     Raises:
-        InputError: it is not in the format, or a count is none.
+        InputError: not in the format, or a count that is not a number.
     """
     totals: dict[str, int] = {}
     positions: dict[int, int] = {}

@@ -21,7 +21,7 @@ COUNTED = (
     ("spec_num_proposed_drafts", "spec_num_correct_drafts", "spec_correct_drafts_histogram"),
     ("spec_draft_token_num", "spec_accept_token_num", "spec_accept_histogram"),
 )
-"""What an answer calls its drafted and accepted tokens, and its steps by accepted tokens: since 2026, and before."""
+"""An answer's fields for drafted and accepted tokens, and steps by accepted tokens: since 2026, and before."""
 
 
 class ServerInfo(Said):
@@ -36,7 +36,7 @@ class ServerInfo(Said):
 
 @dataclass(frozen=True)
 class Engine:
-    """What answers at a URL."""
+    """The server at a URL."""
 
     kind: Literal["vllm", "sglang", "other"]
     version: str | None = None

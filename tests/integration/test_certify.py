@@ -16,7 +16,7 @@ from draftsmith.decode import autoregressive_generate
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts import cli
 from draftsmith.scripts.certify import command
-from draftsmith.scripts.certify.asking import Kept, Question, Request, ask, companions, stages
+from draftsmith.scripts.certify.collect import SentPrompt, TextRequest, TextStore, ask, stages, text_pairs
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.serving.client import StreamedCompletion
 from draftsmith.train.data.prompts import Prompt
@@ -331,7 +331,7 @@ def test_each_prompt_is_asked_twice_in_a_row():
     assert [request.prompt for request in greedy] == [0, 1, 2]
     assert sorted((request.prompt, request.place) for request in again) == [(0, 3), (1, 4), (2, 5)]
     assert [request.prompt for request in sampled] == [0, 0, 1, 1, 2, 2, 0, 0, 1, 1]
-    for kind, pairs in companions(len(sampled)).items():
+    for kind, pairs in text_pairs(len(sampled)).items():
         same = [sampled[i].prompt == sampled[j].prompt for i, j in pairs]
         assert pairs and all(same) if kind == "rows of the same prompt" else not any(same)
 
@@ -346,13 +346,13 @@ def test_temperatures_can_be_mixed():
 
 
 def test_a_line_that_was_cut_off_is_asked_for_again(tmp_path):
-    kept = Kept(tmp_path / "texts.jsonl", 4)
-    kept.add(Request(1.0, 0, 0), [1, 2], "length")
+    kept = TextStore(tmp_path / "texts.jsonl", 4)
+    kept.add(TextRequest(1.0, 0, 0), [1, 2], "length")
     with (tmp_path / "texts.jsonl").open("a") as file:
         file.write("\n[1.0, 1, [3")
-    again = Kept(tmp_path / "texts.jsonl", 4)
-    again.add(Request(1.0, 2, 0), [4], "stop")
-    assert Kept(tmp_path / "texts.jsonl", 4).of(1.0) == [([1, 2], "length"), ([4], "stop")]
+    again = TextStore(tmp_path / "texts.jsonl", 4)
+    again.add(TextRequest(1.0, 2, 0), [4], "stop")
+    assert TextStore(tmp_path / "texts.jsonl", 4).of(1.0) == [([1, 2], "length"), ([4], "stop")]
 
 
 def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
@@ -362,9 +362,11 @@ def test_tokens_beyond_the_vocabulary_are_no_text(tmp_path):
         async def complete(self, body, path):
             return StreamedCompletion(token_ids=[1, 300], finish_reason="stop")
 
-    kept, questions = Kept(tmp_path / "texts.jsonl", 4), [Question(Prompt("a", "x", None, None), [1])]
+    kept, questions = TextStore(tmp_path / "texts.jsonl", 4), [SentPrompt(Prompt("a", "x", None, None), [1])]
     with pytest.raises(InputError, match=r"^server: http://127\.0\.0\.1: .*300"):
-        asyncio.run(ask(config(), Wrong(), "m", questions, [Request(0.0, 0, 0)], [], 300, kept, lambda tokens: None))
+        asyncio.run(
+            ask(config(), Wrong(), "m", questions, [TextRequest(0.0, 0, 0)], [], 300, kept, lambda tokens: None)
+        )
     assert not kept.texts
 
 

@@ -35,7 +35,7 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
-from draftsmith.scripts.certify.asking import Kept
+from draftsmith.scripts.certify.collect import TextStore
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.engine.offline import Answer as EngineAnswer
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_of
@@ -273,7 +273,7 @@ READERS: dict[str, Reader] = {
     "kept settings": Reader(lines(asdict(Settings("float32", 1, False, {}, None))), lambda path: read(Settings, path)),
     "kept texts": Reader(
         lines([0.0, 0, [1, 2], "stop"], [1.0, 3, [4], "length"]),
-        lambda path: Kept(path, MOST).texts,
+        lambda path: TextStore(path, MOST).texts,
         lambda texts: [ids_below(2**31, tokens) for tokens, _ in texts.values()],
     ),
     "costs.json": Reader(lines(COST_FILE), lambda path: read(CostFile, path, "costs")),

@@ -11,7 +11,7 @@ import pytest
 from simulated_server import Simulated, simulated_server
 
 from draftsmith.scripts import cli
-from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, Settings, read_rounds, write_rounds
+from draftsmith.scripts.measure.reconcile.rounds import SCHEMA, ExpectedText, RoundsSettings, read_rounds, write_rounds
 from draftsmith.scripts.measure.server import observe
 from draftsmith.scripts.report.schema import report_schema
 
@@ -44,7 +44,9 @@ def rounds_of(prompt: str) -> ExpectedText:
 @pytest.fixture
 def report(tmp_path):
     """A local report's rounds."""
-    settings = Settings(SCHEMA, "target", "float32", NEW, GAMMA, {"draft": {"kind": "draft", "path": "d"}}, FILTERS)
+    settings = RoundsSettings(
+        SCHEMA, "target", "float32", NEW, GAMMA, {"draft": {"kind": "draft", "path": "d"}}, FILTERS
+    )
     (tmp_path / "report").mkdir()
     write_rounds(tmp_path / "report/rounds.jsonl", settings, [rounds_of(f"word {i}") for i in range(COUNT)])
     return tmp_path / "report" / "report.json"
@@ -145,7 +147,7 @@ def test_what_cannot_be_compared_is_said_before_anything_is_asked(measure, flags
         (
             ["p0", "p1", "p2", "p3"],
             1,
-            "expected answers to at least 5 prompts, of which an interval can be told, found 4",
+            "expected answers to at least 5 prompts, as an interval needs, found 4",
         ),
     ],
     ids=["others", "too few"],

@@ -1,1 +1,1 @@
-"""What an inference server answers: requests to it, what its answers become, and logs of those that others asked."""
+"""Inference servers: requests to them, their answers, and logs of other clients' requests."""

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from draftsmith.decode.validation import MOST, Count, Said, TokenId
 
 Limit = Annotated[int, Field(ge=-1, le=MOST), AfterValidator(lambda limit: limit if limit > 0 else None)]
-"""A number that is at least 1 where there is one; some servers say 0 or −1 where there is none."""
+"""A limit of at least 1, or None; some servers say 0 or −1 for none."""
 
 
 def _joined(content: Any) -> Any:
@@ -27,13 +27,13 @@ class ModelCard(Said):
 
 
 class ModelList(Said):
-    """What `/v1/models` answers."""
+    """The answer of `/v1/models`."""
 
     data: list[ModelCard]
 
 
 class Delta(Said):
-    """What a part of a chat adds."""
+    """A part of a chat's message."""
 
     content: Annotated[str | None, BeforeValidator(_joined)] = None
     reasoning_content: str | None = None
@@ -42,7 +42,7 @@ class Delta(Said):
 
     @property
     def text(self) -> str:
-        """What it adds, to the answer or to the thinking before it."""
+        """Its text, of the answer or of the thinking before it."""
         return self.content or self.reasoning_content or self.reasoning or ""
 
 

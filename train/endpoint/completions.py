@@ -44,7 +44,7 @@ class ServedCompletion:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the target's ids are."""
+    """The target's token ids."""
 
     tokenizer: PreTrainedTokenizerBase
     """It makes ids of text."""
@@ -98,7 +98,7 @@ def complete_remotely(
         vocabulary: of the target.
         batches: the prompts.
         finished: is given a batch and its completions, in the prompts' order, as soon as all are there.
-        ended: is told the tokens of each completion as it comes.
+        ended: receives the number of tokens of each completion as it comes.
 
     Raises:
         InputError: the server refuses or fails; the first such error stops all requests.

@@ -121,7 +121,7 @@ class HttpClient:
     async def accepted(
         self, path: str, body: Any = None, what: str = "an answer", timeout: float | None = None
     ) -> AsyncIterator[httpx2.Response]:
-        """Give the answer to a POST of JSON, or to a GET where there is none, once the server has accepted it (200).
+        """Give the answer to a POST of `body`, or to a GET without one, once the server has accepted it (200).
 
         Raises:
             InputError: it is refused (4xx).
@@ -146,7 +146,7 @@ class HttpClient:
     async def fetch(
         self, kind: type[T], path: str, body: Any = None, what: str | None = None, timeout: float | None = None
     ) -> T:
-        """Return the JSON that a path answers with: to a POST of `body`, or to a GET where there is none.
+        """Return the JSON that a path answers with: to a POST of `body`, or to a GET without one.
 
         Raises:
             InputError: it is refused (4xx).

@@ -36,7 +36,7 @@ class RetryingServer:
         self.client = HttpClient(root, "endpoint", config.endpoint_key_env, key_field="endpoint_key_env")
 
     async def call(self, kind: type[T], path: str, what: str, body: dict[str, Any] | None = None) -> T:
-        """Return what a path answers with: to a POST of `body`, or to a GET where there is none.
+        """Return what a path answers with: to a POST of `body`, or to a GET without one.
 
         Args:
             kind: what is expected; broken JSON is asked for again, an answer that says something else is an error.

@@ -1,10 +1,11 @@
-"""Why a server does otherwise than a report expects: the known causes, what speaks for each, and what to try."""
+"""Why a server departs from a report: the known causes, the evidence for each, and what to try."""
 
 from collections.abc import Sequence
 from statistics import median
 
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.server_counts import ServerCounts
-from draftsmith.scripts.measure.reconcile.pairing import ROUNDING, SPACING, Pairing, ServedText, first_difference
+from draftsmith.scripts.measure.reconcile.pairing import ROUNDING, SPACING, Pairing, ServedText
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
 from draftsmith.scripts.report.reconciliation import Cause
 from draftsmith.scripts.report.types import Verifier
@@ -74,15 +75,15 @@ def _texts(pairing: Pairing, settings: RoundsSettings) -> list[Cause]:
     middle = (
         f"at the first tokens that differ the target's likeliest is ahead by {median(margins):.1%} of its largest logit"
     )
-    told = f"{middle} (median; at most {max(margins):.1%}), and rounding in bfloat16 moves it by {tie:.1%}"
+    margin = f"{middle} (median; at most {max(margins):.1%}), and rounding in bfloat16 moves it by {tie:.1%}"
     rounding = Cause(
         "dtype",
-        f"{share}; {told}",
+        f"{share}; {margin}",
         f"run the server in {settings.dtype}, the report's dtype, or measure here in the server's",
     )
     weights = Cause(
         "target",
-        f"{share}; {told}",
+        f"{share}; {margin}",
         "the server's target is quantised, fine-tuned or another revision than the report's: measure here with its "
         "weights, and distil the draft again on its texts",
     )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy import stats
 
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.intervals import (
     Interval,
     confidence_of_each,
@@ -25,7 +26,6 @@ from draftsmith.scripts.measure.reconcile.pairing import (
     Pairing,
     ServedSetting,
     ServedText,
-    first_difference,
     paired,
     too_few,
 )
@@ -34,7 +34,7 @@ from draftsmith.scripts.report.reconciliation import Departure, PositionShares, 
 from draftsmith.scripts.report.types import Verifier
 
 FALSE_ALARM = 0.01
-"""So often a server that does as expected is said to depart, under sampling, at any position."""
+"""Probability that a server without mistakes is said to depart, under sampling, at any position."""
 Columns = tuple[Sequence[float], Sequence[float]]
 """Accepted tokens and drafts of each text."""
 

@@ -1,4 +1,4 @@
-"""Every round that a server may begin on the target's texts, replayed: what `rounds.jsonl` holds."""
+"""The content of `rounds.jsonl`: every round that a server may begin on the target's texts, replayed."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -85,7 +85,7 @@ def _continued(
     tokens: int,
     seed: int,
 ) -> list[list[int]]:
-    """Return texts with so many more tokens, whatever ended them."""
+    """Return texts that go on for `tokens` more tokens, whatever ended them."""
     base: Any = target.generation_config
     never = target.config.get_text_config().vocab_size  # no end of sequence: None would be filled from the model's own
     generation = GenerationConfig(

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from draftsmith.decode.errors import InputError
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.intervals import LEAST
 from draftsmith.decode.measurement.server_counts import ServerCounts, vllm_counts
 from draftsmith.scripts.measure.reconcile.rounds import ExpectedText, RoundsSettings
@@ -33,12 +34,12 @@ class ServedText:
     parts: Sequence[int]
     """Tokens of each part that it came in; empty where they are no steps."""
     counts: ServerCounts | None
-    """What the server counted of this answer, if that is known."""
+    """The server's counts of this answer, if they are known."""
 
 
 @dataclass(frozen=True)
 class ServedSetting:
-    """What is compared."""
+    """The part of a report that a server is compared with."""
 
     drafter: str
     """Its name in the report."""
@@ -60,7 +61,7 @@ class Pairing:
     served: Sequence[ServedText]
     expected: Sequence[ExpectedText]
     plain: Sequence[ServedText | None]
-    """What a server without speculation answered."""
+    """Answers of a server without speculation."""
     tie: float | None = None
     """By how much of the largest logit a token may be ahead of the next one where rounding decides between them; None
     where the report's arithmetic is so fine that texts and counts must be equal."""
@@ -76,7 +77,7 @@ class Pairing:
         return counts
 
     def counts(self, text: ExpectedText, acceptance_TK: np.ndarray) -> ServerCounts:
-        """Return what a server counts of a text whose rounds accept so much."""
+        """Return what a server counts of a text, given the acceptance of its rounds."""
         room = None if self.asked.room is None else self.asked.room - len(text.prompt_ids)
         return vllm_counts(acceptance_TK, text.length, self.asked.draft_length, room)
 
@@ -172,15 +173,5 @@ def texts_of(texts: Sequence[ExpectedText], temperature: float, prompts: Sequenc
 
 
 def too_few(answers: int) -> InputError:
-    """Return the error of answers of which no interval can be told."""
-    return InputError(
-        f"expect: expected answers to at least {LEAST} prompts, of which an interval can be told, found {answers}"
-    )
-
-
-def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """Return the index of the first token that differs, the shorter length if one begins the other, None if equal."""
-    for at, (one, other) in enumerate(zip(expected, found, strict=False)):
-        if one != other:
-            return at
-    return None if len(expected) == len(found) else min(len(expected), len(found))
+    """Return the error of too few answers for an interval."""
+    return InputError(f"expect: expected answers to at least {LEAST} prompts, as an interval needs, found {answers}")

@@ -27,7 +27,7 @@ Length = Annotated[int, Field(ge=1, le=2**31)]
 
 
 class NamedDrafter(TypedDict):
-    """What is said of a drafter."""
+    """Kind and path of a drafter."""
 
     kind: str
     path: str | None
@@ -35,7 +35,7 @@ class NamedDrafter(TypedDict):
 
 @with_config(ConfigDict(extra="forbid"))
 class FilterSettings(TypedDict, total=False):
-    """What was left of the target's distribution: the fields of `Filters`."""
+    """How the target's distribution was cut: the fields of `Filters`."""
 
     top_k: Count
     top_p: Share
@@ -58,7 +58,7 @@ class RoundsSettings:
     drafters: Mapping[str, NamedDrafter]
     """By name, their kind and path."""
     filters: FilterSettings
-    """What was left of the target's distribution: top_k and its like."""
+    """How the target's distribution was cut."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class ExpectedText:
     temperature: Amount
     prompt_ids: Sequence[TokenId]
     tokens: Sequence[TokenId]
-    """The text, and so many tokens behind its end as a round may draft there."""
+    """The text, and behind its end as many tokens as a round may draft there."""
     length: Count
     """Tokens of the text."""
     margins: Sequence[Finite] | None

@@ -1,4 +1,4 @@
-"""What `draftsmith measure --server` is told."""
+"""Settings of `draftsmith measure --server`."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,10 +36,10 @@ class MeasureServerConfig(Filters):
     model: str | None = None
     """The model's name on the servers; null: the only one that they list."""
     drafter: str | None = None
-    """What the report calls the drafter; null: SGLang's algorithm, or `drafter`. With `expect` one of that report's;
+    """The drafter's name in the report; null: SGLang's algorithm, or `drafter`. With `expect` one of that report's;
     null: its only one, or the one that it recommends."""
     target: str | None = None
-    """The target's directory or hub id, of which the tokenizer is used: it encodes the prompts, and the servers get
+    """The target's directory or hub id. Its tokenizer encodes the prompts, and the servers get
     tokens. Null: plain text goes as it is, and conversations as messages that the servers template."""
     temperature: Floats = field(default_factory=lambda: [0.0], kw_only=True)
     """Sampling temperatures, several with commas; 0 is greedy."""
@@ -48,15 +48,15 @@ class MeasureServerConfig(Filters):
     ignore_eos: bool = False
     """Write on past the end of a text, up to `max_new_tokens`: all texts have one length then."""
     concurrency: Ints = field(default_factory=lambda: [1])
-    """Requests under way at once, several numbers with commas; with `rate` at most so many."""
+    """Requests under way at once, several numbers with commas; with `rate` the maximum."""
     rate: float | None = None
     """Requests per second that arrive at random (a Poisson process); null: the next one leaves when one ends."""
     warm_up: int = 2
     """Requests to each server before each setting that are not measured."""
     repeats: int = 1
-    """Ask for each completion so many times."""
+    """Times that each completion is asked for."""
     limit: int | None = None
-    """Read the first so many prompts only."""
+    """Number of prompts, the first of the file; null: all."""
     seed: int = 0
     """Seeds the sampling, a number a prompt, and the arrivals."""
     system_prompt: str | None = None

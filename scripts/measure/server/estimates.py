@@ -24,7 +24,7 @@ NOTHING = Estimate(None, None, 0)
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was accepted in one setting."""
+    """Accepted tokens and drafts of one setting."""
 
     source: Source
     total: ServerCounts | None

@@ -1,4 +1,4 @@
-"""What a report expects of the server that is measured (`--expect`), and whether it does so."""
+"""`--expect`: the counts that a report expects of the server, and whether it meets them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ class _Chosen(Said):
 
 
 class _Report(Said):
-    """What is read of the report itself."""
+    """The part of the report that is read."""
 
     recommendation: _Chosen
 
@@ -79,7 +79,7 @@ def _recommended(report: str) -> str | None:
 
 
 def require_known(expectation: Expectation, config: MeasureServerConfig, prompts: Sequence[LoadPrompt]) -> None:
-    """Require that the report has texts of all prompts, and under sampling that an interval can be told of them.
+    """Require that the report has texts of all prompts, and under sampling enough of them for an interval.
 
     Raises:
         InputError: it knows some prompts not, or they are too few.

@@ -53,7 +53,7 @@ class RequestRecord:
     text: str | None
     """Where it gives no ids."""
     counts: Counted | None
-    """What the server counts of this answer, if it says."""
+    """The server's counts of this answer, if it gives them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the record as plain JSON types."""
@@ -67,7 +67,7 @@ class AskedServer:
         """Keep what is known of it; `opened` finds it out."""
         self.client, self.engine, self.model, self.length, self.config = client, engine, model, length, config
         self.before: ServerMetrics | None = None
-        """What it had counted when that was read last."""
+        """Its last reading."""
 
     @classmethod
     async def opened(cls, client: Client, config: MeasureServerConfig) -> "AskedServer":
@@ -137,7 +137,7 @@ async def ask_all(
     arrivals: Sequence[float] | None = None,
     repeat: int = 0,
 ) -> tuple[list[RequestRecord], float]:
-    """Ask one server for completions of some prompts, so many at once.
+    """Ask one server for completions of some prompts, `concurrency` at once.
 
     Args:
         door: the server.

@@ -1,4 +1,4 @@
-"""What a run of `measure --server` sees: blocks of prompts, the two servers by turns, and what they counted of each."""
+"""A run of `measure --server`: servers answer blocks of prompts in turns; their counters are read around each."""
 
 import asyncio
 import logging
@@ -55,7 +55,7 @@ class ServerTurn:
     records: list[RequestRecord]
     seconds: Annotated[Amount, Field(gt=0)]
     counters: Counted
-    """What its `/metrics` counted meanwhile, for whomever."""
+    """Counted by its `/metrics` meanwhile, other clients' requests included."""
     generated_tokens: Count | None
     verify_calls: Count | None
     mean_acceptance_length: Amount | None
@@ -71,7 +71,7 @@ class ServerTurn:
 
 @dataclass
 class Observed:
-    """What one run has seen, prompt by prompt."""
+    """The answers and counts of one run."""
 
     config: MeasureServerConfig
     prompts: Sequence[LoadPrompt]
@@ -85,7 +85,7 @@ class Observed:
     resumed: bool = False
     """Whether some blocks are of an earlier run."""
     failure: ServerFailure | None = None
-    """What ended the run."""
+    """The failure that ended the run."""
     failed: Setting | None = None
 
     def records(self, setting: Setting, role: Role) -> list[RequestRecord]:
@@ -217,7 +217,7 @@ def _is_of(blocks: Mapping[Role, ServerTurn], roles: Collection[Role], places: n
 
 
 def _blocks(config: MeasureServerConfig, prompts: int, concurrency: int) -> int:
-    """Return how many turns the prompts are shared out to, none of which asks fewer than go at once, if it can."""
+    """Return the number of turns; each has at least as many prompts as go at once, if there are enough."""
     most = BLOCKS if config.rate is None else BLOCKS_WITH_RATE
     return max(1, min(most, prompts // concurrency))
 

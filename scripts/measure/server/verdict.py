@@ -67,7 +67,7 @@ def judge(
     worst = min(runs, key=lambda run: _first(run.speedup, run.alpha))
     return gate, Recommendation(
         not failures,
-        f"Don't deploy: {failures[0]}." if failures else f"{_told(config, worst, reconciliations)}.",
+        f"Don't deploy: {failures[0]}." if failures else f"{_reason(config, worst, reconciliations)}.",
         *worst.setting,
         measured_speedup=worst.speedup,
     )
@@ -78,7 +78,7 @@ def _first(*estimates: Estimate | None) -> float:
     return next((e.value for e in estimates if e is not None and e.value is not None), 0.0)
 
 
-def _told(config: MeasureServerConfig, run: Run, reconciliations: Sequence[Reconciliation]) -> str:
+def _reason(config: MeasureServerConfig, run: Run, reconciliations: Sequence[Reconciliation]) -> str:
     where = f"T = {run.temperature:g}, {run.batch_size} at once"
     least = "" if len(config.settings) == 1 else f", the least of {len(config.settings)} settings"
     if run.speedup.value is not None:

@@ -1,4 +1,4 @@
-"""What a reader of a server's report must know: what its figures rest on, and what may have disturbed them."""
+"""Warnings of a server's report: what its figures rest on, and what may have disturbed them."""
 
 from collections.abc import Mapping
 from itertools import combinations
@@ -29,7 +29,7 @@ def warnings_of(observed: Observed, accepted: Mapping[Setting, Acceptance]) -> l
         if each.source in COUNTED_BY:
             warnings.append(f"{where}: {COUNTED_BY[each.source]}.")
         if each.tree:
-            warnings.append(f"{where}: the server drafts trees, of which α is not known.")
+            warnings.append(f"{where}: the server drafts trees, so α is not known.")
         elif each.source in ("answers", "parts") and not each.one_length:
             warnings.append(f"{where}: drafts had different lengths, so that tried positions, and α, are not known.")
         for role in observed.engines:
@@ -56,10 +56,10 @@ def _by_load(accepted: Mapping[Setting, Acceptance]) -> list[str]:
         alphas = one.alpha(), other.alpha()
         bounds = [alpha.ci95 for alpha in alphas if alpha.ci95 is not None]
         if first[0] == second[0] and len(bounds) == 2 and max(b[0] for b in bounds) > min(b[1] for b in bounds):
-            told = [format_estimate(alpha, spread="interval") for alpha in alphas]
+            values = [format_estimate(alpha, spread="interval") for alpha in alphas]
             found.append(
-                f"T = {first[0]:g}: α is {told[0]} at {first[1]} at once and {told[1]} at {second[1]}. What a server "
-                "accepts should not depend on its load: have it tested by `draftsmith certify --server`."
+                f"T = {first[0]:g}: α is {values[0]} at {first[1]} at once and {values[1]} at {second[1]}. What a "
+                "server accepts should not depend on its load: have it tested by `draftsmith certify --server`."
             )
     return found
 
@@ -73,10 +73,10 @@ def _disturbed(observed: Observed, setting: Setting, role: str) -> list[str]:
     written = sum(record.tokens for block in blocks for record in block.records)
     generated = [block.generated_tokens for block in blocks if block.generated_tokens is not None]
     if len(generated) == len(blocks) and sum(generated) != written:
-        found.append(f"the {name} wrote {sum(generated):,} tokens, of which {written:,} were ours.")
+        found.append(f"the {name} wrote {sum(generated):,} tokens; {written:,} were ours.")
     # A step that verifies a draft emits a token at least, and the first token of a text comes without one.
     drafts = sum(block.counters.num_drafts for block in blocks)
     ours = sum(record.tokens - 1 for block in blocks for record in block.records)
     if drafts > ours:
-        found.append(f"the {name} counted {drafts:,} drafts, of which ours explain {ours:,} at most.")
+        found.append(f"the {name} counted {drafts:,} drafts; ours explain {ours:,} at most.")
     return found

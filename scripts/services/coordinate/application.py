@@ -37,7 +37,7 @@ DISPATCHER, INGRESS = "dispatcher", "ingress"
 
 @serve.deployment(name=DISPATCHER, **OPTIONS)
 class DispatcherDeployment:
-    """One for all: see `Dispatcher`. Serve starts another where it dies, and that one is told what is under way."""
+    """One for all: see `Dispatcher`. If it dies, Serve starts another, and the ingresses report what is under way."""
 
     async def __init__(self, config: CoordinatorConfig, rates: Mapping[str, Rates]):  # type: ignore[misc]
         self.dispatcher = Dispatcher(config, rates)

@@ -14,7 +14,7 @@ from draftsmith.scripts.services.coordinate.config import CoordinatorConfig
 from draftsmith.train.cli import parse_config
 
 OBJECTS = 80 * 2**20
-"""Bytes for Ray's object store, of which nothing is wanted here."""
+"""Bytes for Ray's object store, which is not used."""
 NAME = "draftsmith"
 
 

@@ -1,4 +1,4 @@
-"""What `draftsmith coordinate` is told."""
+"""Settings of `draftsmith coordinate`."""
 
 import re
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ class ServedPair:
     """A target with its drafter, or without one: servers that answer alike."""
 
     name: str
-    """What rules, metrics and logs call it."""
+    """Its name in rules, metrics and logs."""
     models: list[str]
     """The model names that requests may ask for."""
     endpoints: list[str]
     """The replicas: URLs of OpenAI-compatible servers, such as http://127.0.0.1:8000. The drafter is theirs already."""
     server_model: str | None = None
-    """What these servers call the model, where it is not what the request asks for."""
+    """The model's name on these servers, if it is not the name in the request."""
     key_env: str | None = None
     """The environment variable that holds their API key."""
     max_concurrency: int | None = None
     """Requests under way at once, over all replicas; further ones go to the next rule. No limit if not given."""
     report: str | None = None
     """The report.json that `draftsmith measure` left for this pair: its costs and acceptance say how fast it is at what
-    load. What a rule's `best` compares."""
+    load. A rule's `best` compares this."""
     drafter: str | None = None
     """Which of the report's drafters runs on these servers; the recommended one if not given."""
     draft_length: int | None = None
@@ -67,9 +67,9 @@ class RoutingRule:
     load_of: str | None = None
     """The pair whose requests under way are looked at."""
     load_at_least: int | None = None
-    """It has so many or more."""
+    """Minimum requests in flight there."""
     load_below: int | None = None
-    """It has fewer."""
+    """It has fewer requests in flight."""
 
     def __post_init__(self) -> None:
         if (self.pair is None) == (not self.best):
@@ -89,12 +89,12 @@ class RoutingRule:
 
 @dataclass
 class Redaction:
-    """What is taken out of texts before they are written."""
+    """Text that is replaced before anything is written."""
 
     pattern: str
     """A regular expression (RE2)."""
     replacement: str = "[redacted]"
-    """What stands in its place; \\1 is the first group."""
+    """Its replacement; \\1 is the first group."""
 
     def __post_init__(self) -> None:
         Pattern(self.pattern, "log.redact.pattern", case=True).check_replacement(
@@ -109,7 +109,7 @@ class Log:
     path: str
     """A .jsonl file; full ones beside it end in .1.jsonl, .2.jsonl, …"""
     redact: list[Redaction] = field(default_factory=list)
-    """What is taken out of prompts and answers, in this order."""
+    """Replacements in prompts and answers, in this order."""
     redact_with: str | None = None
     """A function of yours that texts go through last: `package.module:function`, str → str."""
     max_bytes: int = 100_000_000
@@ -150,11 +150,11 @@ class CoordinatorConfig:
     max_body_bytes: int = 4_000_000
     """Of a request; a larger one is refused."""
     health_path: str = "/health"
-    """What a server answers with 200 while it is well."""
+    """A path that a healthy server answers with 200."""
     health_seconds: float = 2.0
-    """Between two looks at a server, and the longest that one takes."""
+    """Between two health checks of a server, and the longest that one takes."""
     failures: int = 3
-    """Failures one after the other, after which a server gets no requests until it is well again."""
+    """Consecutive failures after which a server gets no requests until it is healthy again."""
 
     def __post_init__(self) -> None:
         require_some(self, "pairs", "pair")

@@ -2,8 +2,8 @@
 
 Ingress processes may be many, on several machines. Each asks here before it passes a request on and says here when it
 has ended, so that loads are right whichever of them a request came through. One call at a time takes all that an
-ingress has to ask and to say, so the more requests there are, the fewer calls each costs. What other clients ask the
-same servers is not seen.
+ingress has to ask and to say, so the more requests there are, the fewer calls each costs. Requests that other clients
+send to the same servers are not seen.
 """
 
 import asyncio
@@ -118,7 +118,7 @@ class Dispatcher:
         breaker = self.router.breakers[url]
         try:
             await self.clients[url].get_text(self.config.health_path)
-        except (ServerFailure, InputError):  # an answer that refuses is none of a server that is well
+        except (ServerFailure, InputError):  # a healthy server does not refuse
             breaker.looked_at(well=False)
         else:
             breaker.looked_at(well=True)

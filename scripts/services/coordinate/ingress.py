@@ -1,4 +1,4 @@
-"""What answers OpenAI's API: it reads requests, has a server chosen, and passes the answer back."""
+"""An ingress: it reads requests of OpenAI's API, has a server chosen, and passes the answer back."""
 
 import asyncio
 import hmac
@@ -82,7 +82,7 @@ class Line:
             try:
                 async with asyncio.timeout(PATIENCE):
                     chosen = await self._exchange(self.holder, outcomes, [each for each, _ in wanted], held)
-            except Exception:  # the dispatcher starts anew: it is told again, and what is held before all
+            except Exception:  # a new dispatcher starts: all is said again, held leases first
                 await asyncio.sleep(0.5)
                 silent_since, word_at = min(silent_since, loop.time()), loop.time()
                 if loop.time() - silent_since < PATIENCE:

@@ -23,7 +23,7 @@ class Pattern:
         case: whether upper and lower case differ.
 
     Raises:
-        InputError: it is none, or none of RE2's.
+        InputError: not a regular expression, or not one of RE2.
     """
 
     def __init__(self, pattern: str, name: str, case: bool):

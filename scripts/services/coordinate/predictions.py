@@ -53,20 +53,20 @@ class ReportedCurve(CategoryFigures):
 
 
 class Recommended(Said):
-    """What the report recommends."""
+    """The report's recommendation."""
 
     proposer: str | None
     draft_length: Count | None
 
 
 class Tables(Said):
-    """What rounds cost."""
+    """Costs of rounds."""
 
     tables: Annotated[Sequence[KeptTable], Field(min_length=1)]
 
 
 class MeasuredReport(Said):
-    """What is read of a report."""
+    """The part of a report that is read."""
 
     is_of: Literal["draftsmith.report/1"] = Field(alias="schema")
     costs: Tables | None

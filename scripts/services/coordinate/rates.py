@@ -12,7 +12,7 @@ class Rates:
     """Temperature → category, None for all prompts together → tokens/s of each of 1, 2, 3, … requests at once."""
 
     def tokens_per_second(self, rows: int, temperature: float, category: str | None = None) -> float:
-        """Return the speed of each of so many requests, by what was measured at the nearest temperature.
+        """Return the speed of each of N requests, as measured at the nearest temperature.
 
         A category that was not measured is as all prompts together; more rows than the table has are as its last.
         """

@@ -21,12 +21,12 @@ from draftsmith.scripts.services.coordinate.routing import DOWN, FULL, UNKNOWN, 
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure
 
 BUSY_OR_GONE = frozenset({429, 502, 503, 504})
-"""What a server answers that another one may not."""
+"""Statuses that another server may not answer with."""
 BROKEN = 500
-"""What a server answers where it is broken, and also where the request itself brings this about: another server tells
-which. Where there is no other, or it says so too, nothing is held against the server."""
+"""The status of a broken server, or of a request that no server can answer: another server tells which. If there is no
+other, or it answers the same, the failure is not the server's."""
 LOCKED = frozenset({401, 403})
-"""What a server answers to our key, which some repeat: the client, whose key it is not, does not see it."""
+"""The server refused the coordinator's own key. Some servers repeat the key, so the client does not see the answer."""
 CONNECT = 5.0
 """Seconds to wait for a connection to a server."""
 LEFT = 499

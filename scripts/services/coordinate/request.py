@@ -1,4 +1,4 @@
-"""A request as it came in: what routing needs to know of it, and what is sent on."""
+"""A request for a completion: the facts that routing needs, and the body that is sent on."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ class CompletionRequest:
     body: Mapping[str, Any]
     facts: Facts
     headers: Mapping[str, str] = field(default_factory=dict)
-    """What of its headers the server is to know: the request's id, where the client names one."""
+    """Headers that are sent on: the request's id, if the client names one."""
 
     @property
     def streams(self) -> bool:
@@ -94,7 +94,7 @@ def read_request(path: str, content: bytes, headers: Mapping[str, str], keywords
 
 
 def last_turn(body: Mapping[str, Any]) -> str:
-    """Return the text of the last user turn, or the prompt; empty where there is none, as of a prompt of ids."""
+    """Return the text of the last user turn, or the prompt; empty if there is none, as in a prompt of ids."""
     messages = body.get("messages")
     if not isinstance(messages, list):
         return _text(body.get("prompt"))

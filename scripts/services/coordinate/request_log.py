@@ -30,7 +30,7 @@ REQUEST_FIELDS = (
     "seed",
     "stop",
 )
-"""What is written of a request: what was asked, and how it was sampled; not who asked."""
+"""Fields of a request that are written: the text and how it was sampled, not who asked."""
 
 Redactor = Callable[[str], str]
 

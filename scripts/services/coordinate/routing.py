@@ -21,7 +21,7 @@ UNKNOWN, FULL, DOWN = "unknown", "full", "down"
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a request; no text of it."""
+    """Facts of a request that routing needs; none of its text."""
 
     model: str
     category: str | None = None
@@ -50,7 +50,7 @@ class Refusal:
 
 @dataclass
 class Breaker:
-    """Whether a server gets requests: not after so many failures one after the other, until it is seen to be well."""
+    """Whether a server gets requests: not after `limit` consecutive failures, until a health check finds it well."""
 
     limit: int
     requests: int = 0

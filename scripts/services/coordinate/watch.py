@@ -55,7 +55,7 @@ class Watch:
 
 
 class Status:
-    """What Serve says of an application, asked for in a thread: a controller that is dead does not answer."""
+    """Serve's word on an application, asked for in a thread, because a dead controller does not answer."""
 
     def __init__(self, application: str, every: float):
         self._application, self._every = application, every

@@ -1,4 +1,4 @@
-"""`draftsmith serve-draft`: load a draft model, listen, and draft until told to end."""
+"""`draftsmith serve-draft`: load a draft model, listen, and draft until a signal ends it."""
 
 import logging
 import signal
@@ -101,7 +101,7 @@ def serve(config: ServeDraftConfig) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve, and return 0 when told to end."""
+    """Serve, and return 0 when a signal ends it."""
     config = parse_config(ServeDraftConfig, argv, prog="draftsmith serve-draft")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     return serve(config)

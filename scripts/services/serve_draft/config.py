@@ -1,4 +1,4 @@
-"""What `draftsmith serve-draft` is told."""
+"""Settings of `draftsmith serve-draft`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What a draft service counts, in Prometheus's format."""
+"""Counters of a draft service, in Prometheus's format."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 

@@ -24,7 +24,7 @@ AFTER_A_ROUND = 2
 
 @dataclass
 class CachedText:
-    """What is known of one text."""
+    """One text and its cache."""
 
     tokens: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class CachedText:
     saved: SavedRow = ()
     """The cache, while the text is in no batch."""
 
-    def tell(self, start: int, tokens: Sequence[int]) -> None:
+    def update(self, start: int, tokens: Sequence[int]) -> None:
         """Let the text be its first `start` tokens and these; what was cached beyond what agrees is dropped."""
         agreed = min(start, len(self.slots))
         if agreed == start:
@@ -100,7 +100,7 @@ class DraftTexts:
 
         Args:
             keys: the texts, each once.
-            rows: what is told and wanted of them. A draft is shorter, or empty, where `max_length` ends it.
+            rows: their new tokens, and the wanted draft lengths. `max_length` may make a draft shorter, or empty.
         """
         drafts: list[list[int] | None] = []
         wanted: dict[Hashable, int] = {}
@@ -112,7 +112,7 @@ class DraftTexts:
             drafts.append([])
             self._texts[key] = text
             self._texts.move_to_end(key)
-            text.tell(row.start, row.tokens)
+            text.update(row.start, row.tokens)
             if (room := min(row.want, self.max_draft_length, self.max_length - len(text.tokens))) > 0:
                 wanted[key] = room
         wanted = self._make_room(wanted)
@@ -124,7 +124,7 @@ class DraftTexts:
 
     def _make_room(self, wanted: dict[Hashable, int]) -> dict[Hashable, int]:
         """Forget texts until the batch and what is left fit; return what is left of the batch."""
-        # Texts that were told and never drafted for take room too, or they would be kept without end.
+        # Texts that were never drafted for take room too, or they would never be forgotten.
         sizes = {key: max(len(text.tokens), len(text.slots)) for key, text in self._texts.items()}
         sizes |= {key: len(self._texts[key].tokens) + want for key, want in wanted.items()}
         aside, batch = sum(size for key, size in sizes.items() if key not in wanted), dict(wanted)
@@ -140,7 +140,7 @@ class DraftTexts:
         return batch
 
     def _gather(self, keys: Sequence[Hashable]) -> None:
-        """Let the batch be of these texts, each of which lacks no more than a forward of all can feed."""
+        """Make these texts the batch; each lacks no more tokens than one forward can feed."""
         texts = [self._texts[key] for key in keys]
         most = min(AFTER_A_ROUND, *(len(text.tokens) for text in texts))
         if set(keys) == set(self._batch) and all(text.lacking <= most for text in texts):

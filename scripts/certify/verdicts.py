@@ -1,4 +1,4 @@
-"""What a server's texts say: the comparison at T=0, and the tests of sampled text."""
+"""Verdicts on a server's texts: the comparison at T=0, and the tests of sampled text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,9 +11,9 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement import LEAST_TOKENS
 from draftsmith.decode.measurement.certificate import Certificate, certify_greedy, texts_tested
 from draftsmith.decode.measurement.distribution_test import plain_texts
-from draftsmith.decode.measurement.exactness import mismatch_position
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.two_samples import two_sample_tests
-from draftsmith.scripts.certify.asking import Question, companions
+from draftsmith.scripts.certify.collect import SentPrompt, text_pairs
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.train.kinds.drafter import Pair
 
@@ -24,8 +24,8 @@ PLACES_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Law:
-    """What the tests say of one temperature's texts."""
+class SampledVerdict:
+    """Results of the tests at one temperature above 0."""
 
     temperature: float
     texts: int
@@ -35,14 +35,14 @@ class Law:
     p_value: float
     """The least of the tests' p-values times their number; 0 where a token is impossible or a text passes its end."""
     threshold: float
-    """What the p-value must exceed."""
+    """The p-value must exceed it."""
     impossible: int | None
     """Tokens of probability zero under the target; None without it."""
     overrun: int
     """Texts that go on behind an end-of-sequence token, or beyond the tokens that were asked for."""
     tests: Mapping[str, Mapping[str, Any]]
     reason: str | None
-    """What failed."""
+    """The test that failed."""
 
     @property
     def passed(self) -> bool:
@@ -51,8 +51,8 @@ class Law:
 
 
 @dataclass(frozen=True)
-class Greedy:
-    """What is said of the texts at T=0."""
+class GreedyVerdict:
+    """Results of the comparison at T=0."""
 
     first: Certificate
     """Of the server's first texts, beside plain decoding's."""
@@ -70,11 +70,11 @@ class Greedy:
 def judge_greedy(
     config: CertifyConfig,
     pair: Pair | None,
-    questions: Sequence[Question],
+    questions: Sequence[SentPrompt],
     found: Texts,
     plain: Texts | None,
     ends: Sequence[int],
-) -> Greedy:
+) -> GreedyVerdict:
     """Compare a server's texts at T=0 with the plain server's, or with what the target writes here, and with its own.
 
     Args:
@@ -92,13 +92,13 @@ def judge_greedy(
     first = _compare(config, pair, questions, found[:count], plain and plain[:count], ends, ties)
     if config.repeat:
         again = _compare(config, pair, questions, found[count:], found[:count], ends, ties)
-    return Greedy(first, again, plain_again)
+    return GreedyVerdict(first, again, plain_again)
 
 
 def _compare(
     config: CertifyConfig,
     pair: Pair | None,
-    questions: Sequence[Question],
+    questions: Sequence[SentPrompt],
     found: Texts,
     plain: Texts | None,
     ends: Sequence[int],
@@ -120,16 +120,16 @@ def _compare(
     return certify_greedy(pair.target, expected, texts, _on(prompts, pair), sampler, False, plain_ties)
 
 
-def judge_law(
+def judge_sampled(
     config: CertifyConfig,
     pair: Pair | None,
-    questions: Sequence[Question],
+    questions: Sequence[SentPrompt],
     temperature: float,
     found: Texts,
     plain: Texts | None,
     ends: Sequence[int],
-) -> Law:
-    """Test whether sampled texts have the target's law; without the target, the plain server's.
+) -> SampledVerdict:
+    """Test whether sampled texts have the target's distribution; without the target, the plain server's.
 
     Args:
         config: says how the texts were sampled.
@@ -161,7 +161,7 @@ def judge_law(
         reason = f"its texts are not the plain server's: {name}, {least}"
     if overrun:
         p_value, reason = 0.0, f"{overrun} texts go on behind their end"
-    return Law(
+    return SampledVerdict(
         temperature,
         len(texts),
         sum(map(len, texts)),
@@ -178,7 +178,7 @@ def judge_law(
 def _by_target(
     config: CertifyConfig,
     pair: Pair,
-    questions: Sequence[Question],
+    questions: Sequence[SentPrompt],
     temperature: float,
     texts: Sequence[list[int]],
     asked: Sequence[int],
@@ -187,8 +187,8 @@ def _by_target(
     tokens = sum(map(len, texts))
     if tokens < LEAST_TOKENS:
         raise InputError(
-            f"sampled_tokens: expected texts of at least {LEAST_TOKENS} tokens to test their law, found {tokens}, for "
-            "they end early: ask for more, into another --output"
+            f"sampled_tokens: expected texts of at least {LEAST_TOKENS} tokens in all, found {tokens}, for they end "
+            "early: ask for more, into another --output"
         )
     target, sampler = pair.target, config.at(temperature).sampler().on(pair.target.device)
     size = target.config.get_text_config().vocab_size
@@ -202,7 +202,7 @@ def _by_target(
         (torch.tensor([*prompt, *text], device=target.device), len(prompt))
         for prompt, text in zip(ids, texts, strict=True)
     ]
-    result = texts_tested(target, written, sampler, drafter, config.seed, BATCH, companions(len(texts)))
+    result = texts_tested(target, written, sampler, drafter, config.seed, BATCH, text_pairs(len(texts)))
     reason = result.worst()
     if result.impossible:
         text, place = result.impossible[0]
@@ -222,10 +222,10 @@ def _up_to_end(tokens: list[int], ends: Sequence[int]) -> list[int]:
 
 
 def _compared(found: Sequence[list[int]], plain: Sequence[list[int]]) -> Certificate:
-    """Compare texts that nothing here can judge the differences of."""
+    """Compare texts without the target, which could tell a tie from a mistake."""
     places = {}
     for i, (text, expected) in enumerate(zip(found, plain, strict=True)):
-        position = mismatch_position(torch.tensor(text), torch.tensor(expected))
+        position = first_difference(text, expected)
         if position is not None:
             places[i] = position
     named = " | ".join(f"prompt {i}, token {position}" for i, position in list(places.items())[:PLACES_NAMED])

@@ -1,4 +1,4 @@
-"""The texts that a server is asked for, and those it has answered with, which outlive a failure."""
+"""Texts to ask a server for, and a file of its answers, which outlives a failure."""
 
 import asyncio
 import json
@@ -20,12 +20,12 @@ from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
 
 IDS, TEXT, CHAT = "ids", "text", "chat"
 FURTHER = 16
-"""Times the texts that would be enough if none ended early: beyond, they are too short to be asked for more."""
+"""No more texts are asked for than this times the number that would do if none ended early."""
 PATHS = {IDS: "/v1/completions", TEXT: "/v1/completions", CHAT: "/v1/chat/completions"}
 
 
 @dataclass(frozen=True)
-class Request:
+class TextRequest:
     """One text to ask for."""
 
     temperature: float
@@ -36,7 +36,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Question:
+class SentPrompt:
     """A prompt as it is sent: its ids where the target's tokenizer is at hand, else its text or its messages."""
 
     prompt: Prompt
@@ -50,7 +50,7 @@ class Question:
         return TEXT if self.prompt.messages is None else CHAT
 
 
-def stages(config: CertifyConfig, prompts: int) -> list[list[Request]]:
+def stages(config: CertifyConfig, prompts: int) -> list[list[TextRequest]]:
     """Return what is asked for, in the order in which it is sent; a stage begins when the one before has ended.
 
     At T=0 each prompt once, and then, with `repeat`, all again in another order: other rows meet, and what servers keep
@@ -66,18 +66,18 @@ def stages(config: CertifyConfig, prompts: int) -> list[list[Request]]:
     return [[request for _, _, request in sorted(spread, key=lambda item: item[:2])]]
 
 
-def _passes(config: CertifyConfig, temperature: float, prompts: int) -> list[list[Request]]:
+def _passes(config: CertifyConfig, temperature: float, prompts: int) -> list[list[TextRequest]]:
     """Return what is asked for at one temperature, in one pass or two."""
     if temperature > 0:
-        return [[Request(temperature, i, i // 2 % prompts) for i in range(config.texts)]]
-    first = [Request(temperature, i, i) for i in range(prompts)]
+        return [[TextRequest(temperature, i, i // 2 % prompts) for i in range(config.texts)]]
+    first = [TextRequest(temperature, i, i) for i in range(prompts)]
     order = random.Random(config.seed).sample(range(prompts), prompts)
-    return [first, [Request(temperature, prompts + i, i) for i in order]] if config.repeat else [first]
+    return [first, [TextRequest(temperature, prompts + i, i) for i in order]] if config.repeat else [first]
 
 
 def further(
     config: CertifyConfig, prompts: int, temperature: float, texts: Sequence[tuple[list[int], str]]
-) -> list[Request]:
+) -> list[TextRequest]:
     """Return what is asked for because texts ended early: as many more as hold the least that a test needs.
 
     Args:
@@ -95,10 +95,10 @@ def further(
     if temperature == 0 or lacking <= 0 or len(texts) >= most:
         return []
     wanted = len(texts) + -(-lacking * len(texts) // max(there, len(texts)))
-    return [Request(temperature, i, i // 2 % prompts) for i in range(len(texts), min(wanted, most))]
+    return [TextRequest(temperature, i, i // 2 % prompts) for i in range(len(texts), min(wanted, most))]
 
 
-def companions(count: int) -> dict[str, list[tuple[int, int]]]:
+def text_pairs(count: int) -> dict[str, list[tuple[int, int]]]:
     """Return pairs of texts of one temperature that were under way together, by their places: see `stages`."""
     return {
         "rows of the same prompt": [(i, i + 1) for i in range(0, count - 1, 2)],
@@ -110,7 +110,7 @@ LINE: Any = tuple[Amount, Count, list[TokenId], Literal["stop", "length"]]
 """Temperature and place of a text, its tokens, and why it ended."""
 
 
-class Kept:
+class TextStore:
     """The texts that a server has written, a line each in a file: token ids and why each ended."""
 
     def __init__(self, path: Path, most: int):
@@ -130,7 +130,7 @@ class Kept:
             if len(tokens) <= most:
                 self.texts[temperature, place] = tokens, reason
 
-    def add(self, request: Request, tokens: list[int], reason: str) -> None:
+    def add(self, request: TextRequest, tokens: list[int], reason: str) -> None:
         """Write down one text."""
         self.texts[request.temperature, request.place] = tokens, reason
         with self._path.open("a", encoding="utf-8") as file:
@@ -146,14 +146,14 @@ async def ask(
     config: CertifyConfig,
     client: Client,
     model: str,
-    questions: Sequence[Question],
-    asked: Sequence[Request],
+    questions: Sequence[SentPrompt],
+    asked: Sequence[TextRequest],
     ends: Sequence[int],
     vocab_size: int | None,
-    kept: Kept,
+    kept: TextStore,
     finished: Callable[[int], None],
 ) -> None:
-    """Ask a server for the texts that are not kept yet, so many at once, and keep each as it comes.
+    """Ask a server for the texts that are not stored yet, `concurrency` at once, and store each as it comes.
 
     Args:
         config: says how texts are sampled, and how many requests are under way.
@@ -164,7 +164,7 @@ async def ask(
         ends: ids that end a text; none where they are not known here.
         vocab_size: what ids must be below; None where it is not known here.
         kept: the server's texts.
-        finished: is told the tokens of each text as it comes.
+        finished: receives the number of tokens of each text as it comes.
 
     Raises:
         InputError: the server refuses a request, or answers without token ids.
@@ -172,7 +172,7 @@ async def ask(
     """
     window = asyncio.Semaphore(config.concurrency)
 
-    async def one(request: Request) -> None:
+    async def one(request: TextRequest) -> None:
         question = questions[request.prompt]
         try:
             body = _body(config, client.name, model, question, request, ends)
@@ -196,7 +196,7 @@ async def ask(
 
 
 def _body(
-    config: CertifyConfig, server: str, model: str, question: Question, request: Request, ends: Sequence[int]
+    config: CertifyConfig, server: str, model: str, question: SentPrompt, request: TextRequest, ends: Sequence[int]
 ) -> dict[str, Any]:
     """Return the body that asks for one text."""
     body = {"model": model, "max_tokens": config.max_new_tokens, "skip_special_tokens": False}
@@ -215,7 +215,7 @@ def _body(
     return body | {"messages": messages, "chat_template_kwargs": config.chat_template_kwargs}
 
 
-def _tokens(config: CertifyConfig, client: Client, question: Question, answer: StreamedCompletion) -> list[int]:
+def _tokens(config: CertifyConfig, client: Client, question: SentPrompt, answer: StreamedCompletion) -> list[int]:
     """Return a text's tokens, of an answer that can be judged."""
     where = f"{client.name}: expected"
     if answer.token_ids is None:
@@ -223,7 +223,9 @@ def _tokens(config: CertifyConfig, client: Client, question: Question, answer: S
             f"{where} token ids (return_token_ids, as vLLM and SGLang have it) from {client.url}, found none"
         )
     if question.ids is not None and answer.prompt_ids not in (None, question.ids):
-        raise InputError(f"{where} a text after the prompt's {len(question.ids)} tokens as sent, found it after others")
+        raise InputError(
+            f"{where} a text after the prompt's {len(question.ids)} tokens as sent, found that the server changed them"
+        )
     if answer.finish_reason not in ("stop", "length"):
         raise ServerFailure(f"{where} a text that ends with stop or length, found {answer.finish_reason!r}")
     if answer.finish_reason == "length" and len(answer.token_ids) < config.max_new_tokens:
