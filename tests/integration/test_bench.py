@@ -16,19 +16,17 @@ from draftsmith.scripts.bench import (
     decode,
     divergence,
     gpu,
-    medusa,
-    objectives,
-    parallel,
     prepare,
     replay,
+    study,
     throughput,
-    variants,
 )
 from draftsmith.scripts.bench.rounds import ACCURACIES, count
+from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
-NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common", "variants"} | {
+NAMES = {path.stem for path in (ROOT / "scripts/bench").glob("*.py")} - {"__init__", "common"} | {
     path.parent.name for path in (ROOT / "scripts/bench").glob("*/__main__.py")
 }
 COMMAND = re.compile(r"python -m draftsmith\.scripts\.bench\.(\w+)([^`\n]*)")
@@ -59,11 +57,9 @@ def test_every_command_line_of_the_documentation_parses():
         ("decode", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
         ("divergence", ["--divergence", "none"], "divergence: expected one of forward_kl"),
         ("replay", ["--draws", "1"], "draws: expected at least 2, found 1"),
-        ("objectives", ["--variants", '["tvd@x"]'], "variants: expected NAME or NAME@STEPS"),
+        ("study", ["--recipe", "none"], "recipe: expected one of distill"),
         ("prepare", ["--batch_size", "0"], "batch_size: expected at least 1, found 0"),
-        ("objectives", ["--parallel", "4", "--variants", '["stock"]'], "variants: expected none of TRL's nor stock"),
-        ("objectives", ["--parallel", "2", "--variants", '["jsd"]'], "draft_length: expected at most parallel, 2"),
-        ("medusa", ["--baseline", "none"], "variants: expected NAME or NAME@STEPS"),
+        ("study", ["--baseline", "none"], "baseline: expected one of base, each named once, found none"),
     ],
 )
 def test_bad_options_are_told(name, arguments, error):
@@ -153,75 +149,47 @@ def test_prepare(pair, tmp_path, capsys):
     assert ending["completion_tokens"] == 1 and ending["ended"] == 1
 
 
-@pytest.mark.parametrize(("benchmark", "own"), [(objectives, "jsd"), (medusa, "medusa2"), (medusa, "eagle")])
-def test_variants_are_trained_and_replayed(pair_dirs, tmp_path, monkeypatch, capsys, benchmark, own):
-    """One step of each on a few short texts, and not again."""
-    written = {name: (temperature, 6) for name, (temperature, _) in variants.WRITTEN.items()}
-    monkeypatch.setattr(variants, "WRITTEN", written)
-    is_medusa = benchmark is medusa
-    config_class = medusa.BenchMedusaConfig if is_medusa else objectives.BenchObjectivesConfig
-    names = [config_class(variants=[own]).baseline, own]
-    arguments = ["--target", str(pair_dirs[0]), "--output", str(tmp_path / "bench"), "--seeds", "[0]", "--steps", "1"]
-    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--variants", json.dumps(names)]
-    arguments += ["--searched_prompts", "4"] if is_medusa else ["--draft", str(pair_dirs[1])]
+@pytest.mark.parametrize("recipe", recipes())
+def test_a_study_trains_replays_and_compares_and_goes_on(pair_dirs, tmp_path, capsys, recipe):
+    """One step of each recipe on a few short texts, and not again."""
+    target, draft = map(str, pair_dirs)
+    fields = {"training.max_steps": 1, "training.use_cpu": True} | ({"draft": draft} if recipe == "distill" else {})
+    variants = {name: fields | {"divergence": name} for name in ("forward_kl", "tvd")}
+    arguments = ["--recipe", recipe, "--target", target, "--variants", json.dumps(variants), "--seeds", "[0]"]
+    arguments += [
+        "--train_prompts",
+        "6",
+        "--replayed_prompts",
+        "3",
+        "--max_new_tokens",
+        "6",
+        "--draft_lengths",
+        "[1,2]",
+    ]
+    arguments += ["--drafters", json.dumps({"stock": draft}), "--output", str(tmp_path / "study")]
     for _ in range(2):
-        assert common.run_benchmark(config_class, benchmark.bench, benchmark.shown, argv=arguments) == 0
-    assert capsys.readouterr().out.count(f"{own}, seed 0") == 1
-    results = json.loads((tmp_path / "bench" / "results.json").read_text())
-    assert set(results) == {*names, "environment"}
+        assert common.run_benchmark(study.BenchStudyConfig, study.bench, study.shown, argv=arguments) == 0
+    assert capsys.readouterr().out.count("tvd, seed 0") == 1
+    results = json.loads((tmp_path / "study" / "results.json").read_text())
+    assert set(results) == {*variants, "stock", "environment"}
+    for name in (*variants, "stock"):
+        for figure, sums in results[name]["0"].items():
+            longest = 1 + int(figure[-1])
+            assert 1 <= sum(sums["tokens"]) / sum(sums["rounds"]) <= longest
 
 
-def test_objectives_are_compared_for_parallel_drafts_too(pair_dirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(variants, "WRITTEN", {name: (t, 6) for name, (t, _) in variants.WRITTEN.items()})
-    arguments = ["--target", str(pair_dirs[0]), "--draft", str(pair_dirs[1]), "--seeds", "[0]", "--steps", "1"]
-    arguments += ["--train_prompts", "6", "--replayed_prompts", "3", "--parallel", "3", "--draft_length", "3"]
-    arguments += ["--variants", '["forward_kl", "lk_hybrid_batch", "nla"]', "--output", str(tmp_path / "bench")]
-    config_class = objectives.BenchObjectivesConfig
-    assert common.run_benchmark(config_class, objectives.bench, objectives.shown, argv=arguments) == 0
-    results = json.loads((tmp_path / "bench" / "results.json").read_text())
-    for name in ("forward_kl", "lk_hybrid_batch", "nla"):
-        for side in results[name]["0"].values():
-            assert 1 <= sum(side["tokens"]) / sum(side["rounds"]) <= 4
-
-
-def test_parallel_drafts_are_trained_replayed_and_timed_beside_plain_ones(pair_dirs, tmp_path, monkeypatch):
-    monkeypatch.setattr(variants, "WRITTEN", {name: (t, 6) for name, (t, _) in variants.WRITTEN.items()})
-    arguments = ["--target", str(pair_dirs[0]), "--seeds", "[0]", "--train_prompts", "6", "--replayed_prompts", "3"]
-    arguments += ["--searched_prompts", "4", "--length", "3", "--draft_lengths", "[1,2]", "--tree_nodes", "[4]"]
-    arguments += ["--variants", '["plain_1@1", "parallel_1@1"]', "--baseline", "plain_1@1", "--bf16", "false"]
-    arguments += ["--timed", "2", "--max_new_tokens", "4", "--compiled", "false", "--dtype", "float32"]
-    arguments += ["--output", str(tmp_path / "bench")]
-    assert common.run_benchmark(parallel.BenchParallelConfig, parallel.bench, parallel.shown, argv=arguments) == 0
-    figures = json.loads((tmp_path / "bench" / "results.json").read_text())
-    for name in ("plain_1@1", "parallel_1@1"):
-        for k in (1, 2):
-            for temperature in (0, 1):
-                sums = figures[name]["0"][f"T={temperature} γ={k}"]
-                assert 1 <= sum(sums["tokens"]) / sum(sums["rounds"]) <= k + 1
-    tree, chain = (figures["parallel_1@1"]["0"][name] for name in ("tree of 4", "T=0 γ=1"))
-    assert tree["tokens"] == chain["tokens"] and sum(tree["rounds"]) <= sum(chain["rounds"])
-    assert "tree of 4" not in figures["plain_1@1"]["0"]
-    drafts = {"plain_1@1 γ=1", "plain_1@1 γ=2", "parallel_1@1 γ=1", "parallel_1@1 γ=2", "parallel_1@1 tree of 4"}
-    assert set(figures["timed"]) - {"environment"} == drafts
-
-
-@pytest.mark.parametrize("benchmark", [objectives, medusa])
-def test_variants_are_compared_with_the_baseline(benchmark):
-    config_class = objectives.BenchObjectivesConfig if benchmark is objectives else medusa.BenchMedusaConfig
-    config = config_class(variants=["hydra"] if benchmark is medusa else ["jsd"])
+def test_variants_are_compared_with_the_baseline():
+    config = study.BenchStudyConfig(variants={"kl": {}, "jsd": {}})
     runs = {}
-    for variant, rounds in ((config.baseline, [4.0, 2.0, 3.0]), (*config.variants, [2.0, 1.0, 2.0])):
+    for variant, rounds in (("kl", [4.0, 2.0, 3.0]), ("jsd", [2.0, 1.0, 2.0])):
         sums = {"tokens": [8.0, 4.0, 6.0], "rounds": rounds, "overlap": [4.0, 2.0, 3.0]}
-        names = ("0", "1") if benchmark is objectives else ("chain", "reference", "searched", "sampled")
-        figures = {name: sums for name in names} | {"accuracies": [[0.5, 0.2]], "moved": None}
-        runs[variant] = {str(seed): figures for seed in (0, 1)}
-    (table,) = benchmark.shown(config, runs).values()
+        runs[variant] = {str(seed): {"T=0 γ=4": sums} for seed in (0, 1)}
+    (table,) = study.shown(config, runs).values()
     assert set(table) == set(runs)
-    title = "T=0" if benchmark is objectives else "chain"
-    row = table[config.variants[0]]
-    assert row["seeds"] == 2 and row[f"{title} τ"].value == pytest.approx(18 / 5)
-    assert row[f"{title} against {config.baseline}"].value == pytest.approx(18 / 5 - 2)
-    assert f"{title} against {config.baseline}" not in table[config.baseline]
+    row = table["jsd"]
+    assert row["seeds"] == 2 and row["T=0 γ=4 τ"].value == pytest.approx(18 / 5)
+    assert row["T=0 γ=4 τ against kl"].value == pytest.approx(18 / 5 - 2)
+    assert row["T=0 γ=4 α"].value == pytest.approx(0.5) and "T=0 γ=4 τ against kl" not in table["kl"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
