@@ -255,6 +255,10 @@ def command(*flags: str) -> list[str]:
             ["--draft", "TINY", "--cache-tokens", "511"],
             "cache_tokens: expected room for a text of 512 tokens",
         ),
+        (
+            ["--drafter", "prompt_lookup"],
+            "drafter: expected a draft model, which drafts without the target, found n-grams",
+        ),
     ],
 )
 def test_bad_input_is_a_line(flags, words, tiny, capsys):

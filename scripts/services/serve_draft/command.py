@@ -12,6 +12,8 @@ import torch
 
 from draftsmith.decode.cache import cached_numbers, check_model
 from draftsmith.decode.errors import InputError
+from draftsmith.distill.kind import DraftModel
+from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.services.draft_protocol import VERSION, DraftRow, Service
 from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
@@ -27,14 +29,28 @@ GRACE = 5
 """Seconds for what has begun, at the end."""
 
 
+def _draft_of(config: ServeDraftConfig) -> str:
+    """Return where the draft model lies.
+
+    Raises:
+        InputError: the drafter is of another kind: what drafts with the target's states cannot be served without it.
+    """
+    (spec,) = drafter_specs(config.drafter)
+    if spec.kind != DraftModel.name:
+        title = kind_named(spec.kind).title
+        raise InputError(f"drafter: expected a draft model, which drafts without the target, found {title}")
+    return str(spec.path)
+
+
 def load_texts(config: ServeDraftConfig) -> DraftTexts:
     """Load the draft model.
 
     Raises:
         InputError: no model that can draft, or lengths that do not fit it.
     """
+    path = _draft_of(config)
     model = load_draft(
-        config.draft,
+        path,
         dtype=config.dtype,
         device=config.device,
         trust_remote_code=config.trust_remote_code,
@@ -43,7 +59,7 @@ def load_texts(config: ServeDraftConfig) -> DraftTexts:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = config.max_length or positions
     if longest is None:
-        raise InputError(f"max_length: expected one for {config.draft}, whose config names no limit, found none")
+        raise InputError(f"max_length: expected one for {path}, whose config names no limit, found none")
     if positions is not None and longest > positions:
         raise InputError(f"max_length: expected at most the draft's {positions} positions, found {longest}")
     if config.cache_tokens < longest:
@@ -73,7 +89,7 @@ def serve(config: ServeDraftConfig) -> int:
     texts.draft(["warm-up"], [DraftRow(0, 0, [0, 0], 2)])  # the first forwards allocate, and show that it can draft
     texts.clear()
     worker = Worker(texts, config.max_batch, config.max_waiting, metrics)
-    name = Path(config.draft).name
+    name = Path(_draft_of(config)).name
     service = Service(VERSION, name, texts.vocab_size, texts.max_length, config.max_batch, config.max_draft_length)
     app = DraftApp(worker, service, metrics, config.timeout, key).app
     server = bounded_server(app, KEEP_ALIVE, GRACE)

@@ -1,8 +1,9 @@
 """Settings of `draftsmith serve-draft`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, Range, at_least, at_most, more_than, require
+from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.options import DEVICE, DRAFT_LENGTH, THREADS, ModelOptions
 
 PORT = at_least(0) & at_most(65535)
@@ -16,8 +17,9 @@ class ServeDraftConfig(ModelOptions):
     Drafts are the model's most likely tokens. It runs until SIGTERM or SIGINT, and answers then what it has begun.
     """
 
-    draft: str
-    """The draft model: a directory or hub id. Its tokenizer must be the target's; the target itself is not read."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """The draft model: a directory or hub id. Its tokenizer must be the target's; the target itself is not read, so
+    that drafters which need it cannot be served."""
     host: str = "127.0.0.1"
     """Where to listen: 127.0.0.1 for this machine alone. Texts go over the line as they are, so beyond this machine put
     it behind something that encrypts."""
@@ -46,6 +48,7 @@ class ServeDraftConfig(ModelOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.drafter = only_drafter(self.drafter)
         require(self, PORT, "port")
         require(self, ONE_DEVICE, "device")
         require(self, THREADS, "threads")
