@@ -1,7 +1,7 @@
-"""Plain decoding of the target: what speculative decoding must equal, and the baseline of every speed-up.
+"""Plain decoding of the target: speculative decoding must equal it, and every speed-up is over it.
 
-Of more prompts than `rows`, so many are decoded at a time: where a text ends, the next prompt takes its row, so that
-no row stands idle until the longest text has ended (Yu et al. 2022, "Orca", section 3.1, iteration-level scheduling).
+At most `rows` prompts are decoded at a time: where a text ends, the next prompt takes its row, so that no row is idle
+until the longest text ends (Yu et al. 2022, "Orca", section 3.1, iteration-level scheduling).
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from draftsmith.decode.sampling import argmax, draw_rows, scores_of_rows, unifor
 
 TOKEN = Counts(num_drafts=1, num_emitted_tokens=1)
 Observer = Callable[[TextRow, int], None]
-"""Is given a row, behind a token that was written to it, and the token."""
+"""Called with a row and the token that was just written to it."""
 
 
 def autoregressive_generate(
@@ -32,8 +32,8 @@ def autoregressive_generate(
 ) -> DecodeOutput:
     """Decode one token per forward; arguments and result are those of `speculative_generate`.
 
-    But for these: `rows`, how many of the B prompts are decoded at a time, all if None; `begun`, what an earlier call
-    with the same arguments had written behind each prompt when it was stopped; and `observer`, an `Observer`.
+    It also takes `rows`, how many of the B prompts are decoded at a time (all if None); `begun`, the tokens behind each
+    prompt that an earlier call with the same arguments had written when it was stopped; and `observer`, an `Observer`.
     """
     arguments = generate_arguments(target, input_ids, attention_mask, **generate_kwargs)
     return decoded(target, autoregressive_decode, arguments | {"seed": seed})
@@ -56,14 +56,14 @@ def autoregressive_decode(
     check_model(model, "target")
     queue = prepare_rows(model, logits_processor, input_ids, model_kwargs, stopping_criteria, generation_config, seed)
     for row, tokens in zip(queue, begun or [], strict=False):
-        _take_up(row, tokens)
+        _resume(row, tokens)
     if left := [row for row in queue if not row.done]:
         _write(model, left, rows or len(left), compiled, observer)
     return collect_output(queue, input_ids, generation_config)
 
 
-def _take_up(row: TextRow, tokens: Sequence[int]) -> None:
-    """Go on behind tokens that were written before: each has spent a random number."""
+def _resume(row: TextRow, tokens: Sequence[int]) -> None:
+    """Continue behind tokens of an earlier call: each has spent a random number."""
     row.text[row.length : row.length + len(tokens)] = row.text.new_tensor(tokens)
     row.advance(tokens)
     row.rounds += [TOKEN] * len(tokens)
@@ -90,13 +90,13 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
         contexts = [] if sampler.context_free else [row.context for row in batch]
         scores = scores_of_rows([row.sampler for row in batch], logits[:, 0], contexts)
         tokens = argmax(scores)
-        broken = scores.gather(1, tokens[:, None])[:, 0].isnan()  # the argmax is the first that is not a number
+        is_nan = scores.gather(1, tokens[:, None])[:, 0].isnan()  # the argmax is the first that is not a number
         if sampler.do_sample:
             u = uniforms([row.generator for row in batch], [1] * len(batch), scores.new_empty(0, dtype=torch.float64))
             tokens = draw_rows(scores.softmax(-1), u[:, 0])
         texts.append(tokens)
-        for row, token, wrong in zip(batch, *torch.stack([tokens, broken.to(tokens.dtype)]).tolist(), strict=True):
-            if wrong:
+        for row, token, broken in zip(batch, *torch.stack([tokens, is_nan.to(tokens.dtype)]).tolist(), strict=True):
+            if broken:
                 raise row.not_finite()
             row.advance([token])
             row.rounds.append(TOKEN)
@@ -105,9 +105,9 @@ def _write(model: PreTrainedModel, queue: list[TextRow], rows: int, compiled: bo
         ended = [place for place, row in enumerate(batch) if row.done]
         if ended and waiting:
             places = ended[: len(waiting)]
-            newcomers = [waiting.popleft() for _ in places]
-            target.refill(places, [row.context for row in newcomers])
-            texts.refill(places, newcomers)
+            next_rows = [waiting.popleft() for _ in places]
+            target.refill(places, [row.context for row in next_rows])
+            texts.refill(places, next_rows)
         left = [place for place, row in enumerate(texts.rows) if not row.done]
         if not left:
             return

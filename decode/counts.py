@@ -1,4 +1,4 @@
-"""What was drafted, accepted and emitted, as integers, and the ratios of their totals.
+"""Counts of drafted, accepted and emitted tokens, and the ratios of their totals.
 
 Ratios with intervals over prompts are those of `draftsmith.decode.measurement.intervals`.
 """
@@ -61,7 +61,7 @@ class Counts(Ratios):
     num_drafts: Count = 0
     """Rounds."""
     num_draft_tokens: Count = 0
-    """Drafted tokens; of a tree all its nodes, of which a round accepts one path at most."""
+    """Drafted tokens; for a tree all its nodes, although a round accepts one path at most."""
     num_accepted_tokens: Count = 0
     """Accepted drafted tokens, the bonus token excluded."""
     num_accepted_tokens_per_pos: tuple[Count, ...] = ()

@@ -1,4 +1,4 @@
-"""What both decoders share: what they do not serve, the rows that `generate` asks for, and what they return to it."""
+"""Shared by both decoders: unsupported inputs, row setup, output."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class DecodeOutput:
         return sum(self.row_departures, Departure()) if self.row_departures else None
 
 
-# Where a processor keeps a length that `generate` counted with the padding.
+# The attribute of each processor that holds a length counted with the padding.
 PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
     MinNewTokensLengthLogitsProcessor: "prompt_length_to_skip",
     SuppressTokensAtBeginLogitsProcessor: "begin_index",
@@ -60,7 +60,7 @@ PADDED_LENGTHS: dict[type[LogitsProcessor], str] = {
 }
 
 
-# What one forward over K + 1 positions cannot serve: these keep a state between calls, or call a model themselves.
+# Processors that one forward over K + 1 positions cannot serve: they keep a state, or call a model themselves.
 STATEFUL = (
     "ClassifierFreeGuidanceLogitsProcessor",
     "DiaClassifierFreeGuidanceLogitsProcessor",
@@ -68,8 +68,8 @@ STATEFUL = (
     "UnbatchedClassifierFreeGuidanceLogitsProcessor",
 )
 STATEFUL_PACKAGES = ("outlines", "xgrammar")
-# What `generate` hands over beside the tokens. Anything else would change what the model sees, and is not fed.
-KNOWN_INPUTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+# Inputs that `generate` passes with the tokens. Any other would change the model's output, and is not fed.
+SERVED_INPUTS = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 # Options of `generate` that this decoder does not serve, with the values that ask for nothing.
 UNSERVED: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
@@ -84,7 +84,7 @@ UNSERVED: dict[str, tuple[Any, ...]] = {
 
 
 def check_request(config: GenerationConfig, processors: LogitsProcessorList, rows: int) -> None:
-    """Refuse what `generate` was asked for and a decoder of ours would leave out without a word.
+    """Refuse options of `generate` that our decoders would silently ignore.
 
     Raises:
         InputError: an option that is not served, a logits processor with a state, or in a batch one that holds the
@@ -113,7 +113,7 @@ def paddings_of(input_ids: Tensor, model_inputs: Mapping[str, Any]) -> list[int]
         InputError: an input of the model's beside tokens and mask, positions that do not count the tokens, a cache that
             holds tokens already, or a mask that is not zeros and then ones.
     """
-    others = sorted(n for n, v in model_inputs.items() if n not in KNOWN_INPUTS and v is not None and v is not False)
+    others = sorted(n for n, v in model_inputs.items() if n not in SERVED_INPUTS and v is not None and v is not False)
     if others:
         raise InputError(f"inputs: expected input_ids and attention_mask alone, found {', '.join(others)}")
     cache = model_inputs.get("past_key_values")
@@ -157,7 +157,7 @@ def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> L
             processor.prompt_ignore_length, Tensor
         ):
             processor = copy.copy(processor)
-            processor.prompt_ignore_length = None  # each row's padding, of which there is none left
+            processor.prompt_ignore_length = None  # each row's padding, which was taken away
         elif isinstance(processor, PrefixConstrainedLogitsProcessor):
             allowed = processor._prefix_allowed_tokens_fn
             processor = PrefixConstrainedLogitsProcessor(partial(_allowed_in_row, allowed, row), num_beams=1)
@@ -166,7 +166,7 @@ def row_processors(processors: LogitsProcessorList, row: int, padding: int) -> L
 
 
 def _allowed_in_row(allowed: Any, row: int, _: int, tokens: Tensor) -> list[int]:
-    """Ask the user's function about the row's place in the batch: processors are called with one row at a time."""
+    """Call the user's function with the row's place in the batch: processors see one row at a time."""
     return allowed(row, tokens)
 
 

@@ -1,4 +1,4 @@
-"""How texts are sampled, as every command's config says it. Light: nothing here imports torch before it is needed."""
+"""Sampling options of every command's config. Light: torch is imported when it is needed."""
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ class Filters(Options):
     top_p: float = 1.0
     """Sample among the most likely tokens that hold this much probability; 1 for all."""
     min_p: float = 0.0
-    """Sample among the tokens only that are at least so many times as likely as the likeliest; 0 for all."""
+    """Sample among the tokens that are at least this many times as likely as the likeliest; 0 for all."""
     repetition_penalty: float = 1.0
     """Divide the logits of tokens that occurred before, prompt included (multiply negative ones); 1 for none. Like the
     next one, it counts at temperature 0 too."""

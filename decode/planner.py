@@ -1,4 +1,4 @@
-"""How long a draft should be: measured costs times measured acceptance.
+"""The choice of a draft length: measured costs times measured acceptance.
 
 γ drafted tokens a round emit τ(γ) tokens for d(γ) + t(γ + 1) + o seconds, where t(k) is a forward of the target over k
 tokens, d(γ) the drafting and o the rest; plain decoding emits one for t(1). The formula of Leviathan et al. 2023
@@ -21,7 +21,7 @@ from draftsmith.decode.proposers.base import Proposal, Proposer
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """What a round costs on one machine, in seconds."""
+    """The costs of a round on one machine, in seconds."""
 
     target: Mapping[int, float]
     """t(k): a forward of the target over k tokens a row; k that were not measured are interpolated."""
@@ -81,11 +81,11 @@ class RoundCosts:
 
 def interpolated(values: Mapping[int, float], x: float) -> float:
     """Return the value at x: between the neighbours that were measured, level before the first, and a line beyond."""
-    known = sorted(values)
-    if len(known) == 1 or x <= known[0]:
-        return values[known[0]]
-    above = next((k for k in known if k >= x), known[-1])
-    below = known[known.index(above) - 1]
+    measured = sorted(values)
+    if len(measured) == 1 or x <= measured[0]:
+        return values[measured[0]]
+    above = next((k for k in measured if k >= x), measured[-1])
+    below = measured[measured.index(above) - 1]
     return values[below] + (values[above] - values[below]) / (above - below) * (x - below)
 
 
@@ -177,7 +177,7 @@ class Plan:
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
-        """Let the proposer draft for rows that have room for so many drafted tokens.
+        """Let the proposer draft for rows that have room for `room` drafted tokens each.
 
         Where no costs are given it notes how long that took, for which it waits for the device.
         """
@@ -193,7 +193,7 @@ class Plan:
         return drafts
 
     def observe(self, accepted: int, drafted: int) -> None:
-        """Note what became of one row's draft."""
+        """Learn from the result of one row's draft."""
         if drafted:
             self._accepted = self._accepted * self.decay + accepted
             self._rejected = self._rejected * self.decay + (accepted < drafted)
@@ -211,7 +211,7 @@ class FixedLength:
     def propose(
         self, target: PreTrainedModel, proposer: Proposer, contexts: Sequence[Tensor], room: Sequence[int]
     ) -> list[Proposal]:
-        """Let the proposer draft for rows that have room for so many drafted tokens."""
+        """Let the proposer draft for rows that have room for `room` drafted tokens each."""
         return proposer.propose(contexts, [min(self.longest, left) for left in room])
 
     def observe(self, accepted: int, drafted: int) -> None:

@@ -1,8 +1,8 @@
-"""What a command is doing, and how far it is: bars on a terminal; elsewhere, such as a job's log, a line now and then.
+"""Progress of a command: bars on a terminal; elsewhere, such as in a job's log, a line now and then.
 
-A library says nothing. A command does, within `told`, in the first process of a job. Whatever may take long opens a
-`phase`, whoever calls it; of phases within each other the innermost is told of. A thread tells too, for a single call
-(a compilation, weights that are read) may take minutes.
+A library prints nothing. A command does, within `reporting`, in the first process of a job. Whatever may take long
+opens a `phase`; of nested phases the innermost is reported. A thread reports too, since a single call (a compilation,
+weights that are read) may take minutes.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Phase:
-    """Something that a command does, and how far it is."""
+    """One step of a command, and how far it is."""
 
     def __init__(self, title: str, total: int | None = None, unit: str = "", done: int = 0):
         self.title, self.total, self.unit = title, total, unit
@@ -36,8 +36,8 @@ class Phase:
         """Count what was done, and say something else beside it if there is a note."""
         self.done += count
         self.note = self.note if note is None else note
-        if _teller is not None:
-            _teller.look(self)
+        if _reporter is not None:
+            _reporter.look(self)
 
     def line(self, seconds: float) -> str:
         """Say how far it is after some seconds."""
@@ -49,19 +49,19 @@ class Phase:
         return f"{self.title}: {', '.join(far)}"
 
 
-class Teller:
-    """Tells of the phases that are open."""
+class Reporter:
+    """Reports the open phases."""
 
     def __init__(self, every: float, bars: bool, clock: Callable[[], float] = time.monotonic):
-        """Begin to tell: by bars, or by a line when so many seconds have gone without one."""
+        """Begin to report: by bars, or by a line once `every` seconds have passed without one."""
         self._every, self._bars, self._clock = every, bars, clock
         self._open: dict[Phase, tuple[float, Any]] = {}
         self._spoken = clock()
         self._lock = threading.RLock()  # bars are drawn by two threads
 
     @contextmanager
-    def tells(self, phase: Phase) -> Iterator[None]:
-        """Tell of a phase while it lasts."""
+    def reports(self, phase: Phase) -> Iterator[None]:
+        """Report a phase while it lasts."""
         with self._lock:
             self._open[phase] = self._clock(), self._bar(phase) if self._bars else None
         self.look(phase)
@@ -75,7 +75,7 @@ class Teller:
                     bar.close()
 
     def look(self, phase: Phase | None = None) -> None:
-        """Tell how far a phase is, if it is time to; the innermost one where none is named."""
+        """Report how far a phase is, if it is time to; the innermost one by default."""
         with self._lock:
             phase = next(reversed(self._open), None) if phase is None else phase
             if phase is None or phase not in self._open:
@@ -85,7 +85,7 @@ class Teller:
                 self._draw(phase, bar)
             elif (now := self._clock()) - self._spoken >= self._every:
                 self._spoken = now
-                with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                with contextlib.suppress(OSError, ValueError):  # a closed pipe
                     print(phase.line(now - begun), file=sys.stderr, flush=True)
 
     def _bar(self, phase: Phase) -> Any:
@@ -109,48 +109,48 @@ class Teller:
         bar.update(phase.done - bar.n)
 
 
-_teller: Teller | None = None
+_reporter: Reporter | None = None
 
 
 @contextmanager
-def told(every: float | None = None, bars: bool | None = None) -> Iterator[None]:
-    """Tell of all phases in this block, if this is the first process of its job; within another such block do nothing.
+def reporting(every: float | None = None, bars: bool | None = None) -> Iterator[None]:
+    """Report all phases in this block, if this is the first process of its job; within another such block do nothing.
 
     Args:
         every: seconds between two lines; `INTERVAL` if None.
         bars: draw bars in place of lines; where standard error is a terminal if None.
     """
-    global _teller
-    if _teller is not None or os.environ.get("RANK", "0") != "0":
+    global _reporter
+    if _reporter is not None or os.environ.get("RANK", "0") != "0":
         yield
         return
-    _teller = teller = Teller(INTERVAL if every is None else every, sys.stderr.isatty() if bars is None else bars)
+    _reporter = reporter = Reporter(INTERVAL if every is None else every, sys.stderr.isatty() if bars is None else bars)
     ended = threading.Event()
 
     def watch() -> None:
         while not ended.wait(LOOK):
-            teller.look()
+            reporter.look()
 
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         ended.set()
-        _teller = None
+        _reporter = None
 
 
 @contextmanager
 def phase(title: str, total: int | None = None, unit: str = "", done: int = 0) -> Iterator[Phase]:
-    """Do something that may take long; a command tells of it.
+    """Open a phase for something that may take long; a command reports it.
 
     Args:
         title: what is done, in words.
-        total: how much there is to do, if that is known; may be changed later.
+        total: how much there is to do, if that can be counted; may be changed later.
         unit: of what, in the plural.
         done: how much of it is done already.
     """
     opened = Phase(title, total, unit, done)
-    with contextlib.nullcontext() if _teller is None else _teller.tells(opened):
+    with contextlib.nullcontext() if _reporter is None else _reporter.reports(opened):
         yield opened
 
 

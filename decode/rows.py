@@ -1,4 +1,4 @@
-"""The rows of a batch: texts being written, what was written of each, and the tensor that they lie in together."""
+"""The rows of a batch: the text that each writes, and the tensor that holds all of them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,21 +62,21 @@ class TextRow:
     rounds: list[Counts] = field(default_factory=list)
     departure: Departure = field(default_factory=Departure)
     done: bool = False
-    _known: np.ndarray | None = field(default=None, init=False)
-    """The same room as `text` on the host, once somebody has asked for the tokens."""
+    _on_host: np.ndarray | None = field(default=None, init=False)
+    """The same room as `text` on the host, from the first use of `tokens`."""
 
     @property
     def context(self) -> Tensor:
-        """What was written so far, (length,)."""
+        """The tokens so far, (length,)."""
         return self.text[: self.length]
 
     @property
     def tokens(self) -> np.ndarray:
-        """What was written so far, on the host, (length,): read once, and told of what is written from then on."""
-        if self._known is None:
-            self._known = np.empty(len(self.text), dtype=np.int64)
-            self._known[: self.length] = self.context.tolist()
-        return self._known[: self.length]
+        """The tokens so far on the host, (length,): read from the device once, then updated as tokens are written."""
+        if self._on_host is None:
+            self._on_host = np.empty(len(self.text), dtype=np.int64)
+            self._on_host[: self.length] = self.context.tolist()
+        return self._on_host[: self.length]
 
     @property
     def room(self) -> int:
@@ -84,19 +84,19 @@ class TextRow:
         return len(self.text) - self.length
 
     def not_finite(self, accepted: int = 0) -> InputError:
-        """Return the error that the target's logits after so many drafted tokens more are not numbers."""
+        """Return the error that the target's logits are not numbers, `accepted` drafted tokens behind the text."""
         return InputError(
             f"target: expected finite logits, found NaN after {self.length + accepted} tokens of row {self.index}"
         )
 
     def advance(self, tokens: Sequence[int]) -> list[int]:
-        """Count tokens that were written behind the text, up to its end, and return those that belong to it.
+        """Add tokens to the text, up to its end; return those that belong to it.
 
         The text ends with the first new token that meets any criterion.
         """
         start = self.length
-        if self._known is not None:
-            self._known[start : start + len(tokens)] = tokens
+        if self._on_host is not None:
+            self._on_host[start : start + len(tokens)] = tokens
         for i, token in enumerate(tokens, start=1):
             self.length = start + i
             self.done = self.room == 0 or token in self.eos
@@ -108,7 +108,7 @@ class TextRow:
 
 
 class RowTexts(list[Tensor]):
-    """What was written of some rows, B of (T_b,), and the same tokens as the host knows them.
+    """The texts of some rows, B of (T_b,), and the same tokens on the host.
 
     Args:
         rows: the rows.
@@ -125,7 +125,7 @@ class RowTexts(list[Tensor]):
 
 
 def host_tokens(texts: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the tokens of texts on the host, B of (T_b,) int64: of `RowTexts` without a look at the device."""
+    """Return the tokens of texts on the host, B of (T_b,) int64: for `RowTexts` without a look at the device."""
     return texts.tokens if isinstance(texts, RowTexts) else [text.cpu().numpy() for text in texts]
 
 
@@ -145,16 +145,16 @@ class TextBatch:
         self._place(range(len(rows)))
 
     def _place(self, places: Iterable[int]) -> None:
-        """Write the beginnings of some rows' texts into the tensor, where they go on from now."""
+        """Write the texts of some rows so far into the tensor, which becomes their place."""
         for place in places:
             row, tokens = self.rows[place], self._tokens[place]
             tokens[: row.length] = row.context
             row.text = tokens[: len(row.text)]
         self.lengths = Places([row.length for row in self.rows], self._tokens.device)
-        """How much of each row is written."""
+        """The length of each row."""
 
     def refill(self, places: Sequence[int], rows: Sequence[TextRow]) -> None:
-        """Go on with other rows in the places of some that have ended, whose texts are kept apart."""
+        """Put other rows in the places of some that have ended; the texts of those get tensors of their own."""
         for place, row in zip(places, rows, strict=True):
             self.rows[place].text = self.rows[place].context.clone()
             self.rows[place] = row
@@ -202,7 +202,7 @@ class TextBatch:
         return packet[:, 1 + width :]
 
     def select(self, places: Sequence[int]) -> None:
-        """Go on with some of the rows."""
+        """Drop all but some rows."""
         self.rows = [self.rows[place] for place in places]
         self._tokens = self._tokens[places]
         for row, tokens in zip(self.rows, self._tokens, strict=True):

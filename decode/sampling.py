@@ -1,4 +1,4 @@
-"""From logits to the distribution that tokens are drawn from: one function for target, draft and residual.
+"""Logits to distributions, and draws from them: the same for target, draft and residual.
 
 Shape suffixes: K positions, V vocabulary, T context tokens.
 """
@@ -46,7 +46,7 @@ CONTEXT_FREE = (
 LARGE, BLOCK, LIKELIEST = 2**14, 512, 1024
 # The library's sums of float32 probabilities were off by 3e-5 at most.
 TOP_P_ROUNDING = 1e-4
-# A sum that falls short of top-p by so many roundings has reached it.
+# Roundings by which a sum may fall short of top-p and still count as having reached it.
 ROUNDINGS = 4
 
 
@@ -156,7 +156,7 @@ def _are_top_k_top_p(first: Any, second: Any) -> bool:
 def _cut(processor: Any, scores_KV: Tensor) -> Tensor:
     """Return what top-k or top-p return, bit for bit and in place, without a look at more than the likeliest tokens.
 
-    Top-p has its cut among them nearly always. The library is asked about rows where it has not, where tokens on both
+    Top-p has its cut among them nearly always. The library decides rows where it has not, where tokens on both
     sides of a cut are equal (it keeps those at k), and where its own rounding may decide.
     """
     top_k = isinstance(processor, TopKLogitsWarper)
@@ -188,8 +188,8 @@ def top_k_top_p(scores_KV: Tensor, top_k: int, top_p: float, filter_value: float
 
     Like the library's `TopKLogitsWarper` and `TopPLogitsWarper` in turn, but what is sorted are k scores in place of
     the whole vocabulary, and nothing waits for the device. Differentiable. All scores equal to the k-th pass top-k, in
-    half precision often many, and top-p is of all that passed. Of equal ones at the cut of top-p, of which the library
-    keeps any, the first are kept.
+    half precision often many, and top-p is of all that passed. Of equal scores at the cut of top-p the first pass; the
+    library lets any pass.
 
     Args:
         scores_KV: finite, or −∞, (K, V).

@@ -65,14 +65,14 @@ class Tree:
 
     @classmethod
     def from_choices(cls, choices: Sequence[Sequence[int]]) -> "Tree":
-        """Build a tree from Medusa's notation: a node is the path of ranks to it, such as (0, 2).
+        """Build a tree from paths of ranks (the notation of Cai et al. 2024): a node is the path to it, such as (0, 2).
 
         Rank r names the drafter's (r + 1)-th most likely token, or under sampling its (r + 1)-th draw. Siblings are
         put in the order of their ranks.
 
         Raises:
             InputError: a path whose parent is missing, that occurs twice, or whose earlier sibling is missing (it
-                would be a draw that nobody verifies).
+                would be a draw that is not verified).
         """
         paths = sorted((tuple(path) for path in choices), key=lambda path: (len(path), path))
         index = {path: i for i, path in enumerate(paths)}
@@ -89,7 +89,7 @@ class Tree:
 
     @classmethod
     def from_accuracies(cls, accuracies: Sequence[Sequence[float]], nodes: int) -> "Tree":
-        """Grow the tree of the greatest expected accepted length (Medusa, Cai et al. 2024, section 2.3.3).
+        """Grow the tree of the greatest expected accepted length (Cai et al. 2024, section 2.3.3).
 
         A node is right with the product of the accuracies along its path, taken to be independent. The paper adds the
         most probable node again and again, which is best where accuracies fall with the rank. Measured ones need not:
@@ -189,13 +189,13 @@ class Tree:
         return visible
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return `visible` and the depths of the root and the nodes, (K + 1,), on a device, where they are kept."""
+        """Return `visible` and the depths of the root and the nodes, (K + 1,), on a device; made once for each."""
         if device not in self._on_devices:
             self._on_devices[device] = self.visible.to(device), torch.tensor((0, *self.depths), device=device)
         return self._on_devices[device]
 
     def levels(self, device: torch.device) -> tuple[Level, ...]:
-        """Return the depths that have children, from the root's on, indexed on a device, where they are kept."""
+        """Return the depths that have children, from the root's on, indexed on a device; made once for each."""
         if device not in self._levels:
             self._levels[device] = tuple(self._level(depth, device) for depth in range(self.depth))
         return self._levels[device]
@@ -229,9 +229,9 @@ class Tree:
         """Return the tree without what lies deeper than `depth`, and the nodes that are left."""
         if depth >= self.depth:
             return self, list(range(len(self)))
-        kept = [node for node, d in enumerate(self.depths) if d <= depth]
-        new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-        return Tree(tuple(new[self.parents[node]] for node in kept)), kept
+        nodes = [node for node, d in enumerate(self.depths) if d <= depth]
+        new = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+        return Tree(tuple(new[self.parents[node]] for node in nodes)), nodes
 
 
 @lru_cache(maxsize=64)

@@ -1,9 +1,9 @@
-"""What others wrote is input: answers of servers and engines, kept files, manifests. Here it is checked, as it is read.
+"""Checked reading of what others wrote: answers of servers and engines, files of earlier runs, manifests.
 
 A reader says what it expects as a class of pydantic's, or as a dataclass whose fields are annotated with the types
 below; `parsed` returns an instance, or says in one line which field is otherwise. JSON's types are taken as they are: a
-text is no number, true is no 1, 3.0 is no whole number, and NaN and infinity are no numbers. Fields that are not asked
-for are not looked at.
+text is no number, true is no 1, 3.0 is no whole number, and NaN and infinity are no numbers. Other fields are
+ignored.
 """
 
 import json
@@ -179,8 +179,8 @@ def _line(error: ErrorDetails, where: str, secret: str | None) -> str:
     context: Mapping[str, Any] = error.get("ctx", {})
     if error["type"] == "value_error":  # of a check of ours, which says all of it
         return ": ".join(filter(None, [where, place, str(context["error"])]))
-    told = EXPECTED.get(error["type"])
-    expected = error["msg"].removeprefix("Input should be ") if told is None else told.format(**context)
+    words = EXPECTED.get(error["type"])
+    expected = error["msg"].removeprefix("Input should be ") if words is None else words.format(**context)
     found = "none" if error["type"] == "missing" else shown(error["input"], secret)
     return ": ".join(filter(None, [where, place, f"expected {expected}, found {found}"]))
 

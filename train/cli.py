@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from draftsmith.decode.errors import InputError, Range, lacks_memory
-from draftsmith.decode.progress import told
+from draftsmith.decode.progress import reporting
 
 if TYPE_CHECKING:
     Ints = list[int]
@@ -335,7 +335,7 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        with told():
+        with reporting():
             code = main() or 0
         sys.stdout.flush()
         return code

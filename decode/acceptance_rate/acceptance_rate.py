@@ -37,7 +37,7 @@ CITATION = """\
 INPUTS = """
 Args:
     predictions: one entry a prompt. Under "counts", the default, a dictionary with vLLM's names: num_drafts,
-        num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos; where known also num_emitted_tokens (else
+        num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos; if available also num_emitted_tokens (else
         num_accepted_tokens + num_drafts), num_draft_tokens_per_pos and num_reached_per_pos (else found where every
         round drafted every position). Under "tokens" a list of rounds, each the list of its drafted tokens.
     references: under "tokens" only, shaped likewise: the tokens that the target emitted in each round, the accepted
@@ -50,7 +50,7 @@ Returns:
     acceptance_per_position: rounds that accepted position i ÷ rounds that drafted it.
     conditional_acceptance: the same of rounds that accepted every position before it.
     counts: the sums that all of these derive from.
-    What is not known is None, never 0.
+    A figure that cannot be computed is None, never 0.
 
 Examples:
     >>> metric = evaluate.load("decode/acceptance_rate", "tokens")
@@ -95,7 +95,7 @@ class AcceptanceRate(evaluate.Metric):
         for name in self.features:
             if given[name] is None or len(given[name]) == 0:
                 raise InputError(f"{name}: expected one entry a prompt, found none")
-        # A fault is told here: the prompts have the user's numbers still, and nothing lies on the disk.
+        # Faults are raised here, where prompts still have the user's numbers and nothing was written to the disk.
         if self.config_name == "tokens":
             if len(predictions) != len(references):
                 raise InputError(f"references: expected {len(predictions)} prompts, found {len(references)}")
@@ -133,7 +133,7 @@ class AcceptanceRate(evaluate.Metric):
 
 
 def _completed(where: str, given: Any) -> dict[str, Any]:
-    """Check one prompt's counts and complete them; what the given ones do not tell becomes None."""
+    """Check one prompt's counts and complete them; those that do not follow from the given ones become None."""
     if not isinstance(given, Mapping):
         raise InputError(f"{where}: expected a dictionary of counts (tokens: config 'tokens'), found {_short(given)}")
     if strange := [name for name in given if name not in NAMES]:
@@ -153,7 +153,7 @@ def _completed(where: str, given: Any) -> dict[str, Any]:
     elif not accepted <= counts["num_emitted_tokens"] <= accepted + drafts:
         expected = f"the {accepted} accepted and at most one more for each of {drafts} drafts"
         raise InputError(f"{where}.num_emitted_tokens: expected {expected}, found {counts['num_emitted_tokens']}")
-    # Where every round drafted every position, vLLM's four counts tell the rest.
+    # Where every round drafted every position, the rest follows from vLLM's four counts.
     every = [drafts] * len(per_pos)
     if counts["num_draft_tokens_per_pos"] is None and drafted == sum(every):
         counts["num_draft_tokens_per_pos"] = every

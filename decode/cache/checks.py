@@ -1,4 +1,4 @@
-"""Which models can be rolled back, and what their caches hold."""
+"""Checks that a model's cache can be rolled back, and the size of that cache."""
 
 import inspect
 from functools import lru_cache

@@ -1,6 +1,6 @@
-"""The target's features that EAGLE-3 heads see: what leaves its decoder layers at three depths.
+"""The target's features that some drafters see: the outputs of its decoder layers at a few depths.
 
-The target stays an ordinary model: hooks on its decoder layers take what passes. Shape suffixes: B rows, T positions,
+The target stays an ordinary model: hooks on its decoder layers collect them. Shape suffixes: B rows, T positions,
 H hidden, F = H × the number of depths.
 """
 
@@ -16,7 +16,7 @@ from draftsmith.decode.errors import InputError
 
 
 def default_layers(layers: int) -> list[int]:
-    """Return the depths that EAGLE-3 takes of a target of L layers: 2, L // 2 and L − 3 (vLLM, SGLang, SpecForge).
+    """Return the depths 2, L // 2 and L − 3 of a target of L layers (Li et al. 2025, arXiv 2503.01840; vLLM, SGLang).
 
     Shallow targets, where these are not three different ones above 0, have others: after the first, a middle and the
     last layer but one, or the last.
@@ -45,7 +45,7 @@ def decoder_layers(target: PreTrainedModel) -> Sequence[nn.Module]:
 
 
 def check_layers(depths: Sequence[int], layers: int, field: str) -> None:
-    """Raise an InputError where depths are not ascending, or a target of so many layers does not have them."""
+    """Raise an InputError where depths are not ascending, or not all within a target of `layers` layers."""
     if not depths or list(depths) != sorted(set(depths)) or not 1 <= depths[0] <= depths[-1] <= layers:
         raise InputError(
             f"{field}: expected ascending depths between 1 and the target's {layers} layers, found {list(depths)}"
@@ -53,7 +53,7 @@ def check_layers(depths: Sequence[int], layers: int, field: str) -> None:
 
 
 class Features(list[Tensor]):
-    """What passed in the target's forwards: of each, (B, T, F), the depths one behind the other."""
+    """The features of the target's forwards, (B, T, F) each, the depths one behind the other."""
 
 
 @contextmanager

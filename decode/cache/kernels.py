@@ -1,4 +1,4 @@
-"""Which kernel PyTorch's attention chooses on CUDA, by its rules, and how never to be left with the slowest.
+"""The kernel that PyTorch's attention chooses on CUDA, and ways around the slowest.
 
 `scaled_dot_product_attention` has two kernels there that hold no scores, and a fallback, "math", that holds all of
 them in float32: queries × keys a head, kept for the backward. It says nothing when it falls back. The rules are those
@@ -29,8 +29,8 @@ ALIGNED = 16
 def computing_dtype(tensor: Tensor) -> torch.dtype:
     """Return the dtype that a matrix product of a tensor is computed in, under autocast or not."""
     device = tensor.device.type
-    known = tensor.dtype != torch.float64 and torch.amp.is_autocast_available(device)
-    return torch.get_autocast_dtype(device) if known and torch.is_autocast_enabled(device) else tensor.dtype
+    castable = tensor.dtype != torch.float64 and torch.amp.is_autocast_available(device)
+    return torch.get_autocast_dtype(device) if castable and torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def flash_takes(query: Tensor, masked: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Where keys and values lie: slots, and a layer's buffers of them.
+"""Slots of keys and values, and a layer's buffers of them.
 
 Shape suffixes: B rows, K tokens of a block, S slots, H heads, D head width.
 """
@@ -18,7 +18,7 @@ SavedLayer = tuple[Tensor, Tensor]
 
 
 class Places:
-    """A slot for each row, known on the host; on the device from the first time that it is asked for."""
+    """A slot for each row: numbers on the host, and a tensor on the device that is made at its first use."""
 
     def __init__(self, host: Sequence[int], device: torch.device, tensor: Tensor | None = None):
         self.host, self._device, self._tensor = list(host), device, tensor
@@ -71,7 +71,7 @@ class Block:
         return self._slots[device]
 
     def rows_on(self, device: torch.device, count: int) -> Tensor:
-        """Return the numbers of so many rows, (B, 1), on the device of a layer: one kernel less in each."""
+        """Return 0 … B − 1, (B, 1), on the device of a layer: one kernel less in each."""
         if (device, count) not in self._rows:
             self._rows[device, count] = torch.arange(count, device=device)[:, None]
         return self._rows[device, count]
@@ -163,7 +163,7 @@ class Layer(CacheLayerMixin):
             return keys, values
         reach = block.reach if self.is_sliding else 0
         if reach < self.first:
-            raise RuntimeError(f"a window from slot {reach} on, of which all before {self.first} are forgotten")
+            raise RuntimeError(f"a window from slot {reach} on, found the slots before {self.first} forgotten")
         if block.start is None:
             slots, rows = block.slots_on(keys.device), block.rows_on(keys.device, len(keys))
             slots = slots - self.first if self.first else slots

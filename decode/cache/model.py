@@ -128,7 +128,7 @@ class CachedModel:
         return [layer.saved(row, length) if layer.is_initialized else None for layer in self._layers]
 
     def restore(self, rows: Sequence[SavedRow]) -> None:
-        """Let an empty cache begin with what was saved of each row; a row of which nothing was has an empty list."""
+        """Fill an empty cache with each row's saved slots; a row without any has an empty list."""
         if not any(rows):
             return
         for place, layer in enumerate(self._layers):
@@ -210,7 +210,7 @@ class CachedModel:
         Args:
             starts: the slot of each row's root.
             paths: for each row the places of its accepted tokens in the block.
-            sources: the same on the device, (B, D), where shorter paths go on as a chain does; None makes it.
+            sources: the same on the device, (B, D), where shorter paths continue as a chain does; made here if None.
         """
         if all(list(path) == list(range(1, len(path) + 1)) for path in paths):
             return
@@ -232,7 +232,7 @@ class CachedModel:
             self._positions[rows[:, None], to] = to
 
     def select(self, rows: Sequence[int]) -> None:
-        """Go on with some of the rows alone; in fixed shapes the others go on costing what they cost."""
+        """Drop all but some rows; in fixed shapes the others still cost what they cost before."""
         if self.is_empty:
             self._rows = len(rows)
             for layer in self._layers:
@@ -369,8 +369,8 @@ def padded(texts: Iterable[Tensor], width: int) -> Tensor:
 def _compiled(model: PreTrainedModel) -> Any:
     """Return the model's compiled forward, one for all callers: compiling takes longer than decoding.
 
-    It is kept on the model, which it holds, so that both go together. A copy of the model has the attribute too, but
-    wants a forward of its own.
+    It is an attribute of the model, which it holds, so that both are freed together. A copy of the model has the
+    attribute too, but needs a forward of its own.
     """
     of, forward = vars(model).get("_draftsmith_forward", (None, None))
     if of is None or of() is not model:

@@ -1,1 +1,1 @@
-"""What a draft model is beyond an ordinary one: one that drafts several tokens at once, one with a cut vocabulary."""
+"""Parts of draft models that other causal LMs lack: cut vocabularies and trees of their own."""

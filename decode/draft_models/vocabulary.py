@@ -1,4 +1,4 @@
-"""How many logits are tokens, and texts with tokens that have none."""
+"""The logits that are tokens, and texts with tokens that have none."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def token_count(tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) ->
 
 
 def require_logits(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase, vocab_size: int, what: str) -> None:
-    """Require that a model can read a text: that none of its tokens lies behind all logits.
+    """Require that a model has a logit for every token of a text.
 
     Args:
         ids: the text's tokens.

@@ -46,7 +46,7 @@ TIES_DOUBT = 0.05
 
 @dataclass(frozen=True)
 class Certificate:
-    """Whether a run's texts are the target's; what a check does not tell is None."""
+    """Whether a run's texts are the target's; None where a check does not say."""
 
     checked: bool = True
     identical: bool | None = None
@@ -96,7 +96,7 @@ def certify_greedy(
         same_kernels: whether the texts were written by the target's own forwards. Those of another program, a server,
             round otherwise than can be measured here: then all 8 units are a tie, but there may be no more near-ties
             than twice the rounding that is seen here turns, in all but one of a thousand cases.
-        plain_ties: texts that part at a near-tie where a plain program of those kernels is asked for them again. Where
+        plain_ties: texts that part at a near-tie where a plain program of those kernels writes them again. Where
             they alone are more than rounding explains here, near-ties may be as many as these, but for chance.
 
     Returns:
@@ -322,7 +322,7 @@ def _turned_by_rounding(target: PreTrainedModel, texts: Sequence[Text], sampler:
 
 
 def _as_many(ties: int, plain_ties: int) -> float:
-    """Return how likely at least so many of both servers' near-ties are the first's, where both are as prone to them.
+    """Return how likely `ties` or more of both servers' near-ties are the first's, if both are as prone to them.
 
     Prompts that are near-ties for both make it likelier than it is: fewer servers fail.
     """

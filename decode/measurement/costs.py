@@ -1,6 +1,6 @@
-"""What a round costs: seconds measured on this machine, behind a context and for a number of rows.
+"""The costs of a round: seconds measured on this machine, behind a context and for a number of rows.
 
-t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o what the loop does beside them.
+t(k) is a forward of the target over k tokens a row, d(γ) the drafting of γ tokens, o the rest of the loop.
 Everything is warm, taken in turns, and a median; measured through the decoder's own cache, proposers and loop.
 
 Shape suffixes: B rows, T tokens, V vocabulary, H hidden.
@@ -30,14 +30,14 @@ from draftsmith.decode.validation import Amount
 
 BLOCKS = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 LEAST_SECONDS, MOST_SECONDS = 1e-9, 1e6
-"""What no forward is shorter than, and nothing as long as."""
+"""Bounds of plausible seconds, for files that are read back."""
 Size = Annotated[int, Field(ge=1, le=2**31)]
 Forward = Annotated[float, Field(ge=LEAST_SECONDS, lt=MOST_SECONDS)]
 Spent = Annotated[float, Field(ge=0, lt=MOST_SECONDS)]
 Rest = Annotated[float, Field(ge=-MOST_SECONDS, lt=MOST_SECONDS)]
 """Seconds, of a file too: of a forward, of drafting, and beside them, which noise may leave below nothing."""
 WRITTEN = 24
-"""Tokens that are written to see what the loop costs."""
+"""Tokens written to time the loop."""
 
 
 def forward_behind_text(
@@ -125,10 +125,10 @@ class CostTable:
 
 
 def whole(table: CostTable) -> CostTable:
-    """Return a table of which every part has the same numbers of rows, and the target's seconds for one token.
+    """Return a table if all its parts have the same numbers of rows, and the target's seconds for one token.
 
     Raises:
-        ValueError: it is none; says why.
+        ValueError: they do not; says why.
     """
     sizes = table.target_seconds.keys()
     parts: dict[str, Mapping[int, Any]] = {**table.drafters, "plain_overhead_seconds": table.plain_overhead_seconds}
@@ -141,7 +141,7 @@ def whole(table: CostTable) -> CostTable:
     return table
 
 
-KeptTable = Annotated[CostTable, AfterValidator(whole)]
+ValidTable = Annotated[CostTable, AfterValidator(whole)]
 """A table of a file."""
 
 
@@ -223,7 +223,7 @@ def _prefill_seconds(target: PreTrainedModel, rows: int, prompt: int, repeats: i
 
 @contextmanager
 def endless(target: PreTrainedModel) -> Iterator[None]:
-    """Let no end of text cut a measurement short."""
+    """Decode without an end of text, which would cut a measurement short."""
     generation: Any = target.generation_config
     ends, generation.eos_token_id = generation.eos_token_id, None
     try:
@@ -384,7 +384,7 @@ def drafting_seconds(
 
 
 def _rejected(target: PreTrainedModel, tokens: int, depths: int, prompt: int) -> Outcome:
-    """Return the outcome of a draft none of which was accepted, with features of so many depths and prompt tokens."""
+    """Return the outcome of a draft that was rejected, with features of `depths` layers, also of the prompt."""
     config = target.config.get_text_config()
     logits = torch.zeros(tokens + 1, config.vocab_size, device=target.device, dtype=target.dtype)
     if depths:

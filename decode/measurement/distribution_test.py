@@ -1,4 +1,4 @@
-"""Is the output the target's? Identity with plain decoding at T=0, and a distribution test for sampled text.
+"""Tests of losslessness: identity with plain decoding at T=0, and a distribution test for sampled text.
 
 Whatever was written before, a token x that is drawn from p given it, cut at a random point of its cumulative step,
 u = F(x⁻) + U p(x), is uniform on (0, 1) and independent of all that went before (Rosenblatt 1952; for discrete laws
@@ -50,7 +50,7 @@ PLACES_SEED = 2**31
 
 @dataclass(frozen=True)
 class DistributionTest:
-    """What the test says of some texts. A right decoder's `p_value` is below x with probability at most x."""
+    """The result of the test. A right decoder's `p_value` is below x with probability at most x."""
 
     num_tokens: int
     p_value: float
@@ -67,7 +67,7 @@ class DistributionTest:
         return min(1.0, len(self.tests) * min(test.p_value for test in self.tests.values()))
 
     def worst(self) -> str:
-        """Say what fits least, for a message."""
+        """Describe the worst of the tests, for a message."""
         name, test = min(self.tests.items(), key=lambda item: item[1].p_value)
         ruled_out = f"; {self.num_impossible} tokens that it rules out" if self.num_impossible else ""
         return f"the tokens' distribution is not the target's: {name}, {test}, p = {test.p_value:.2g}{ruled_out}"
@@ -118,7 +118,7 @@ class GreedyComparison:
 def plain_texts(
     target: PreTrainedModel, prompts: Iterable[Tensor], batch_size: int = 1, **generate_kwargs: Any
 ) -> list[Tensor]:
-    """Decode prompts (T,) at T=0 plainly, so many together, and return the texts, prompts included."""
+    """Decode prompts (T,) at T=0 plainly, `batch_size` together, and return the texts, prompts included."""
     decode = partial(autoregressive_generate, target, do_sample=False)
     batches = _batched(prompts, batch_size, "plain decoding")
     return [text for batch in batches for (text, _), _ in _decode(decode, batch, **generate_kwargs)]
@@ -245,7 +245,7 @@ def distribution_test(
         target: the model.
         texts: each with nothing behind its end-of-sequence token.
         sampler: the warping that they were sampled under.
-        drafter: tells q, for power alone; see `Proposer.distributions_after`.
+        drafter: gives q, for power alone; see `Proposer.distributions_after`.
         seed: of the random points.
         batch_size: texts in one forward; processors are handed as many, as `generate` does.
         pairs: texts that must be independent of one another, by a name of what they have in common. With
@@ -314,7 +314,7 @@ Item = TypeVar("Item")
 
 
 def _batched(items: Iterable[Item], size: int, title: str) -> Iterator[list[Item]]:
-    """Yield texts, so many together, in a phase that counts them."""
+    """Yield batches of texts, in a phase that counts them."""
     iterator = iter(items)
     with phase(title, len(items) if isinstance(items, Sized) else None, "texts") as opened:
         while batch := list(islice(iterator, size)):

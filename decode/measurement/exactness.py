@@ -1,4 +1,4 @@
-"""Where two texts at T=0 part, and whether that is a tie: near-equal logits that rounding orders either way."""
+"""The first mismatch of two texts at T=0, and whether it is a tie: logits that rounding orders either way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -43,10 +43,10 @@ class Estimate:
     ci95: Interval | None
     """Lower and upper end of the 95 % interval, resampled over prompts; None where there are too few."""
     n: int
-    """How many prompts it is of, or batches where those were timed."""
+    """The number of prompts, or of batches where those were timed."""
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return the estimate times a number that is known."""
+        """Return the estimate times an exact number."""
         if self.value is None or self.ci95 is None:
             return Estimate(None if self.value is None else self.value * factor, None, self.n)
         low, high = sorted(end * factor for end in self.ci95)
@@ -151,7 +151,7 @@ def rate_ratio_interval(*columns: Sequence[float], confidence: float) -> Interva
 
 
 def confidence_of_each(confidence: float, count: int) -> float:
-    """Return the level at which so many intervals all hold the truth with `confidence`, whatever they share.
+    """Return the level at which `count` intervals all hold the truth with `confidence`, however they depend.
 
     Bonferroni's: each may fail in an equal part of the cases in which one of them may.
     """
@@ -195,15 +195,15 @@ def _estimates(statistic: Callable[..., Values], *columns: ArrayLike) -> list[Es
     with np.errstate(divide="ignore", invalid="ignore"):
         values = statistic(*(rows.sum(-1) for rows in arrays))
     bounds = _bounds(statistic, arrays, count)
-    known = np.all([rows.sum(-1) for rows in arrays[1::2]], axis=0)
+    defined = np.all([rows.sum(-1) for rows in arrays[1::2]], axis=0)
     return [
-        _estimate(value, low, high, prompts) if told else Estimate(None, None, prompts)
-        for value, low, high, told in zip(values, *bounds, known, strict=True)
+        _estimate(value, low, high, prompts) if is_defined else Estimate(None, None, prompts)
+        for value, low, high, is_defined in zip(values, *bounds, defined, strict=True)
     ]
 
 
 def _bounds(statistic: Callable[..., Values], arrays: Sequence[Values], count: int) -> Values:
-    """Return the lower and upper ends of so many figures' 95 % intervals, (2, count); NaN where prompts are too few."""
+    """Return the lower and upper ends of `count` figures' 95 % intervals, (2, count); NaN where prompts are too few."""
     prompts = arrays[0].shape[1]
     if prompts < LEAST:
         return np.full((2, count), np.nan)

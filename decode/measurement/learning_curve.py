@@ -1,12 +1,12 @@
-"""How τ grows with the text that is learned from: a saturating curve through a few amounts, and what more would bring.
+"""Learning curves: τ against the amount of training text, by a saturating curve through a few amounts.
 
 τ(n) = τ∞ − c·n^(−b), the power law with a limit that the error of models follows (Hestness et al. 2017, section 2).
 
 A few amounts say little of three numbers, and less of what lies beyond them: many curves pass near them. So all are
-weighed (Bayes) that fit within what may be chance: other prompts, whose covariance the jackknife tells, and the luck of
-a training run, by which τ of equal runs of other seeds differs. Flat priors are on τ of the least and of the greatest
+weighed (Bayes) that fit within what may be chance: other prompts, with the jackknife's covariance, and the luck of a
+training run, by which τ of equal runs of other seeds differs. Flat priors are on τ of the least and of the greatest
 amount, with τ not falling between them, and on the logarithm of b; the variance of luck has a scaled inverse chi-square
-with few degrees of freedom about what is known of it, so that points that miss the curve by more say so. How often the
+with few degrees of freedom about its prior value, so that points that miss the curve by more say so. How often the
 intervals hold what comes: docs/benchmarks.md has the simulation.
 
 Shape suffixes: K amounts of text, n prompts, G exponents, L sizes of luck, R draws.
@@ -32,28 +32,28 @@ LEAST = 3
 LUCK = 0.05
 """The standard deviation of τ over seeds: what runs of three seeds on the embedded target showed at T=0 at the most."""
 LUCKS = np.geomspace(0.25, 8.0, 12)
-"""Sizes of luck that are weighed, times what is known of it."""
+"""Sizes of luck that are weighed, times its prior value."""
 FREEDOM = 4
-"""Degrees of freedom of what is known of luck: a half or twice as much is no surprise."""
+"""Degrees of freedom of that prior: a half or twice as much luck is no surprise."""
 DRAWS = 20_000
 
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """τ against the text that was learned from. Forecasts are of one further run, with its luck and other prompts."""
+    """τ against the amount of training text. Forecasts are of one further run, with its luck and other prompts."""
 
     sizes: list[float]
-    """Tokens learned from, ascending."""
+    """Tokens of training text, ascending."""
     lengths: list[Estimate]
     """τ of each; the interval is over prompts."""
     limit: Estimate
-    """τ∞; without a value where the points don't tell a limit from growth without one."""
+    """τ∞; without a value where the points fit growth without a limit as well."""
     exponent: Estimate
     """b."""
     residual: float | None
     """How far τ misses the best curve: √(Σ ÷ (K − 3)), for three numbers were fitted; None of three amounts."""
     luck: float
-    """The standard deviation of τ over runs that differ in the seed alone, as the points and what was known have it."""
+    """The standard deviation of τ over runs that differ in the seed alone, by the points and its prior."""
     grows: bool
     """Whether τ rises with the text at all. If not, the curve is flat, and no more text is called for."""
     forecasts: dict[float, Estimate]
@@ -71,11 +71,11 @@ def learning_curve(
     """Weigh the curves τ(n) = τ∞ − c·n^(−b), c ≥ 0, and forecast τ for more text.
 
     Args:
-        sizes: tokens that were learned from, K different numbers.
-        tokens: of each replayed prompt, by what was learned from each amount, (K, n).
+        sizes: tokens of training text, K different numbers.
+        tokens: of each replayed prompt, for the run of each amount, (K, n).
         rounds: likewise, expected rounds; τ is Σ tokens ÷ Σ rounds.
         times: multiples of the largest amount to forecast.
-        luck: the standard deviation of τ over equal runs of other seeds, as far as it is known.
+        luck: the standard deviation of τ over equal runs of other seeds: a guess.
         most: what τ cannot exceed, γ + 1.
 
     Raises:
@@ -100,12 +100,12 @@ def learning_curve(
     level, slope, b = _least_squares(x_K, tau_K)
     left_K = tau_K - (level - slope * x_K**-b)
     drawn = _drawn(x_K, tau_K, _covariance(tokens_Kn, rounds_Kn), luck)
-    told = prompts >= LEAST_PROMPTS and len(n_K) > LEAST
+    has_interval = prompts >= LEAST_PROMPTS and len(n_K) > LEAST
 
     def estimate(values_R: Values, value: float | None = None) -> Estimate:
         low, middle, high = (float(end) for end in np.quantile(values_R, [0.025, 0.5, 0.975]))
         value = middle if value is None else value
-        return Estimate(value, (min(low, value), max(high, value)) if told else None, prompts)
+        return Estimate(value, (min(low, value), max(high, value)) if has_interval else None, prompts)
 
     flat = None if slope > 0 else float(tau_K.mean())
     chance_R = np.random.default_rng(1).standard_normal(DRAWS) * drawn.luck_R
@@ -138,7 +138,7 @@ class _Drawn:
     luck_R: Values
 
     def at(self, times: float) -> Values:
-        """Return τ of so many times the greatest amount, (R,)."""
+        """Return τ of `times` the greatest amount, (R,)."""
         return self.first_R + self.rise_R * _risen(self.least, self.exponent_R, times)
 
 

@@ -1,12 +1,12 @@
-"""Where a round's time goes: draft, target, accept, sync and rest, measured from outside of the round loop.
+"""The parts of a round's time, draft, target, accept, sync and rest, measured from outside of the round loop.
 
 The loop is not touched. A proxy of the proposer times the drafting, hooks on the target its forwards, a proxy of the
 rule the acceptance, and the loop's observer says what a round came to; what lies between is the rest.
 
 A round lasts from one call of `propose` to the next, the last one to its last row's end. On CUDA every part begins and
-ends with a wait for the device. These waits are "sync", told apart by what was waited for; the other parts are the
-host's time, with the waits that are their own, as acceptance waits for its tokens. A profiled round is slower there
-than one that lets the device run behind. On the CPU nothing waits.
+ends with a wait for the device. These waits are "sync", named after the part that was waited for; the other parts are
+the host's time, with the waits that are their own, as acceptance waits for its tokens. A profiled round is slower
+there than one that lets the device run behind. On the CPU nothing waits.
 """
 
 import json
@@ -57,7 +57,7 @@ class ProfiledRound:
     """Whether it is its rows' first round, in which target and drafter read the prompts."""
     rows: int
     draft_length: int
-    """γ, the greatest depth asked for."""
+    """γ, the greatest of the rows'."""
     begin: int
     end: int = 0
     spans: list[Span] = field(default_factory=list)
@@ -210,19 +210,19 @@ class Profile:
             self._busy = False
 
     def _begin_rows(self, task: DraftTask) -> None:
-        """Hear that the loop begins with new rows; it may do so several times a call."""
+        """Called where the loop begins with new rows, perhaps several times a call."""
         self._close_round(self._seen)
         self._first, self._compiled = True, task.compiled
 
     def _begin_round(self, rows: int, draft_length: int) -> None:
-        """Hear that the loop begins a round; the one before it ends here."""
+        """Called where the loop begins a round; the one before it ends here."""
         now = time.perf_counter_ns()
         self._close_round(now)
         self._round = ProfiledRound(len(self.rounds) + 1, self._first, rows, draft_length, now)
         self._first = False
 
     def _verified(self) -> None:
-        """Hear that the target's logits are there."""
+        """Called once the target's logits are there."""
         round = self._round
         if self._compiled and round is not None and not any(span.kind == "accept" for span in round.spans):
             self._add(Span("target", "forward", self._seen, time.perf_counter_ns()))
@@ -254,7 +254,7 @@ class Profile:
             self._round = None
 
     def _wait(self, after: str) -> int:
-        """Let the device finish what it was asked for, and return the time."""
+        """Wait for the device, and return the time."""
         self._seen = begin = time.perf_counter_ns()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

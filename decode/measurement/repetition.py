@@ -1,4 +1,4 @@
-"""How repetitive a text is: the number that unmasks an acceptance rate earned on endless loops."""
+"""Repetition in texts: it unmasks an acceptance rate earned on endless loops."""
 
 from collections.abc import Iterable, Sequence
 

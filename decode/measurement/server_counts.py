@@ -1,7 +1,7 @@
-"""What a server counts of its speculative decoding, out of what replay knows of its texts.
+"""The counts that a server shows of its speculative decoding, computed from the replay of its texts.
 
-Servers count otherwise than `Counts` does, each in its own way, so that equal drafting shows unequal figures. What
-differs is the bookkeeping, which can be computed:
+Servers count differently from `Counts`, each in its own way, so that equal drafting shows unequal figures. Their
+bookkeeping can be computed:
 
 * **vLLM** (0.32, `v1/core/sched/scheduler.py` and `v1/spec_decode/metrics.py`): the first step is the prompt alone. It
   emits a token, drafts nothing, and is no round. Each later step drafts γ tokens, whatever the length limit, and counts
@@ -29,7 +29,7 @@ from draftsmith.decode.validation import MOST
 
 @dataclass(frozen=True)
 class ServerCounts:
-    """What a server has counted, or is expected to; the names are vLLM's. Integers where they were counted."""
+    """The counts of a server, or their expectations; the names are vLLM's. Integers where they were counted."""
 
     num_drafts: int | float = 0
     """Steps of a text that verified a draft."""
@@ -60,7 +60,7 @@ class ServerCounts:
         return self._with(earlier, sub)
 
     def same_as(self, other: "ServerCounts") -> bool:
-        """Return whether these are the same integers; a position of which nothing was accepted may be listed or not."""
+        """Return whether these are the same integers; a position where nothing was accepted may be listed or not."""
         less = self - other
         numbers = less.num_drafts, less.num_draft_tokens, less.num_accepted_tokens, *less.num_accepted_tokens_per_pos
         return not any(map(round, numbers))
@@ -89,10 +89,10 @@ class ServerCounts:
 
 
 def possible(counts: ServerCounts) -> ServerCounts:
-    """Return what a server has counted, if it can be: whole numbers, no more accepted than drafted.
+    """Return a server's counts if they are possible: whole numbers, no more accepted than drafted.
 
     Raises:
-        ValueError: it cannot; says why.
+        ValueError: they are not; says why.
     """
     per_pos = counts.num_accepted_tokens_per_pos
     drafts, drafted, accepted = counts.num_drafts, counts.num_draft_tokens, counts.num_accepted_tokens
@@ -109,7 +109,7 @@ def possible(counts: ServerCounts) -> ServerCounts:
 
 
 Counted = Annotated[ServerCounts, AfterValidator(possible)]
-"""Counts of a kept file, which were a server's."""
+"""A server's counts, read from a file."""
 
 
 def vllm_counts(acceptance_TK: np.ndarray, tokens: int, draft_length: int, room: int | None = None) -> ServerCounts:

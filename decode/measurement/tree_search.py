@@ -1,7 +1,7 @@
-"""Which tree of candidates to draft: the reference, or one searched on text that the target wrote.
+"""The search of the best tree to draft, on text that the target wrote.
 
-The expected accepted length of a tree is the sum over its nodes of the share of rounds that pass through them. Medusa
-(Cai et al. 2024, section 2.3.3) takes heads to be right independently of each other, and multiplies their accuracies.
+The expected accepted length of a tree is the sum over its nodes of the share of rounds that pass through them. Cai
+et al. (2024, arXiv 2401.10774, section 2.3.3) take heads to be right independently, and multiply their accuracies.
 Here the joint shares are counted: how often the text's tokens have the ranks (r_0, …, r_j) among the logits of heads
 0 … j, from one start. For equally likely starts the tree that covers most is computed exactly. But where
 rounds start depends on the tree, so starts are weighted by its rounds, and the search repeated.
@@ -22,7 +22,7 @@ Path = tuple[int, ...]
 MOST_CANDIDATES = 6
 """Trees that the joint search tries at most."""
 
-# The tree of 63 nodes of the Medusa repository, `mc_sim_7b_63`, in its order: the likelier first.
+# The tree of 63 nodes of Cai et al.'s repository, `mc_sim_7b_63`, in its order: the likelier first.
 REFERENCE_TREE: tuple[Path, ...] = (
     (0,), (0, 0), (1,), (0, 1), (2,), (0, 0, 0), (1, 0), (0, 2), (3,), (0, 3), (4,), (0, 4), (2, 0), (0, 5), (0, 0, 1),
     (5,), (0, 6), (6,), (0, 7), (0, 1, 0), (1, 1), (7,), (0, 8), (0, 0, 2), (3, 0), (0, 9), (8,), (9,), (1, 0, 0),
@@ -33,12 +33,12 @@ REFERENCE_TREE: tuple[Path, ...] = (
 
 
 def reference_tree(num_heads: int, nodes: int | None = None) -> Tree:
-    """Return the first nodes of `REFERENCE_TREE` that so many heads can draft; all of them if None."""
+    """Return the first nodes of `REFERENCE_TREE` that are at most `num_heads` deep; all of them if None."""
     return Tree.from_choices([path for path in REFERENCE_TREE if len(path) <= num_heads][:nodes])
 
 
 def choices_of(tree: Tree) -> list[Path]:
-    """Return a tree in Medusa's notation, which `Tree.from_choices` reads: a path of ranks for each node."""
+    """Return a tree as `Tree.from_choices` reads it: a path of ranks for each node."""
     paths: list[Path] = []
     for node, parent in enumerate(tree.parents):
         above = () if parent == ROOT else paths[parent]
@@ -117,7 +117,7 @@ def path_masses(texts: Sequence[TextRanks], weights: Sequence[np.ndarray] | None
 
 
 def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
-    """Return the tree of the greatest mass among those of so many nodes, exactly.
+    """Return the tree of the greatest mass among those of `nodes` nodes, exactly.
 
     A node needs its parent and its earlier siblings, which may be rarer than itself. So a path is worth what lies below
     it and what follows it, and each budget is divided between the two in the best way, from the deepest paths up.
@@ -170,7 +170,7 @@ def heaviest_tree(masses: Mapping[Path, float], nodes: int) -> Tree:
 
 
 def independence_tree(texts: Sequence[TextRanks], nodes: int) -> Tree:
-    """Return Medusa's tree: the heads' accuracies multiplied, as if one were right independently of another."""
+    """Return the tree by multiplied accuracies, as if heads were right independently (Cai et al. 2024, 2.3.3)."""
     accuracies = rank_accuracies(texts)
     if not accuracies[0, : max(nodes, 0)].any():
         return Tree.chain(1)
@@ -181,7 +181,7 @@ def search_tree(texts: Sequence[TextRanks], nodes: int, selection: Sequence[Text
     """Search the tree of the greatest τ at T=0: by joint shares, with starts weighted as the tree's rounds.
 
     Begins with all starts alike, then weights each by the share of the trees so far whose rounds start there, which
-    damps a cycle. The best on `selection` is kept, the independence tree among the candidates.
+    damps a cycle. The best on `selection` is returned, the independence tree being among the candidates.
 
     Args:
         texts: to search on.
@@ -208,7 +208,7 @@ def search_tree(texts: Sequence[TextRanks], nodes: int, selection: Sequence[Text
 
 @dataclass(frozen=True)
 class Budget:
-    """What a searched tree of so many nodes is worth on one machine."""
+    """A searched tree, and its worth on one machine."""
 
     tree: Tree
     acceptance_length: float

@@ -1,4 +1,4 @@
-"""Are two decoders' texts of one law, where nothing is known of it but texts of both?
+"""Tests that two decoders write texts of one law, from texts of both alone.
 
 Texts of one prompt from two decoders of the same law are exchangeable: whose they are can be shuffled. So however few
 or many there are, and whatever is compared, the share of shuffles that look at least as different as what was seen is
@@ -58,7 +58,7 @@ def two_sample_tests(
 
 
 def _permuted(kernels: Iterable[Floats], sizes: Sequence[int], shuffles: int, seed: int) -> TwoSamples:
-    """Return the test of resemblances (M, M); the first so many texts of each prompt are the first decoder's."""
+    """Return the test of resemblances (M, M); the first `sizes[i]` texts of prompt i are the first decoder's."""
     generator = np.random.default_rng(seed)
     drawn = np.zeros(shuffles)
     seen = 0.0

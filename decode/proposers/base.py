@@ -1,4 +1,4 @@
-"""What the round loop asks of a proposer."""
+"""Proposers: what drafts, and the drafts and outcomes that the round loop exchanges with it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Proposal:
     """One row's draft, a chain or a tree, and the distributions that it was drawn from."""
 
     tokens: Tensor
-    """Drafted tokens, (K,) int64, K ≥ 0: a proposer may draft fewer than it was asked for."""
+    """Drafted tokens, (K,) int64, K ≥ 0: a proposer may draft fewer than the draft length."""
     probabilities: Tensor | None
     """The distribution that each token was drawn from, (K, V) with the target's V: for a later sibling without the
     earlier siblings' tokens, renormalised, and all zero where nothing was left. None where the draft is deterministic,
@@ -83,18 +83,18 @@ class Proposal:
 
     def pruned(self, depth: int) -> "Proposal":
         """Return the draft without what lies deeper than `depth`."""
-        tree, kept = self.tree.pruned(depth)
+        tree, nodes = self.tree.pruned(depth)
         if tree is self.tree:
             return self
         q, confidence, siblings = self.probabilities, self.confidence, self.siblings
         if siblings is not None:
-            of = tuple(siblings.of[place] for place in (0, *(node + 1 for node in kept)))
-            siblings = SiblingDraws(siblings.support, siblings.q, of, siblings.places[kept])
+            of = tuple(siblings.of[place] for place in (0, *(node + 1 for node in nodes)))
+            siblings = SiblingDraws(siblings.support, siblings.q, of, siblings.places[nodes])
         return Proposal(
-            self.tokens[kept],
-            None if q is None else q[kept],
+            self.tokens[nodes],
+            None if q is None else q[nodes],
             tree,
-            None if confidence is None else confidence[kept],
+            None if confidence is None else confidence[nodes],
             siblings,
         )
 
@@ -141,7 +141,7 @@ def probabilities_of(proposals: Sequence[Proposal], width: int) -> Tensor | None
 
 @dataclass(frozen=True)
 class DraftTask:
-    """What is to be drafted for: the rows of one call of the decoder."""
+    """The rows of one call of the decoder, to draft for."""
 
     sampler: Sampler
     """The warping of the target's logits, to be applied to the drafter's own; where rows differ, the first row's."""
@@ -158,7 +158,7 @@ class DraftTask:
     compiled: bool
     """Whether to run models compiled, with static shapes."""
     target: PreTrainedModel | None = None
-    """The target, for drafters that use weights of its."""
+    """The target, for drafters that use its weights."""
     row_samplers: Sequence[Sampler] = ()
     """Each row's warping, where they differ: where a processor counts from the prompt's end or looks at the row."""
 
@@ -170,7 +170,7 @@ class DraftTask:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one row's draft."""
+    """The result of one row's draft."""
 
     path: list[int]
     """The accepted nodes, from the root's child down; one token that was not drafted follows them."""
@@ -181,7 +181,7 @@ class Outcome:
     features: Tensor | None = None
     """For a proposer that `wants_features`: the target's, of the root and the accepted nodes, (1 + len(path), F)."""
     prompt_features: Tensor | None = None
-    """The same of the tokens before the root, (T − 1, F), in a text's first round: large, and not to be kept."""
+    """The same of the tokens before the root, (T − 1, F), in a text's first round: large, do not hold on to them."""
 
 
 class Proposer(ABC):
@@ -194,14 +194,14 @@ class Proposer(ABC):
     """
 
     wants_hidden: bool = False
-    """Whether the outcomes shall hold the target's hidden states."""
+    """Whether outcomes hold the target's hidden states."""
     wants_features: Sequence[int] = ()
-    """After how many of the target's layers the features are taken that the outcomes shall hold, ascending: the depths
-    lie one behind the other, F = H × their number. A proposer wants these or hidden states."""
+    """Depths in the target's layers, ascending, whose features outcomes hold, one behind the other: F = H × their
+    number. A proposer wants these or hidden states, not both."""
     at_once: bool = False
     """Whether a draft costs about the same however long it is."""
     longest: int | None = None
-    """The depth that no draft exceeds, however long one is asked for; None where there is no such limit."""
+    """The greatest depth of a draft, whatever the draft length; None where there is no such limit."""
 
     def start(self, task: DraftTask) -> int:
         """Begin with new rows. Return the greatest number of tokens of a draft, chain or tree."""
@@ -222,10 +222,10 @@ class Proposer(ABC):
         return draft_length
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:  # noqa: B027
-        """Take note, for each row, of what was accepted."""
+        """Learn what became of each row's draft."""
 
     def select(self, rows: Sequence[int]) -> None:  # noqa: B027
-        """Go on with these rows alone."""
+        """Drop all but these rows."""
 
     def replay_refusal(self, do_sample: bool) -> str | None:
         """Return why replay does not apply to these drafts; None where it does.
@@ -252,9 +252,9 @@ class Proposer(ABC):
         raise InputError(str(self.replay_refusal(task.sampler.do_sample)))
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
-        """Return what q is after every context of given texts; None where that is not known.
+        """Return a function that gives q after every context of texts; None where q is not a function of the text.
 
-        The test of losslessness has more power with it. A wrong answer costs power alone.
+        The test of losslessness has more power with it. A wrong q costs power alone.
         """
         return None
 

@@ -75,7 +75,7 @@ class DraftModelProposer(Proposer):
         return self.nodes(task.draft_length)
 
     def _begin(self, task: DraftTask, block: int) -> None:
-        """Begin with an empty cache for blocks of so many tokens."""
+        """Begin with an empty cache for blocks of at most `block` tokens."""
         self._task, self._generators, self._samplers = task, list(task.generators), list(task.samplers)
         if (device := self.draft_model.device) != (task.target or self.draft_model).device:
             moved = [sampler.on(device) for sampler in task.row_samplers]
@@ -121,7 +121,7 @@ class DraftModelProposer(Proposer):
         return self._dynamic_trees(self.tree, texts, draft_lengths, logits)
 
     def commit(self, outcomes: Sequence[Outcome]) -> None:
-        """Keep what was accepted and fed; the last token of a path never was."""
+        """Keep the accepted tokens that were fed: all but the last of a path."""
         paths = []
         for row, outcome in enumerate(outcomes):
             slots = [self._fed[row][node] for node in outcome.path]
@@ -178,8 +178,8 @@ class DraftModelProposer(Proposer):
     def _feed_texts(self, contexts: Sequence[Tensor], masks: Tensor | None = None) -> Tensor:
         """Feed what the cache lacks of each text, and behind it masks, (M,); return the logits, (B, 1 + M, V).
 
-        They are those of the text's last token and of the masks, of which there are none by default. A row that lacks
-        fewer tokens than another has its last cached ones fed again, into their own slots.
+        They are those after the text's last token and after each mask; there are no masks by default. A row that lacks
+        fewer tokens than another is fed its last cached ones again, into their own slots.
         """
         lengths, shortest = self._lengths.host, min(self._lengths.host)
         lacking = max(length - cached for length, cached in zip(lengths, self._cached, strict=True))
@@ -191,7 +191,7 @@ class DraftModelProposer(Proposer):
             if first:
                 self._model.prefill_texts(contexts)
                 lacking = 1
-            if lacking > shortest:  # than a whole text has: what other rows lack more is fed before
+            if lacking > shortest:  # more than the shortest text has: longer rows are fed the excess first
                 parts = [
                     text[cached:][: lacking - shortest] for text, cached in zip(contexts, self._cached, strict=True)
                 ]

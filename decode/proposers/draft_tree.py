@@ -21,7 +21,7 @@ from draftsmith.decode.tree import ROOT, Level, Tree
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree grown anew each round by cumulative draft probability (EAGLE-2, Li et al. 2024, sections 4.1 and 4.2).
+    """A tree grown anew each round by cumulative draft probability (Li et al. 2024, arXiv 2406.16858, section 4).
 
     At each depth the `width` most probable nodes get their `width` most likely children; of all nodes the `nodes` most
     probable ones are verified. It is a function of the text alone, hence lossless under sampling too (siblings are
@@ -96,7 +96,7 @@ def draft_static_tree(
         draft_lengths: nothing is drawn deeper, so that a row spends the random numbers that it would spend alone.
         generators: the rows' sources of randomness.
         drawn: draw siblings without replacement, and the tokens of a chain; else they are the most likely tokens.
-        wants_confidence: tell max q of each node's context.
+        wants_confidence: return max q of each node's context, too.
         logits_after: the drafter.
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
@@ -235,12 +235,12 @@ class GrowingTree:
         """
         width = self.shape.width
         allowed = width + (draft_length - 1) * width**2 if draft_length else 0  # nodes that were found at these depths
-        kept = self._most_probable(0, min(allowed, len(self.weights)), self.shape.nodes)
-        new = {node: i for i, node in enumerate(kept)} | {ROOT: ROOT}
-        tree = Tree(tuple(new[self.parents[node]] for node in kept))
-        confidence = torch.tensor([self.confidence[node] for node in kept], device=self.context.device).exp()
-        tokens = self.context.new_tensor([self.tokens[node] for node in kept])
-        return Proposal(tokens, None, tree, confidence), [self.slots.get(node, -1) for node in kept]
+        nodes = self._most_probable(0, min(allowed, len(self.weights)), self.shape.nodes)
+        new = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
+        tree = Tree(tuple(new[self.parents[node]] for node in nodes))
+        confidence = torch.tensor([self.confidence[node] for node in nodes], device=self.context.device).exp()
+        tokens = self.context.new_tensor([self.tokens[node] for node in nodes])
+        return Proposal(tokens, None, tree, confidence), [self.slots.get(node, -1) for node in nodes]
 
     def _most_probable(self, first: int, end: int, count: int) -> list[int]:
         """Return the `count` nodes of greatest weight among `first` … `end` − 1, in the order of their numbers."""

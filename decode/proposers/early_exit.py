@@ -36,9 +36,9 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
         if not 1 <= layers <= depth:
             raise InputError(f"layers: expected between 1 and {depth}, found {layers}")
         layers = range(layers)
-    kept = list(layers)
-    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= depth:
-        raise InputError(f"layers: expected ascending indices between 0 and {depth - 1}, found {kept}")
+    indices = list(layers)
+    if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= depth:
+        raise InputError(f"layers: expected ascending indices between 0 and {depth - 1}, found {indices}")
 
     # Modules and config are copied, tensors are not: layers carry their place in the cache, configs their number.
     draft = copy.deepcopy(target, {id(t): t for t in chain(target.parameters(), target.buffers())})
@@ -47,7 +47,7 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     if stack is None:
         raise InputError(f"target: expected a list of {depth} layers, found none in {type(target).__name__}")
     for index in reversed(range(depth)):
-        if index not in kept:
+        if index not in indices:
             del stack[index]
     for place, layer in enumerate(stack):
         for module in layer.modules():
@@ -57,6 +57,6 @@ def early_exit(target: PreTrainedModel, layers: int | Sequence[int]) -> PreTrain
     config = draft.config.get_text_config()
     for name, value in list(vars(config).items()):
         if "layer" in name and isinstance(value, list | tuple) and len(value) == depth:
-            setattr(config, name, [value[index] for index in kept])  # such as layer_types
-    config.num_hidden_layers = len(kept)
+            setattr(config, name, [value[index] for index in indices])  # such as layer_types
+    config.num_hidden_layers = len(indices)
     return draft

@@ -20,11 +20,11 @@ from draftsmith.decode.tree import ROOT, Tree
 
 
 class NgramPool:
-    """N-grams by their first token, the latest first; what exceeds the limits is forgotten.
+    """N-grams by their first token, the latest first; those beyond the limits are dropped.
 
     Args:
-        per_token: N-grams kept for one first token.
-        tokens: first tokens kept; the one that was not added to for the longest time goes first.
+        per_token: the most N-grams of one first token.
+        tokens: the most first tokens; the one that was added to the longest ago is dropped first.
     """
 
     def __init__(self, per_token: int, tokens: int):
@@ -34,8 +34,8 @@ class NgramPool:
     def add(self, ngram: Sequence[int]) -> None:
         """Put an N-gram before the others of its first token."""
         first, rest = ngram[0], tuple(ngram[1:])
-        known = self._continuations.pop(first, [])
-        self._continuations[first] = [rest, *(other for other in known if other != rest)][: self.per_token]
+        earlier = self._continuations.pop(first, [])
+        self._continuations[first] = [rest, *(other for other in earlier if other != rest)][: self.per_token]
         if len(self._continuations) > self.tokens:
             del self._continuations[next(iter(self._continuations))]
 
@@ -45,7 +45,9 @@ class NgramPool:
 
 
 @dataclass
-class _Row:
+class _Window:
+    """One row's pool, and the guesses that become its next N-grams."""
+
     pool: NgramPool
     levels: list[list[int]] = field(default_factory=list)
     """N − 1 levels of W tokens, the oldest first."""
@@ -81,7 +83,7 @@ class LookaheadProposer(Proposer):
         """Begin with empty pools. Return how many nodes window and guesses have at most."""
         self._n = min(self.ngram, task.draft_length + 1)
         self._window = task.draft_length - (self._n - 2)
-        self._rows = [_Row(NgramPool(self.guesses, self.pool_tokens)) for _ in task.generators]
+        self._rows = [_Window(NgramPool(self.guesses, self.pool_tokens)) for _ in task.generators]
         return self.nodes(task.draft_length)
 
     def nodes(self, draft_length: int) -> int:
@@ -113,10 +115,10 @@ class LookaheadProposer(Proposer):
                     level[j] = following
 
     def select(self, rows: Sequence[int]) -> None:
-        """Keep the windows and pools of the rows that are left."""
+        """Drop the other rows' windows and pools."""
         self._rows = [self._rows[row] for row in rows]
 
-    def _tree(self, row: _Row, text: np.ndarray, draft_length: int) -> tuple[list[int], Tree]:
+    def _tree(self, row: _Window, text: np.ndarray, draft_length: int) -> tuple[list[int], Tree]:
         """Return what is drafted behind a text (T,): the nodes' tokens, and their shape."""
         n, window = self._n, self._window
         if not row.levels:

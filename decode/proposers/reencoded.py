@@ -1,6 +1,6 @@
 """A draft model with other tokens than the target: what it writes is encoded anew as the target's tokens.
 
-Target and draft ids are told apart by name: `tokens` and `text` are the target's, `ids` the draft's.
+Names tell target and draft ids apart: `tokens` and `text` are the target's, `ids` the draft's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ from draftsmith.decode.tree import Tree
 REPLACEMENT = "\ufffd"
 # Tokens at the end of a text that decide how its continuation is split: far more than any word.
 WINDOW = 32
-# Of a draft with a few bytes a token: what brings no token of the target in so many steps is given up.
+# Steps of a draft with a few bytes a token; a draft that brings no token of the target in these is given up.
 STEPS_PER_TOKEN = 8
 # Places that are tried when the text that is encoded anew each round is to begin later.
 TRIES = 16
 
 
 @dataclass
-class _Row:
+class _DraftText:
     """One text as the draft reads it."""
 
     ids: list[int] = field(default_factory=list)
@@ -45,7 +45,7 @@ class _Row:
     window: int = 2 * WINDOW
     """Tokens that are encoded anew at least."""
     tail: list[int] = field(default_factory=list)
-    """The target's last tokens, of which drafted text is the continuation."""
+    """The target's last tokens, which drafted text continues."""
     text: str = ""
     """Their text, up to the last whole character."""
     before: list[int] = field(default_factory=list)
@@ -91,7 +91,7 @@ class ReencodingProposer(Proposer):
                 f"({shared} of {len(tokens)} tokens are shared); decode at temperature 0"
             )
         self._task = task
-        self._rows = [_Row() for _ in task.generators]
+        self._rows = [_DraftText() for _ in task.generators]
         self._renew(task.max_length)
         return task.draft_length
 
@@ -129,8 +129,8 @@ class ReencodingProposer(Proposer):
                 logits = self._model.feed(last, [len(row.fed) - 1 for row in rows])[:, 0, : self._size]
         drafts = []
         for context, k, tokens in zip(contexts, limits, proposed, strict=True):
-            known = list(takewhile(lambda token: token < self._task.vocab_size, tokens[:k]))
-            drafts.append(Proposal(context.new_tensor(known), None, Tree.chain(len(known))))
+            valid = list(takewhile(lambda token: token < self._task.vocab_size, tokens[:k]))
+            drafts.append(Proposal(context.new_tensor(valid), None, Tree.chain(len(valid))))
         return drafts
 
     def select(self, rows: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class ReencodingProposer(Proposer):
     def _has_position(self, position: int) -> bool:
         return self._positions is None or position < self._positions
 
-    def _reads(self, row: _Row, text: np.ndarray) -> bool:
+    def _reads(self, row: _DraftText, text: np.ndarray) -> bool:
         """Encode a row's text, and say whether the draft has positions for it.
 
         What comes before `anchor` is settled. The anchor moves where cutting the text makes no difference to its ids,
@@ -168,7 +168,7 @@ class ReencodingProposer(Proposer):
         row.before = _behind(row.ids[-WINDOW:], self._draft_specials)
         if self._has_position(len(row.ids) - 1):
             return True
-        row.ids = row.ids[:1]  # it goes on in the batch without being read
+        row.ids = row.ids[:1]  # it stays in the batch, unread
         return False
 
     def _encoded(self, tokens: Sequence[int]) -> list[int]:
@@ -181,7 +181,7 @@ class ReencodingProposer(Proposer):
                 ids += _encode(self._draft, _whole(self._target, list(group)))
         return [token for token in ids if token < self._size]  # a tokenizer may know tokens that its model does not
 
-    def _continuation(self, row: _Row, drafted: list[int]) -> list[int]:
+    def _continuation(self, row: _DraftText, drafted: list[int]) -> list[int]:
         """Return the target's tokens that continue its text with what the draft wrote.
 
         None where there are none, such as after half a character that the draft completes to another one.
@@ -196,7 +196,7 @@ class ReencodingProposer(Proposer):
             return [*tokens, self._to_target[drafted[-1]]]
         return tokens
 
-    def _splits(self, row: _Row, text: str) -> Iterator[list[int]]:
+    def _splits(self, row: _DraftText, text: str) -> Iterator[list[int]]:
         """Yield tokens that spell `text` behind the row's text, first as the tokenizer itself would split it."""
         whole = row.text + text
         tokens = _encode(self._target, whole)
@@ -234,7 +234,7 @@ class ReencodingProposer(Proposer):
         return torch.stack([logits[i, len(block) - 1] for i, block in enumerate(blocks)])
 
     def _renew(self, slots: int) -> None:
-        """Begin with an empty cache of so many slots: how many ids a text has is not known beforehand."""
+        """Begin with an empty cache of `slots` slots: the number of ids of a text is not known beforehand."""
         self._slots = slots
         self._model = CachedModel(self._draft_model, len(self._rows), slots, rollback=slots)
         for row in self._rows:

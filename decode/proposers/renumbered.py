@@ -1,6 +1,6 @@
 """Tokenizers that are the same but for the numbers of their tokens, and the special tokens that two tokenizers share.
 
-Target and draft ids are told apart by name: `tokens` are the target's, `ids` the draft's.
+Names tell target and draft ids apart: `tokens` are the target's, `ids` the draft's.
 """
 
 import copy
@@ -27,8 +27,8 @@ def matching_ids(draft: PreTrainedTokenizerBase, target: PreTrainedTokenizerBase
         return None
     if _pipeline(draft) != _pipeline(target):
         return None
-    known = draft.get_vocab()
-    ids = {token: known[piece] for piece, token in target.get_vocab().items() if piece in known}
+    draft_ids = draft.get_vocab()
+    ids = {token: draft_ids[piece] for piece, token in target.get_vocab().items() if piece in draft_ids}
     return _same_roles(draft, target) | ids
 
 

@@ -20,7 +20,7 @@ class RetokenizedProposer(Proposer):
     Where the tokenizers are the same but for the numbers of their tokens (see `matching_ids`), ids are renumbered: the
     draft model becomes one over the target's ids (`renumbered`), and drafts chains and trees as in `DraftModelProposer`
     at any temperature. Elsewhere text is what both have in common: the target's text is encoded for the draft, which
-    goes on greedily, and what it writes is encoded as the target's tokens (universal assisted decoding, Timor et al.
+    continues greedily, and its text is encoded as the target's tokens (universal assisted decoding, Timor et al.
     2025, "Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies",
     section 3.1). That is for chains at T=0 alone. Under sampling such a one-hot draft would be lossless too, but of
     little use: x would be accepted with probability p(x) where a draw from q has Σ min(p, q).

@@ -1,4 +1,4 @@
-"""The draft runs ahead: it goes on drafting in a second thread while the target verifies what it drafted last."""
+"""A draft model that runs ahead: in a second thread it drafts on while the target verifies its last draft."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -27,9 +27,9 @@ class RunAheadProposer(DraftModelProposer):
     Lossless: given the text and its draft x, guess g and the tokens y behind it are drawn with random numbers that
     verification never sees; acceptance of x and the bonus token b ~ p are drawn with numbers that g and y never saw.
     So given that x was accepted and b = g, y was drawn from the q that is handed over with it, given x and b. What is
-    not handed over is drawn anew with new random numbers. Those that were spent may not be used again, for it is known
-    of them that they did not lead to b. What is handed over depends on tokens alone, never on which thread was faster,
-    so that a seed gives one text.
+    not handed over is drawn anew with new random numbers. Those that were spent may not be used again: they did not
+    lead to b, which says something of them. What is handed over depends on tokens alone, never on which thread was
+    faster, so that a seed gives one text.
 
     A gain needs a processor for the draft that the target does not want, and drafts that are accepted whole: a share
     u of rounds that use what was drafted ahead saves u·γ draft steps a round. Two models on one device share it, and

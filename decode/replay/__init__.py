@@ -1,1 +1,1 @@
-"""Replay's sums: what a proposer's acceptance on a text makes of the rounds that would have written it."""
+"""Replay's sums: from a proposer's acceptance on a text to the rounds that would have written it."""

@@ -1,7 +1,7 @@
-"""What replay computes of some texts by one drafter, in five ways, by what the drafter's draft depends on.
+"""Replay of a batch of texts by one drafter, in five ways, by what the drafter's draft depends on.
 
-Models and what compares their distributions run on the device, where no value is looked at; what comes of a text's
-tokens is copied to the host once, and summed there.
+Models run and are compared on the device, where no value is looked at; the results for a text's tokens are copied to
+the host once, and summed there.
 
 Shape suffixes: N tokens of a text, K positions of a draft, V vocabulary.
 """
@@ -21,14 +21,14 @@ from draftsmith.decode.tree import ROOT, Tree
 
 @dataclass(frozen=True)
 class BatchReplay:
-    """What replay knows of some texts by one drafter, from which every draft length is summed."""
+    """The acceptance of a batch's texts by one drafter, from which every draft length is summed."""
 
     acceptance: list[Tensor]
     """For each text, the probability that a round that starts at each token accepts it, (N,); 0 where none drafts."""
     overlaps: list[Tensor]
     """For each text, Σ_v min(p, q) = 1 − TV(p, q) of the contexts in which such a round drafts, (≤ N,)."""
     counts: Callable[[int], Sequence[Ratios]]
-    """For a draft length, what a decoder is expected to count on each text."""
+    """For a draft length, a decoder's expected counts on each text."""
     chains: Callable[[int], list[Tensor]] | None = None
     """For a draft length, the probability that a round of a chain that starts at each token of a text accepts its j-th
     one, given that it accepted those before, (N, γ); None where the draft is not a chain."""
@@ -58,7 +58,7 @@ def replay_by_position(texts: Sequence[WrittenText], acceptance: list[Tensor], o
 def replay_by_start(
     texts: Sequence[WrittenText], acceptance: list[Tensor], overlaps: list[Tensor], first: int = 0
 ) -> BatchReplay:
-    """Replay a chain whose q depends on where the round began too, as that of Medusa heads does.
+    """Replay a chain whose q depends on where the round began too, as that of heads on the target's states does.
 
     Args:
         texts: what the target wrote.
@@ -154,12 +154,12 @@ def replay_by_walk(texts: Sequence[WrittenText], distributions: Sequence[Tensor]
         overlaps.append(shares)
 
     def counts(draft_length: int) -> Sequence[Ratios]:
-        return [_walk(text, draft_length, draft) for text in texts]
+        return [_walked_counts(text, draft_length, draft) for text in texts]
 
     return BatchReplay(acceptance, overlaps, counts)
 
 
-def _walk(text: WrittenText, draft_length: int, draft: Draft) -> Counts:
+def _walked_counts(text: WrittenText, draft_length: int, draft: Draft) -> Counts:
     wanted, counts, start = text.tokens.tolist(), Counts(), 0
     while start < len(text):
         depth = min(draft_length, text.limit - start - 1)

@@ -51,7 +51,7 @@ class TextRanks:
     limit: int
     """Tokens that the text might have had: a round drafts no token past the last but one of them."""
     first: int = 1
-    """Rounds that start before it draft nothing: 1 for Medusa heads, which have no hidden state then, 0 for a model."""
+    """Rounds that start before this token draft nothing: 1 for heads on the target's states, 0 for a model."""
 
     def __len__(self) -> int:
         """Return N."""
@@ -66,7 +66,7 @@ class TextRanks:
         """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` once it has left.
 
         Raises:
-            InputError: a tree deeper than the heads, or wider than the ranks that were looked at.
+            InputError: a tree deeper than the drafts, or wider than the ranks that were looked at.
         """
         if tree.depth > self.ranks.shape[1]:
             raise InputError(f"tree: expected a depth up to the {self.ranks.shape[1]} heads, found {tree.depth}")

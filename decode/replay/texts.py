@@ -42,10 +42,10 @@ class WrittenText:
 
 
 @contextmanager
-def known_packing(packed: bool) -> Iterator[None]:
-    """Have the library's masks told whether rows are packed, in place of a look at the positions.
+def fixed_packing(packed: bool) -> Iterator[None]:
+    """Tell the library's masks whether rows are packed, in place of a look at the positions.
 
-    It looks in each forward, and waits for the device to see. Where nothing is packed no mask is made.
+    The library looks in each forward, and waits for the device. Where nothing is packed no mask is made.
     """
 
     def texts_of(position_ids: Tensor) -> Tensor | None:
@@ -64,11 +64,11 @@ def teacher_forced(model: PreTrainedModel, texts: Sequence[WrittenText]) -> list
     device, first = model.device, min(text.prompt_length for text in texts) - 1
     padded = torch.nn.utils.rnn.pad_sequence([text.sequence[:-1] for text in texts], batch_first=True).to(device)
     # Padding lies behind the texts, where a causal model does not see it.
-    kept = (
+    keep = (
         {"logits_to_keep": padded.shape[1] - first} if "logits_to_keep" in signature(model.forward).parameters else {}
     )
-    with known_packing(False):
-        logits = model(input_ids=padded, use_cache=False, **kept).logits[:, first - padded.shape[1] :]
+    with fixed_packing(False):
+        logits = model(input_ids=padded, use_cache=False, **keep).logits[:, first - padded.shape[1] :]
     return [
         row[text.prompt_length - 1 - first : len(text.sequence) - 1 - first]
         for row, text in zip(logits, texts, strict=True)

@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted: rules, and the exact one's arithmetic for a row and for a batch."""
+"""Acceptance of drafted tokens: the rules, and the exact rule's arithmetic for a row and for a batch."""
 
 from draftsmith.decode.rules.rule import RULES, Cascade, Exact, Rule, Threshold, Typical, as_rule
 

@@ -23,9 +23,9 @@ Value = TypeVar("Value", covariant=True)
 
 
 class ByNode(Protocol[Value]):
-    """What belongs to the root and the nodes of a draft, such as a list or the rows of a tensor (K + 1, V).
+    """Values of the root and the nodes of a draft, such as a list or the rows of a tensor (K + 1, V).
 
-    What computes its values as they are asked for is asked once for each.
+    One that computes its values lazily computes each once.
     """
 
     def __getitem__(self, place: int) -> Value: ...

@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted: by the lossless rule, or by lossy ones that say how far they depart from p."""
+"""Rules of acceptance: the lossless one, and lossy ones that say how far they depart from p."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -168,7 +168,7 @@ class Threshold(Rule):
 
 @dataclass(frozen=True)
 class Typical(Threshold):
-    """Lossy: typical acceptance (Medusa, Cai et al. 2024, section 2.3.1): the level is min(ε, δ·exp(−H(p))).
+    """Lossy: typical acceptance (Cai et al. 2024, section 2.3.1): the level is min(ε, δ·exp(−H(p))).
 
     `level` is ε; H is the entropy of p, so that less likely tokens pass where the target is unsure.
     """

@@ -1,4 +1,4 @@
-"""The exact rule for a whole batch: what the target's logits say about the drafts of all rows, in few transfers.
+"""The exact rule for a whole batch, with few transfers from the device.
 
 Where processors look at the tokens before a position, each row is verified by itself, as `acceptance` beside this file
 says. Where they look at the scores alone, chains and greedy trees take one transfer to the host, and sampled trees one
@@ -28,7 +28,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule says about one draft."""
+    """A rule's judgement of one draft."""
 
     path: list[int]
     """The accepted nodes, from the root's child down."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.cache.features import collected
 from draftsmith.decode.replay.ranks import TextRanks
 from draftsmith.decode.replay.starts import LogitsAt, acceptance_by_start, ranks_by_start
-from draftsmith.decode.replay.texts import WrittenText, known_packing
+from draftsmith.decode.replay.texts import WrittenText, fixed_packing
 from draftsmith.decode.sampling import Sampler
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.unrolled import unrolled
@@ -80,7 +80,7 @@ def _logits(target: PreTrainedModel, heads: EagleHeads, text: WrittenText, depth
         return lambda step, first, end: torch.empty(0)
     ids_1T = text.sequence[None].to(target.device)
     # The last place that guesses a token of the text is that of its last but two.
-    with collected(target, heads.layer_ids) as features, known_packing(False):
+    with collected(target, heads.layer_ids) as features, fixed_packing(False):
         target.get_decoder()(input_ids=ids_1T[:, :-2], use_cache=False)
     embed: Any = target.get_input_embeddings()
     embeddings, places = embed(ids_1T[:, 1:-1]), torch.arange(ids_1T.shape[1] - 2, device=heads.device)[None]

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import BLOCKS, CostTable, KeptTable, measure_costs
+from draftsmith.decode.measurement.costs import BLOCKS, CostTable, ValidTable, measure_costs
 from draftsmith.decode.validation import read
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.measure.state import Measured
@@ -70,7 +70,7 @@ class CostFile:
     compiled: bool
     target: str
     drafters: dict[str, dict[str, Any]]
-    tables: list[KeptTable]
+    tables: list[ValidTable]
 
 
 def load_costs(path: Path, config: MeasureConfig, pair: Pair) -> list[CostTable]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from draftsmith.decode.measurement.costs import CostTable, KeptTable
+from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.progress import each
 from draftsmith.decode.validation import TokenId
 from draftsmith.scripts.measure.certify import certify_recommended, certify_runs
@@ -121,7 +121,7 @@ def _replay(measured: Measured, temperature: float, unfinished: Unfinished) -> N
 
 def _costs(measured: Measured, unfinished: Unfinished) -> list[CostTable]:
     """Measure costs behind the texts, unless they are measured already."""
-    kept = unfinished.kept(list[KeptTable], "costs")
+    kept = unfinished.kept(list[ValidTable], "costs")
     if kept is not None and all(table.drafters.keys() == measured.pair.proposers.keys() for table in kept):
         return kept
     tables = measured_costs(measured)

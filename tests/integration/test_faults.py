@@ -28,7 +28,7 @@ from unit.scripts.serving.test_counters import SGLANG, VLLM
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.certificate import Certificate
-from draftsmith.decode.measurement.costs import KeptTable
+from draftsmith.decode.measurement.costs import ValidTable
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.decode.validation import parsed, read
 from draftsmith.medusa import MedusaHeads
@@ -268,7 +268,7 @@ READERS: dict[str, Reader] = {
     "a draft service": Reader(lines(SERVICE), lambda path: decode_service(path.read_bytes())),
     "a kept block": Reader(lines({"server": BLOCK.to_dict()}), lambda path: read(dict[str, ServerTurn], path), blocks),
     "a kept batch": Reader(lines([asdict(GROUP)]), lambda path: read(list[Group], path)),
-    "kept costs": Reader(lines([TABLE]), lambda path: read(list[KeptTable], path)),
+    "kept costs": Reader(lines([TABLE]), lambda path: read(list[ValidTable], path)),
     "a kept certificate": Reader(lines(asdict(Certificate(p_value=0.5))), lambda path: read(Certificate, path)),
     "kept settings": Reader(lines(asdict(Settings("float32", 1, False, {}, None))), lambda path: read(Settings, path)),
     "kept texts": Reader(

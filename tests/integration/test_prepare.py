@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.progress import told
+from draftsmith.decode.progress import reporting
 from draftsmith.scripts.prepare import main
 from draftsmith.train import files
 from draftsmith.train.cli import parse_config, run
@@ -245,7 +245,7 @@ def test_a_manifest_without_newer_settings_is_resumed(config, whole):
 
 
 def test_progress_is_told_in_tokens_with_the_texts_that_have_ended(config, capsys):
-    with told(every=0, bars=False):
+    with reporting(every=0, bars=False):
         summary = prepare(config(limit=5, max_new_tokens=12, shard_size=5))
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("prepare: ")]
     form = r"prepare: (\d+) of (\d+) tokens, (\d) of 5 texts, [\d.]+ tokens/s, 0:"

@@ -36,14 +36,14 @@ def listened() -> Iterator[Heard]:
     heard, errors = Heard(), io.StringIO()
 
     def look(module: Any, inputs: Any) -> None:
-        if isinstance(module, PreTrainedModel) and module.device.type != "meta" and not progress._teller._open:
+        if isinstance(module, PreTrainedModel) and module.device.type != "meta" and not progress._reporter._open:
             frames = (frame for frame, _ in walk_stack(None))
             ours = [f.f_code.co_name for f in frames if f.f_globals.get("__name__", "").startswith("draftsmith.")]
             heard.silent.add(" < ".join(ours))
 
     hook = register_module_forward_pre_hook(look)
     try:
-        with redirect_stderr(errors), progress.told(every=0, bars=False):
+        with redirect_stderr(errors), progress.reporting(every=0, bars=False):
             yield heard
     finally:
         hook.remove()

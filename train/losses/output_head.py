@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from draftsmith.decode.draft_models.cut_vocabulary import CutHead
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
-from draftsmith.decode.replay.texts import known_packing
+from draftsmith.decode.replay.texts import fixed_packing
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def head_of(model: PreTrainedModel) -> OutputHead:
 def last_hidden(model: PreTrainedModel, **inputs: Any) -> Tensor:
     """Return the hidden states that the head sees, (B, T, H); rows with `position_ids` are packed."""
     decoder: Any = model.get_decoder()
-    with known_packing("position_ids" in inputs):
+    with fixed_packing("position_ids" in inputs):
         return decoder(use_cache=False, **inputs).last_hidden_state
 
 

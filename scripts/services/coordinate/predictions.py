@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.measurement.costs import CostTable, KeptTable
+from draftsmith.decode.measurement.costs import CostTable, ValidTable
 from draftsmith.decode.validation import MOST, Amount, Count, Said, read
 from draftsmith.scripts.services.coordinate.config import ServedPair
 from draftsmith.scripts.services.coordinate.rates import Rates
@@ -62,7 +62,7 @@ class Recommended(Said):
 class Tables(Said):
     """Costs of rounds."""
 
-    tables: Annotated[Sequence[KeptTable], Field(min_length=1)]
+    tables: Annotated[Sequence[ValidTable], Field(min_length=1)]
 
 
 class MeasuredReport(Said):

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from draftsmith.decode import progress
-from draftsmith.decode.progress import Phase, Teller, each, phase, told
+from draftsmith.decode.progress import Phase, Reporter, each, phase, reporting
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 def clock(monkeypatch):
     """A command that tells, by a clock that the test sets."""
     clock = Clock()
-    monkeypatch.setattr(progress, "_teller", Teller(10.0, bars=False, clock=clock))
+    monkeypatch.setattr(progress, "_reporter", Reporter(10.0, bars=False, clock=clock))
     return clock
 
 
@@ -47,8 +47,8 @@ def test_many_short_phases_are_told_of_like_a_long_one(clock, capsys):
 def test_the_innermost_phase_is_told_of_while_a_call_lasts(clock, capsys):
     with phase("costs", 3, "batch sizes"), phase("compiling"):
         clock.now = 3700
-        progress._teller.look()
-    progress._teller.look()
+        progress._reporter.look()
+    progress._reporter.look()
     assert capsys.readouterr().err == "compiling: 1:01:40\n"
 
 
@@ -60,9 +60,9 @@ def test_a_note_and_what_was_done_before_stand_in_the_line():
 
 
 def test_a_library_says_nothing_and_a_command_does_until_it_ends(capsys):
-    with phase("loading"), told(every=0, bars=False):
+    with phase("loading"), reporting(every=0, bars=False):
         list(each("ab", "reading", "files"))
-        with told(every=0, bars=False):  # of a command that runs another
+        with reporting(every=0, bars=False):  # of a command that runs another
             pass
         with phase("saving"):
             pass
@@ -74,7 +74,7 @@ def test_a_library_says_nothing_and_a_command_does_until_it_ends(capsys):
 
 def test_one_process_of_a_job_speaks(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    with told(every=0, bars=False), phase("loading"):
+    with reporting(every=0, bars=False), phase("loading"):
         pass
     assert capsys.readouterr().err == ""
 
@@ -83,7 +83,7 @@ def test_a_thread_tells_while_one_call_lasts(monkeypatch):
     """As a compilation, or weights that are read: nothing else runs in this one."""
     spoken = threading.Event()
     monkeypatch.setattr(progress, "LOOK", 0.01)
-    with told(every=0, bars=False), phase("loading"):
+    with reporting(every=0, bars=False), phase("loading"):
         monkeypatch.setattr(sys, "stderr", Heard(spoken))
         assert spoken.wait(60)
 
@@ -101,11 +101,11 @@ class Heard(io.StringIO):
 def test_a_terminal_has_bars_and_short_phases_none(monkeypatch):
     screen = io.StringIO()
     monkeypatch.setattr(sys, "stderr", screen)
-    with told(bars=True), phase("short"):
+    with reporting(bars=True), phase("short"):
         pass
     assert screen.getvalue() == ""
     monkeypatch.setattr(progress, "LOOK", 0.0)
-    with told(bars=True), phase("tune", 4, "texts") as opened:
+    with reporting(bars=True), phase("tune", 4, "texts") as opened:
         opened.total = 2  # less than was thought
         opened.advance(2, "fine")
     assert "tune:   0%" in screen.getvalue() and "0/4 texts" in screen.getvalue()
@@ -115,6 +115,6 @@ def test_a_terminal_has_bars_and_short_phases_none(monkeypatch):
 def test_nobody_reads_and_the_work_goes_on(monkeypatch):
     gone = io.StringIO()
     gone.close()
-    with told(every=0, bars=False):
+    with reporting(every=0, bars=False):
         monkeypatch.setattr(sys, "stderr", gone)
         assert list(each(iter("ab"), "reading", "files", total=2)) == ["a", "b"]

@@ -15,7 +15,7 @@ from draftsmith.decode import DraftModelProposer, InputError, PromptLookupPropos
 from draftsmith.decode import clock as decode_clock
 from draftsmith.decode.cache import CachedModel
 from draftsmith.decode.measurement import costs
-from draftsmith.decode.measurement.costs import CostTable, DraftCosts, KeptTable, measure_costs
+from draftsmith.decode.measurement.costs import CostTable, DraftCosts, ValidTable, measure_costs
 from draftsmith.decode.proposers.base import Proposal, StatelessProposer
 from draftsmith.decode.sampling import Sampler
 from draftsmith.decode.validation import parsed
@@ -85,7 +85,7 @@ def test_one_row_verifies_its_first_draft_with_the_prompt():
 def test_a_table_outlives_json():
     noisy = replace(TABLE, plain_overhead_seconds=dict.fromkeys(TABLE.plain_overhead_seconds, -9.0))
     for table in (TABLE, noisy):
-        assert parsed(KeptTable, json.dumps(asdict(table)), "it") == table
+        assert parsed(ValidTable, json.dumps(asdict(table)), "it") == table
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_damaged_table_is_refused_in_one_line(field, value):
     damaged = asdict(TABLE) | {field: value}
     for found in (damaged, {name: own for name, own in damaged.items() if name != field}):
         with pytest.raises(InputError, match=r"^costs: .*expected .*, found") as error:
-            parsed(KeptTable, json.dumps(found), "costs")
+            parsed(ValidTable, json.dumps(found), "costs")
         assert "\n" not in str(error.value)
 
 
@@ -154,7 +154,7 @@ def test_every_drafter_has_costs_at_every_batch_size_and_law(monkeypatch):
                 if nodes[name]:
                     assert table.at(name, b).round_seconds(lengths[name], nodes[name]) > 0, (name, b)
         assert all(found.step == 0 for found in table.drafters["medusa"].values())  # a tree is drafted at once
-        assert parsed(KeptTable, json.dumps(asdict(table)), "it") == table
+        assert parsed(ValidTable, json.dumps(asdict(table)), "it") == table
 
 
 class Clock:
