@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, a pair and its prompts, calls timed in turns, ratios of speeds, results."""
+"""Shared by all benchmarks: options, a pair and its prompts, calls timed in turns, results."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
-from draftsmith.train.kinds.drafter import DrafterSpec
+from draftsmith.train.kinds.drafter import Drafter, DrafterSpec
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 
@@ -73,7 +73,7 @@ class DecodingConfig(PairConfig):
     max_new_tokens: int = 96
     """Tokens of a completion; end-of-sequence tokens are passed over, so that every method writes as many."""
     max_prompt_tokens: int = MAX_PROMPT_TOKENS
-    """Keep the last so many tokens of a longer prompt."""
+    """Tokens of a prompt at most; longer ones lose their beginning."""
     dtype: str = "float32"
     """Weights and arithmetic of both models."""
 
@@ -153,22 +153,24 @@ class BenchmarkPair:
     dtype: str
     prompts: list[Tensor]
     options: dict[str, Any]
+    others: Sequence[Drafter]
+    """Further drafters."""
 
     @classmethod
-    def load(cls, config: DecodingConfig) -> "BenchmarkPair":
-        """Load a pair and its prompts.
+    def load(cls, config: DecodingConfig, others: Sequence[DrafterSpec] = ()) -> "BenchmarkPair":
+        """Load a pair, further drafters and the prompts.
 
         Raises:
             InputError: models that cannot be loaded, or that have different tokenizers; no prompts.
         """
         tokenizer = load_tokenizer(config.target, field="target")
-        pair = load_pair(config.target, tokenizer, [DrafterSpec("draft", config.draft)], config.dtype)
+        pair = load_pair(config.target, tokenizer, [DrafterSpec("draft", config.draft), *others], config.dtype)
         pair.target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
-        draft: Any = pair.drafter.model
+        draft: Any = pair.drafters[0].model
         encoded = encoded_prompts(config.prompts, tokenizer, config.limit, config.max_prompt_tokens)
         prompts = [torch.tensor([ids], device=pair.target.device) for ids in encoded]
         options = {"max_new_tokens": config.max_new_tokens, "do_sample": False}
-        return cls(pair.target, draft, pair.dtype, prompts, options)
+        return cls(pair.target, draft, pair.dtype, prompts, options, pair.drafters[1:])
 
     def plain(self, ids: Tensor, mask: Tensor | None = None, **options: Any) -> DecodeOutput:
         """Decode one token per forward."""
@@ -180,24 +182,6 @@ class BenchmarkPair:
         """Decode with a proposer: the draft if None."""
         proposer = proposer or DraftModelProposer(self.draft)
         return speculative_generate(self.target, proposer, ids, mask, **{**self.options, **options})
-
-
-def training_fields(
-    directory: Path, steps: int, batch_size: int, learning_rate: float, **others: Any
-) -> dict[str, Any]:
-    """Return the fields of the Trainer's arguments for a run that saves and reports nothing."""
-    return {
-        "output_dir": str(directory),
-        "max_steps": steps,
-        "per_device_train_batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "save_strategy": "no",
-        "logging_steps": 20,
-        "report_to": [],
-        "disable_tqdm": True,
-        "dataloader_pin_memory": False,
-        **others,
-    }
 
 
 def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple[float, T]]:

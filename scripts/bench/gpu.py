@@ -1,9 +1,9 @@
-"""The first run on a GPU: ten commands in turn, what each must print and leave, and a file of what came of them.
+"""The first run on a GPU: the ten commands of `docs/gpu-first-run.md` in turn, and a file of their results.
 
     python -m draftsmith.scripts.bench.gpu
 
-They take the embedded models, of which none needs more than a gigabyte. `docs/gpu-first-run.md` says what each command
-looks at, and what its failure means. To be started in a clone.
+They use the embedded models, none of which needs more than a gigabyte. The page says what each command looks at, and
+what its failure means. Start it in a clone.
 """
 
 import re
@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,62 +43,39 @@ class Command:
     """Files that it must write."""
 
 
-TRAINING = "--training.bf16 true"
-PACKED = "--packing true --max_length 512"
-FLEX = "--attn_implementation flex_attention"
-MEASURED = "--prompts runs/quickstart/prompts/measured.jsonl --draft_length 4 --max_new_tokens 48 --limit 16"
-DRAFTERS = "--drafter runs/gpu/draft --drafter runs/gpu/hydra --drafter runs/gpu/eagle --drafter prompt_lookup"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "gpu-first-run.md"
+PRINTS = {
+    "doctor": (r"memory: .*free \(cuda", r"0 ✗"),
+    "quickstart": (r"done in \d+ s",),
+    "measure": (r"report:",),
+    "profile": (r"trace, for ui\.perfetto\.dev",),
+}
+"""By command; all others train, and print losses."""
 LOSS = r"'?loss'?: '?\d"
-COMMANDS = (
-    Command("draftsmith doctor --config configs/doctor/tiny.yaml --dtype bfloat16", (r"memory: .*free \(cuda", r"0 ✗")),
-    Command("draftsmith quickstart", (r"done in \d+ s",), ("runs/quickstart/report.html",)),
-    Command(
-        f"draftsmith distill --config configs/distill/tiny.yaml {TRAINING} --training.output_dir runs/gpu/draft",
-        (LOSS,),
-        ("runs/gpu/draft/model.safetensors",),
-    ),
-    Command(
-        f"draftsmith distill --config configs/distill/tiny-parallel.yaml {TRAINING} {PACKED} {FLEX}"
-        " --training.output_dir runs/gpu/parallel",
-        (LOSS,),
-        ("runs/gpu/parallel/model.safetensors",),
-    ),
-    Command(
-        f"draftsmith medusa --config configs/medusa/tiny.yaml --hydra true {TRAINING} {PACKED}"
-        " --training.output_dir runs/gpu/hydra",
-        (LOSS,),
-        ("runs/gpu/hydra/config.json",),
-    ),
-    Command(
-        f"draftsmith eagle --config configs/eagle/tiny.yaml {TRAINING} {PACKED} --training.output_dir runs/gpu/eagle",
-        (LOSS,),
-        ("runs/gpu/eagle/config.json",),
-    ),
-    Command(
-        f"draftsmith measure --target assets/tiny-target {DRAFTERS} --drafter runs/gpu/parallel {MEASURED}"
-        " --dtype float32 --temperature 0,1 --lossless_tokens 20000 --output runs/gpu/lossless",
-        (r"report:",),
-        ("runs/gpu/lossless/report.json",),
-    ),
-    Command(
-        f"draftsmith measure --target assets/tiny-target {DRAFTERS} {MEASURED} --dtype float32 --temperature 0"
-        " --output runs/gpu/float32",
-        (r"settings: .* is the bound",),
-        ("runs/gpu/float32/report.html",),
-    ),
-    Command(
-        f"draftsmith measure --target assets/tiny-target {DRAFTERS} {MEASURED} --dtype bfloat16 --temperature 0,1"
-        " --batch_size 1,8 --output runs/gpu/bfloat16",
-        (r"settings: .* is the bound",),
-        ("runs/gpu/bfloat16/report.html",),
-    ),
-    Command(
-        "draftsmith profile --config configs/profile/tiny.yaml --drafter runs/gpu/draft --dtype bfloat16"
-        " --output runs/gpu/profile",
-        (r"trace, for ui\.perfetto\.dev",),
-        ("runs/gpu/profile/trace.json",),
-    ),
-)
+SETTINGS = r"settings: .* is the bound"
+LEAVES = {"measure": "report.html", "profile": "trace.json"}
+"""In the output directory; what trains leaves a config.json."""
+
+
+def command_of(line: str) -> Command:
+    """Return a command of the page, with what it must print and leave."""
+    words = shlex.split(line)
+    name, flags = words[1], dict(pairwise(words))
+    prints = PRINTS.get(name, (LOSS,))
+    if name == "measure" and "--lossless_tokens" not in flags:  # a measurement of speed
+        prints += (SETTINGS,)
+    directory = flags.get("--training.output_dir") or flags.get("--output")
+    leaves = (f"{directory}/{LEAVES.get(name, 'config.json')}",) if directory else ()
+    return Command(line, prints, ("runs/quickstart/report.html",) if name == "quickstart" else leaves)
+
+
+def commands_of(page: Path) -> tuple[Command, ...]:
+    """Return the commands of a page, in order; a line may go on behind a backslash."""
+    text = re.sub(r"\\\n\s*", "", page.read_text(encoding="utf-8"))
+    return tuple(command_of(line) for line in re.findall(r"^draftsmith .*$", text, re.MULTILINE))
+
+
+COMMANDS = commands_of(PAGE)
 
 
 @dataclass
@@ -116,7 +94,7 @@ class BenchGpuConfig(BenchmarkConfig):
 
 
 def outcome_of(command: Command) -> dict[str, Any]:
-    """Run a command to its end, and return what came of it."""
+    """Run a command to its end, and return its outcome."""
     program, *arguments = shlex.split(command.line)
     start = sys.executable if program == "python" else str(Path(sys.executable).with_name(program))
     begin = time.perf_counter()
@@ -142,7 +120,7 @@ def outcome_of(command: Command) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what ran: versions, and the GPU's name, memory and generation; None where there is none."""
+    """Return versions, and the GPU's name, memory and generation; None where there is none."""
     device = default_device()
     found: dict[str, Any] = environment(device) | {"cuda": torch.version.cuda, "gpu": None}
     if device.type == "cuda":
@@ -169,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, results)
-        told = "passed" if outcome["passed"] else f"FAILED, exit code {outcome['exit_code']}"
+        verdict = "passed" if outcome["passed"] else f"FAILED, exit code {outcome['exit_code']}"
         lacks = f"; without {', '.join(outcome['missing'])}" if outcome["missing"] else ""
-        console.print(f"{number:2} {told} in {outcome['seconds']:.0f} s: {outcome['command']}{lacks}", markup=False)
+        console.print(f"{number:2} {verdict} in {outcome['seconds']:.0f} s: {outcome['command']}{lacks}", markup=False)
     return int(not all(each["passed"] for each in results["commands"].values()))
 
 

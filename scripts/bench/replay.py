@@ -11,7 +11,7 @@ alone as noise; a greedy draft throws none, and there the rounds of each text mu
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,9 @@ from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import Replay, replay_acceptance
-from draftsmith.decode.measurement.tree_search import reference_tree
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, run_benchmark
+from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import Ints, numbers, run
 from draftsmith.train.provenance import environment
@@ -57,8 +54,8 @@ class BenchReplayConfig(DecodingConfig):
     """Texts of each prompt at T=1."""
     batch_size: int = 16
     """Rows decoded together."""
-    medusa: str | None = None
-    """A directory of heads, to be compared as a chain and as Medusa's reference tree at T=0."""
+    drafter: list[str] = field(default_factory=list)
+    """Further drafters that are compared at T=0: `[NAME=]DIR_OR_KIND`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,15 +95,12 @@ def _decoded(
 
 def bench(config: BenchReplayConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
-    pair = BenchmarkPair.load(config)
+    pair = BenchmarkPair.load(config, drafter_specs(config.drafter))
     target, draft = pair.target, pair.draft
     greedy = {"draft": _greedy_part(pair, config, DraftModelProposer(draft), range(1, config.longest + 1))}
-    if config.medusa is not None:
-        heads: Any = MedusaHeads.from_pretrained(config.medusa, dtype=target.dtype)
-        heads.to(target.device)
-        count = heads.config.num_heads
-        for name, tree in (("medusa chain", Tree.chain(count)), ("medusa tree", reference_tree(count))):
-            greedy[name] = _greedy_part(pair, config, MedusaProposer(heads, tree), range(1, count + 1))
+    for drafter in pair.others:
+        longest = min(config.longest, drafter.proposer.longest or config.longest)
+        greedy[drafter.name] = _greedy_part(pair, config, drafter.proposer, range(1, longest + 1))
     return {
         "environment": environment(target.device, pair.dtype),
         "config": vars(config),

@@ -1,12 +1,12 @@
 """`python -m draftsmith.scripts.bench.rounds`: kernels and synchronisations of a round, outside the models' forwards.
 
-Counted on tiny random models, for they depend on shapes, rows and drafts, not on weights or on the machine: a kernel is
-an operator of aten that is no view and allocates more than room; a synchronisation is where Python looks at a tensor's
-value, or makes a tensor of its own values, either of which waits for a GPU.
+Counted on tiny random models or on your pair: the counts depend on shapes, rows and drafts, not on weights or on the
+machine. A kernel is an operator of aten that is no view and allocates more than room. A synchronisation is where Python
+looks at a tensor's value, or makes a tensor of its own values: either waits for a GPU.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,23 +16,21 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from draftsmith.decode.errors import at_least, require
+from draftsmith.decode.errors import InputError, at_least, require
 from draftsmith.decode.proposers.base import Proposer
 from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.heads.proposer import MedusaProposer
 from draftsmith.scripts.bench.common import BenchmarkConfig, run_benchmark
+from draftsmith.scripts.kinds import drafter_specs
+from draftsmith.scripts.pair import load_pair
 from draftsmith.train.cli import run
+from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
-# Accuracies of trained heads on the embedded target by depth and rank, roughly: they shape the tree.
-ACCURACIES = [[0.54 * 0.45**rank for rank in range(10)], [0.44 * 0.5**rank for rank in range(8)]]
-ACCURACIES += [[0.37 * 0.5**rank for rank in range(6)], [0.35 * 0.5**rank for rank in range(4)]]
 TREE = Tree.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0)])
 # What reads a tensor's values, or makes a tensor of Python's: on a GPU both wait for it.
 SYNCHRONISES = {
@@ -60,12 +58,20 @@ class BenchRoundsConfig(BenchmarkConfig):
     """B, rows decoded together."""
     draft_length: int = 4
     """γ of the chain."""
-    nodes: int = 63
-    """Nodes of Medusa's tree."""
+    target: str | None = None
+    """The target of `drafter`; a tiny random model, with drafts of its own, if None."""
+    drafter: list[str] = field(default_factory=list)
+    """Drafters that are counted, with `target`: `[NAME=]DIR_OR_KIND`. Without, a random draft's chain and tree are."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, at_least(1), "batch_size", "draft_length", "nodes")
+        require(self, at_least(1), "batch_size", "draft_length")
+        if (self.target is None) != (not self.drafter):
+            raise InputError("target: expected it together with drafter, found one alone")
+
+
+Drafts = tuple[Proposer, int | None, Sequence[PreTrainedModel]]
+"""A proposer, γ if it has its own, and the models whose forwards are not counted."""
 
 
 @dataclass
@@ -178,35 +184,51 @@ def tiny(seed: int, vocab_size: int = 256) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def count(name: str, rows: int, temperature: float, draft_length: int = 4, nodes: int = 63) -> RoundCounts:
-    """Count a round of "chain", "tree" (10 nodes) or "medusa" (a tree of `nodes`)."""
+def random_drafts() -> tuple[PreTrainedModel, dict[str, Drafts]]:
+    """Return a random target, and a random draft's chain and tree of 10 nodes."""
     target, draft = tiny(0), tiny(0)
     draft.lm_head.weight.data += 0.05 * torch.randn_like(draft.lm_head.weight)
-    proposer: Proposer
-    if name == "medusa":
-        heads = MedusaHeads.of_target(target, len(ACCURACIES)).requires_grad_(False)
-        proposer = MedusaProposer(heads, Tree.from_accuracies(ACCURACIES, nodes))
-        draft_length = len(ACCURACIES)
-    else:
-        proposer = DraftModelProposer(draft, TREE if name == "tree" else None)
-    ids = torch.randint(1, 256, (rows, 8), generator=torch.Generator().manual_seed(1))
+    models = [draft]
+    return target, {
+        "chain": (DraftModelProposer(draft), None, models),
+        "tree": (DraftModelProposer(draft, TREE), TREE.depth, models),
+    }
+
+
+def loaded_drafts(config: BenchRoundsConfig) -> tuple[PreTrainedModel, dict[str, Drafts]]:
+    """Return the config's target and drafters."""
+    tokenizer = load_tokenizer(str(config.target), field="target")
+    pair = load_pair(str(config.target), tokenizer, drafter_specs(config.drafter, [config.draft_length]), "float32")
+    pair.target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
+    return pair.target, {
+        each.name: (each.proposer, each.draft_lengths[0], [each.model] if each.model is not None else [])
+        for each in pair.drafters
+    }
+
+
+def count(target: PreTrainedModel, drafts: Drafts, rows: int, temperature: float, draft_length: int = 4) -> RoundCounts:
+    """Count a round of one drafter."""
+    proposer, own_length, models = drafts
+    size = min(256, target.config.get_text_config().vocab_size)
+    ids = torch.randint(1, size, (rows, 8), generator=torch.Generator().manual_seed(1))
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}
-    counter = RoundCounter()
-    with counter.counting(proposer, target, draft):
+    counter, draft_length = RoundCounter(), own_length or draft_length
+    with counter.counting(proposer, target, *models):
         speculative_generate(target, proposer, ids, draft_length=draft_length, max_new_tokens=64, top_k=0, **sampling)
     return counter.median()
 
 
 def bench(config: BenchRoundsConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
+    target, drafters = random_drafts() if config.target is None else loaded_drafts(config)
     return {
         "config": vars(config),
         "environment": environment(torch.device("cpu"), "float32"),
         "rounds": {
             f"{name}, B = {rows}, T = {temperature:g}": vars(
-                count(name, rows, temperature, config.draft_length, config.nodes)
+                count(target, drafts, rows, temperature, config.draft_length)
             )
-            for name in ("chain", "tree", "medusa")
+            for name, drafts in drafters.items()
             for rows in config.batch_size
             for temperature in (0.0, 1.0)
         },

@@ -139,7 +139,8 @@ def _write_texts(config: BenchStudyConfig) -> None:
 
 def _train(config: BenchStudyConfig, variant: Mapping[str, Any], seed: int, output: str) -> None:
     """Train one variant by the recipe's own entry point."""
-    fields = {"target": config.target, "completions": [config.completions(side) for side in ("sampled", "greedy")]}
+    completions = [config.completions(side) for side in ("sampled", "greedy")]
+    fields: dict[str, Any] = {"target": config.target, "completions": completions}
     fields |= FIXED | {"training.output_dir": output, "training.seed": seed} | dict(variant)
     flags = [f"--{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in fields.items()]
     base = config.base or str(CONFIGS / config.recipe / "tiny.yaml")

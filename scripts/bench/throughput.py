@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, islice
-from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +25,7 @@ from draftsmith.decode.clock import now
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark, training_fields
+from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData, training_examples
@@ -73,13 +72,23 @@ def with_trainer(config: BenchThroughputConfig, target: PreTrainedModel, train: 
     """Return the seconds that the timed steps took in the Trainer."""
     steps = StepClock()
     with TemporaryDirectory() as directory:
-        steps_in_all = config.steps + WARMUP
-        fields = training_fields(Path(directory), steps_in_all, config.batch_size, 1e-3, lr_scheduler_type="constant")
+        arguments = TrainingArguments(
+            output_dir=directory,
+            max_steps=config.steps + WARMUP,
+            per_device_train_batch_size=config.batch_size,
+            learning_rate=1e-3,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            logging_steps=20,
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
         trainer = DistillTrainer(
             load_model(config.draft, device="cpu").requires_grad_(True),
             target,
             load_tokenizer(config.draft),
-            DistillConfig(config.target, config.completions, draft=config.draft, training=TrainingArguments(**fields)),
+            DistillConfig(config.target, config.completions, draft=config.draft, training=arguments),
             train,
             callbacks=[steps],
         )

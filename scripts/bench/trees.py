@@ -16,15 +16,14 @@ from draftsmith.decode import autoregressive_generate, speculative_generate
 from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.measurement.intervals import rate_ratio
 from draftsmith.decode.measurement.tree_search import mean_acceptance_length, search_tree
-from draftsmith.medusa.heads.model import MedusaHeads
-from draftsmith.medusa.heads.proposer import MedusaProposer
+from draftsmith.decode.proposers.draft_tree import TreeProposer
 from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark
 from draftsmith.scripts.configs import TreeConfig
+from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.tree import calibration_text, replayed_texts, round_costs
 from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts
-from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
@@ -35,10 +34,10 @@ class BenchTreesConfig(BenchmarkConfig):
 
     target: str
     """The target: a model directory or hub id."""
-    heads: str
-    """Its Medusa heads."""
+    drafter: str
+    """A drafter that drafts trees: `DIR_OR_KIND`."""
     completions: list[str]
-    """What the target wrote at temperature 0: trees are searched on it, as by `draftsmith tree`."""
+    """Completions of the target at temperature 0: trees are searched on them, as by `draftsmith tree`."""
     prompts: str | None = None
     """A file of other prompts to decode; held-out modules of the standard library if None."""
     nodes: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 16, 24])
@@ -48,7 +47,7 @@ class BenchTreesConfig(BenchmarkConfig):
     max_new_tokens: int = 48
     """Tokens of a completion."""
     dtype: str = "float32"
-    """Weights and arithmetic of target and heads."""
+    """Weights and arithmetic of target and drafter."""
     compiled: bool = False
     """Compile the forwards, of plain decoding too."""
 
@@ -56,24 +55,22 @@ class BenchTreesConfig(BenchmarkConfig):
 def bench(config: BenchTreesConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures of each tree."""
     tokenizer = load_tokenizer(config.target, field="target")
-    specs = [DrafterSpec("medusa", config.heads)]
+    specs = drafter_specs([config.drafter])
     pair, _ = load_fastest(
         config.target, tokenizer, specs, config.dtype, torch.get_num_threads(), config.compiled, False
     )
-    target, heads = pair.target, cast(MedusaHeads, pair.drafter.model)
-    planned = TreeConfig(target=config.target, drafter=[config.heads], completions=config.completions)
-    texts, median = replayed_texts(planned, target, MedusaProposer(heads), token_count(tokenizer, target.config))
+    target, drafter = pair.target, cast(TreeProposer, pair.drafter.proposer)
+    planned = TreeConfig(target=config.target, drafter=[config.drafter], completions=config.completions)
+    texts, median = replayed_texts(planned, target, drafter, token_count(tokenizer, target.config))
     trees = [search_tree(texts, nodes) for nodes in config.nodes]
-    costs = round_costs(
-        target, MedusaProposer(heads), calibration_text(planned), planned.rows, median, config.compiled, trees
-    )
+    costs = round_costs(target, drafter, calibration_text(planned), planned.rows, median, config.compiled, trees)
 
     target.generation_config = GenerationConfig(pad_token_id=tokenizer.pad_token_id)
     options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "do_sample": False, "compiled": config.compiled}
     methods: dict[str, Any] = {"plain": partial(autoregressive_generate, target, **options)}
     for tree in trees:
         drafted: dict[str, Any] = {"draft_length": tree.depth, **options}
-        methods[f"{len(tree)} nodes"] = partial(speculative_generate, target, MedusaProposer(heads, tree), **drafted)
+        methods[f"{len(tree)} nodes"] = partial(speculative_generate, target, drafter.with_tree(tree), **drafted)
     encoded = encoded_prompts(config.prompts, tokenizer, config.limit, MAX_PROMPT_TOKENS)
     prompts = [torch.tensor([ids], device=target.device) for ids in encoded]
     for decode in methods.values():  # which compiles

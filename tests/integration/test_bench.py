@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from pages import GUIDES, shell_blocks
 
+from draftsmith.decode import Tree
 from draftsmith.decode.errors import InputError
+from draftsmith.medusa import MedusaHeads, MedusaProposer
 from draftsmith.scripts.bench import (
     common,
     data,
@@ -18,10 +20,11 @@ from draftsmith.scripts.bench import (
     gpu,
     prepare,
     replay,
+    rounds,
     study,
     throughput,
 )
-from draftsmith.scripts.bench.rounds import ACCURACIES, count
+from draftsmith.scripts.bench.rounds import count, random_drafts
 from draftsmith.scripts.kinds import recipes
 from draftsmith.train.cli import parse_config
 
@@ -181,8 +184,8 @@ def test_a_study_trains_replays_and_compares_and_goes_on(pair_dirs, tmp_path, ca
 def test_variants_are_compared_with_the_baseline():
     config = study.BenchStudyConfig(variants={"kl": {}, "jsd": {}})
     runs = {}
-    for variant, rounds in (("kl", [4.0, 2.0, 3.0]), ("jsd", [2.0, 1.0, 2.0])):
-        sums = {"tokens": [8.0, 4.0, 6.0], "rounds": rounds, "overlap": [4.0, 2.0, 3.0]}
+    for variant, of in (("kl", [4.0, 2.0, 3.0]), ("jsd", [2.0, 1.0, 2.0])):
+        sums = {"tokens": [8.0, 4.0, 6.0], "rounds": of, "overlap": [4.0, 2.0, 3.0]}
         runs[variant] = {str(seed): {"T=0 γ=4": sums} for seed in (0, 1)}
     (table,) = study.shown(config, runs).values()
     assert set(table) == set(runs)
@@ -192,16 +195,31 @@ def test_variants_are_compared_with_the_baseline():
     assert row["T=0 γ=4 α"].value == pytest.approx(0.5) and "T=0 γ=4 τ against kl" not in table["kl"]
 
 
+# Accuracies of trained heads on the embedded target by depth and rank, roughly: they shape the tree.
+ACCURACIES = [[0.54 * 0.45**rank for rank in range(10)], [0.44 * 0.5**rank for rank in range(8)]]
+ACCURACIES += [[0.37 * 0.5**rank for rank in range(6)], [0.35 * 0.5**rank for rank in range(4)]]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_rounds_take_few_kernels_and_fewer_synchronisations(rows, temperature):
     """Whatever B and γ are; they were 67 and 1,334 for B = 8 at T = 1 when each row was verified by itself."""
+    target, drafts = random_drafts()
     for gamma in (2, 8):
-        chain = count("chain", rows, temperature, draft_length=gamma)
+        chain = count(target, drafts["chain"], rows, temperature, draft_length=gamma)
         assert chain.synchronisations <= (4 if temperature else 3)
-    tree = count("medusa", rows, temperature)
+    heads = MedusaHeads.of_target(target, len(ACCURACIES)).requires_grad_(False)
+    proposer = MedusaProposer(heads, Tree.from_accuracies(ACCURACIES, 63))
+    tree = count(target, (proposer, len(ACCURACIES), []), rows, temperature)
     assert tree.synchronisations <= (6 + len(ACCURACIES) if temperature else 3)
     assert tree.kernels <= 250
+
+
+def test_rounds_of_a_pair_are_counted(pair, tmp_path):
+    arguments = [*pair[:2], "--drafter", json.dumps([f"mine={pair[3]}"]), "--batch_size", "[1]"]
+    figures = figures_of(rounds.bench, rounds.BenchRoundsConfig, arguments, tmp_path)["rounds"]
+    assert set(figures) == {"mine, B = 1, T = 0", "mine, B = 1, T = 1"}
+    assert figures["mine, B = 1, T = 0"]["kernels"] > 0
 
 
 @pytest.mark.slow
@@ -214,10 +232,11 @@ def test_completions_are_written_mapped_and_read(tmp_path):
     assert list((tmp_path / "completions" / ".mapped").glob("*.arrow"))
 
 
-def test_the_page_of_the_first_run_on_a_gpu_has_its_commands():
-    page = ROOT / "docs" / "gpu-first-run.md"
-    lines = [words for block in shell_blocks(page) for words in block.lines]
+def test_the_first_run_on_a_gpu_is_that_of_its_page():
+    lines = [words for block in shell_blocks(gpu.PAGE) for words in block.lines]
     assert lines[2:] == [shlex.split(command.line) for command in gpu.COMMANDS] and len(gpu.COMMANDS) == 10
+    assert all(command.prints for command in gpu.COMMANDS)
+    assert sum(bool(command.leaves) for command in gpu.COMMANDS) == 9  # doctor leaves nothing
 
 
 def test_a_first_run_keeps_what_came_of_each_command(tmp_path, monkeypatch, capsys):

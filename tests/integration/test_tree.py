@@ -187,7 +187,7 @@ def test_with_an_output_the_parallel_draft_stays_as_it_is(pipeline, made, parall
 
 
 def test_the_benchmark_measures_what_is_predicted(pipeline, made, heads, capsys):
-    argv = ["--target", str(pipeline / "target"), "--heads", str(heads), "--completions", f'["{made / "greedy"}"]']
+    argv = ["--target", str(pipeline / "target"), "--drafter", str(heads), "--completions", f'["{made / "greedy"}"]']
     argv += ["--nodes", "[1,3]", "--prompts", str(made / "prompts.txt"), "--limit", "2", "--max_new_tokens", "6"]
     figures = trees.bench(parse_config(trees.BenchTreesConfig, argv))["trees"]
     assert list(figures) == ["1 nodes", "3 nodes"]
