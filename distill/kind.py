@@ -1,11 +1,19 @@
 """Draft models: causal language models that are smaller than their target."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from draftsmith.train.kinds.causal import CausalKind
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 from draftsmith.train.kinds.kind import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.export import ExportOptions, Served
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Part, Side
 
 DISTILL = Recipe(
     "distill",
@@ -13,13 +21,61 @@ DISTILL = Recipe(
     "draftsmith.distill",
     "draftsmith.distill.config:DistillConfig",
 )
+SERVERS = ("vllm", "sglang")
+"""What loads a draft model as it is."""
 
 
-class _OneByOne(CausalKind):
+class Draft(CausalKind):
+    """A draft model in any way of drafting; servers load its directory as it is."""
+
+    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
+        """Compare sizes and tokenizers."""
+        from draftsmith.distill.checks import compare
+
+        yield from compare(target, part)
+
+    def check_export(self, config: "ExportOptions") -> None:
+        """Refuse what would change the model."""
+        from draftsmith.distill.export import check
+
+        check(self, config)
+
+    def export(self, config: "ExportOptions", path: str) -> list[str]:
+        """Return the lines by which a server loads it."""
+        from draftsmith.distill.export import export
+
+        return export(self, config, path)
+
+    def served(
+        self, config: "ExportOptions", path: str
+    ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
+        """Return vLLM's method for draft models, greedy and drawing."""
+        from draftsmith.distill.export import served
+
+        return served(self, config, path)
+
+    def drafting(self, config: "ExportOptions", model: "PretrainedConfig") -> dict[str, Any]:
+        """Return the fields of vLLM's speculative config beside method and model: γ, and how it drafts."""
+        from draftsmith.distill.export import GAMMA
+
+        return {"num_speculative_tokens": config.draft_length or GAMMA}
+
+    def notes(self, model: "PreTrainedModel", server: str) -> list[str]:
+        """Return what a reader should know of it in a server, a line each."""
+        return []
+
+
+class _OneByOne(Draft):
     """Drafts a token a forward."""
 
     grows_trees = True
     by_token = True
+
+    def proposer(self, model: "PreTrainedModel") -> "Proposer":
+        """Return chains."""
+        from draftsmith.decode import DraftModelProposer
+
+        return DraftModelProposer(model)
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
         """Load the model."""
@@ -36,6 +92,8 @@ class DraftModel(_OneByOne):
     name, title = "draft", "draft model"
     flags = ("draft",)
     recipe = DISTILL
+    formats = launched = SERVERS
+    verifiable = ("vllm",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Say so of any model of the library's that is not of another kind."""

@@ -7,7 +7,7 @@ from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.kind import DrafterKind
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
 class HeadsKind(DrafterKind):
@@ -34,3 +34,9 @@ class HeadsKind(DrafterKind):
         from draftsmith.train.models import DTYPES
 
         return self.heads_class().from_pretrained(path, dtype=DTYPES[dtype])  # type: ignore[no-any-return]
+
+    def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
+        """Return the vocabulary's size where vLLM does not find it."""
+        from draftsmith.train.kinds.export import vocabulary_override
+
+        return vocabulary_override(target)

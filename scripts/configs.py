@@ -23,7 +23,7 @@ from draftsmith.scripts.kinds import (
     recipe_of,
 )
 from draftsmith.train.cli import Floats, Ints, numbers
-from draftsmith.train.kinds.export_config import SERVERS, ExportOptions
+from draftsmith.train.kinds.export import ExportOptions
 from draftsmith.train.options import (
     DRAFT_LENGTH,
     TREE_NODES,
@@ -147,37 +147,30 @@ class TreeConfig(ModelOptions):
 
 @dataclass
 class ExportConfig(ExportOptions):
-    """Write Medusa or EAGLE-3 heads in another format, read them from one, or say how to serve a draft model."""
+    """Write a drafter in another tool's format, read one, or say how a server loads a draft model."""
+
+    drafter: Drafters = field(default_factory=list, metadata=aliases("heads"))
+    """The drafter, a directory of ours. Heads are written to `output` in `format`; a draft model, which servers load as
+    it is, is checked, and its launch line printed."""
+    import_from: str | None = None
+    """Heads that another tool wrote, to be written to `output` in draftsmith's own format."""
 
     def __post_init__(self) -> None:
-        from draftsmith.medusa.eagle.formats.importing import is_eagle
-        from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS
-        from draftsmith.medusa.heads.formats.writing import VLLM_READS, check_format
-        from draftsmith.train.kinds.export import check_format as one_of_formats
-
         super().__post_init__()
-        if self.draft is None and not self.output:
-            raise InputError("output: expected a directory to write heads in, found none")
-        if self.draft is not None and self.dtype is not None:
-            raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
-        eagle = self.draft is None and is_eagle(str(self.heads or self.import_from))
-        if self.format is not None:
-            if self.draft is None and not eagle:
-                check_format(self.format)
-            else:
-                one_of_formats(self.format, EAGLE_FORMATS if eagle else SERVERS)
-        if eagle and self.by_rank:
-            raise InputError("by_rank: expected it with Medusa heads, found EAGLE-3 heads, which need it nowhere")
-        served = SERVERS if eagle else ("vllm",)
-        if self.draft_length is not None and self.draft is None and (self.heads is None or self.format not in served):
-            raise InputError(
-                f"draft_length: expected it with a draft model or heads for {' or '.join(served)}, found it without"
-            )
-        if self.verify is not None and (self.import_from is not None or self.format not in VLLM_READS):
-            raise InputError(
-                f"verify: expected a draft model or heads in a format that {self.verify} loads "
-                f"({' or '.join(VLLM_READS)}), found {self.format or 'heads to import'}"
-            )
+        self.drafter = drafter_texts(self.drafter)
+        given = [*self.drafter, *filter(None, [self.import_from])]
+        if len(given) != 1:
+            raise InputError(f"drafter: expected one, or import_from, found {' and '.join(given) or 'neither'}")
+        if self.import_from is None and self.format is None:
+            raise InputError("format: expected one, found none")
+        if self.import_from is None and self.verify is not None and self.target is None:
+            raise InputError("target: expected one to verify with, found none")
+        if self.import_from is not None:
+            for name in ("draft_length", "by_rank", "verify"):
+                if getattr(self, name):
+                    raise InputError(f"{name}: expected none with heads to import, found one")
+            if not self.output:
+                raise InputError("output: expected a directory to write in, found none")
 
 
 @dataclass

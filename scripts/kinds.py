@@ -1,8 +1,10 @@
 """The kinds of drafters: the only list of them, which every command asks; and how `--drafter` names them."""
 
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,6 +81,19 @@ def _config_of(directory: str) -> dict[str, Any]:
         return PretrainedConfig.get_config_dict(directory)[0]
     except (OSError, ValueError) as error:
         raise InputError(f"{expected} {directory}: {first_line(error)}") from error
+
+
+def foreign_kind(directory: str) -> DrafterKind:
+    """Return the kind of the drafter that another tool wrote in a directory.
+
+    Raises:
+        InputError: no config.json, or none of a kind that can be imported.
+    """
+    for kind in KINDS:
+        if kind.recognises_foreign(Path(directory)):
+            return kind
+    titles = ", ".join(kind.title for kind in KINDS if kind.formats)
+    raise InputError(f"import_from: expected {titles} in {directory}, found none")
 
 
 def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
@@ -208,3 +223,44 @@ def recipe_of(name: str) -> Recipe:
         trained = ", ".join(kind.name for kind in KINDS if kind.recipe is not None)
         raise InputError(f"drafter: expected a kind that is trained ({trained}), found {name}")
     return recipe
+
+
+def stored_as(spec: DrafterSpec) -> tuple[DrafterKind, DrafterSpec]:
+    """Return a drafter as its files are, and their kind: `draft:DIR` drafts a token a forward with several kinds.
+
+    Args:
+        spec: of the kind that it drafts as.
+    """
+    kind = kind_named(spec.kind)
+    if spec.kind == DraftModel.name:
+        with suppress(InputError):  # what does not load is a finding, or an error, of the kind that was named
+            kind = kind_of(str(spec.path))
+    return kind, dataclasses.replace(spec, kind=kind.name)
+
+
+def run_of(text: str) -> tuple[DrafterKind, str]:
+    """Return kind and file of "KIND:FILE", the config of a training run.
+
+    Raises:
+        InputError: a kind that is not trained, or no file.
+    """
+    name, _, file = text.partition(":")
+    recipe_of(name)
+    if not file:
+        raise InputError(f"run: expected KIND:FILE, found {text}")
+    return kind_named(name), file
+
+
+def aliases_of_runs() -> dict[str, Any]:
+    """Return the metadata of a field of training runs, each KIND:FILE."""
+
+    def spelled(kind: DrafterKind, files: list[Any]) -> list[str]:
+        return [f"{kind.name}:{file}" for file in files]
+
+    return {
+        "aliases": lambda: [
+            Alias(f"{kind.name}_run", f"of --run {kind.name}", list, partial(spelled, kind))
+            for kind in KINDS
+            if kind.recipe is not None
+        ]
+    }

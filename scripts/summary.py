@@ -1,4 +1,4 @@
-"""What the commands print alike: a summary of what they wrote, tables of figures, and sizes."""
+"""What several commands print: a summary of what they wrote, and tables of figures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,9 +31,3 @@ def figures_table(columns: Sequence[str], names: str, title: str, caption: str |
         else:
             table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def size(count: float) -> str:
-    """Format bytes in the largest unit of which there is at least one."""
-    units = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
-    return next((f"{count / unit:.1f} {name}" for unit, name in units if count >= unit), f"{count:.0f} B")

@@ -1,6 +1,7 @@
 """EAGLE-3 heads as a kind of drafter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.medusa.kind import HeadsKind
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.export import ExportOptions, Served
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Part, Side
 
 
 class Eagle(HeadsKind):
@@ -26,6 +30,9 @@ class Eagle(HeadsKind):
     )
     grows_trees = True
     tree_key = "eagle_tree"
+    cost_remedy = "train heads with a smaller --draft_vocabulary"
+    formats = ("own", "vllm", "sglang")
+    launched, verifiable = ("vllm", "sglang"), ("vllm",)
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Say so of heads of this kind in any format: the authors', SpecForge's, speculators' and ours."""
@@ -72,3 +79,47 @@ class Eagle(HeadsKind):
         states = torch.zeros(1, 1, heads.config.hidden_size, dtype=model.dtype)
         places = torch.arange(1)[None]
         return lambda: heads.head(heads(states, states, places).hidden)
+
+    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
+        """Load the heads without their weights."""
+        from draftsmith.medusa.eagle.checks import inspect
+
+        return inspect(spec)
+
+    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
+        """Compare shapes, layers and positions, and the tree with the heads."""
+        from draftsmith.medusa.eagle.checks import compare
+
+        yield compare(target, part)
+
+    def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
+        """Return which heads a run begins with, and whether its learning rate is usual."""
+        from draftsmith.medusa.eagle.checks import check_run
+
+        return check_run(target, config)
+
+    def export(self, config: "ExportOptions", path: str) -> list[str]:
+        """Write the heads for a server."""
+        from draftsmith.medusa.eagle.formats import export
+
+        return export.export(config, path)
+
+    def served(
+        self, config: "ExportOptions", path: str
+    ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
+        """Return vLLM's method for such heads."""
+        from draftsmith.medusa.eagle.formats import export
+
+        return export.served(config, path)
+
+    def recognises_foreign(self, directory: Path) -> bool:
+        """Say so of the authors' heads, SpecForge's and speculators'."""
+        from draftsmith.medusa.checkpoint_files import read_config
+
+        return self.recognises(read_config(directory, "heads"))
+
+    def import_from(self, config: "ExportOptions", source: str) -> list[str]:
+        """Read the heads of another tool."""
+        from draftsmith.medusa.eagle.formats import export
+
+        return export.import_from(config, source)

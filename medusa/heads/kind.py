@@ -1,6 +1,8 @@
 """Medusa and Hydra heads as a kind of drafter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.medusa.kind import HeadsKind
@@ -11,6 +13,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.export import ExportOptions, Served
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Part, Side
 
 
 class Medusa(HeadsKind):
@@ -25,6 +30,8 @@ class Medusa(HeadsKind):
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
     )
     tree_key = "medusa_choices"
+    formats = ("own", "vllm", "fasterdecoding", "modelopt")
+    launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Say so of heads in this format or vLLM's."""
@@ -63,3 +70,52 @@ class Medusa(HeadsKind):
         hidden = torch.zeros(1, 1, size, dtype=model.dtype)
         seen = torch.zeros(1, 1, count, size, dtype=model.dtype)
         return lambda: [heads.logits(head, hidden, seen) for head in range(count)]
+
+    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
+        """Load the heads without their weights."""
+        from draftsmith.medusa.heads.checks import inspect
+
+        return inspect(spec)
+
+    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
+        """Compare shapes, and the tree with the heads."""
+        from draftsmith.medusa.heads.checks import compare
+
+        yield compare(target, part)
+
+    def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
+        """Measure what a round of the tree costs."""
+        return super().costs(replace(spec, name="heads") if spec.name == self.name else spec, loading)
+
+    def check_format(self, config: "ExportOptions") -> None:
+        """Name the server that loads none."""
+        from draftsmith.medusa.heads.formats.writing import check_format
+
+        check_format(str(config.format))
+        super().check_format(config)
+
+    def export(self, config: "ExportOptions", path: str) -> list[str]:
+        """Write the heads for another tool."""
+        from draftsmith.medusa.heads.formats import export
+
+        return export.export(config, path)
+
+    def served(
+        self, config: "ExportOptions", path: str
+    ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
+        """Return vLLM's method for such heads, a chain."""
+        from draftsmith.medusa.heads.formats import export
+
+        return export.served(config, path)
+
+    def recognises_foreign(self, directory: Path) -> bool:
+        """Say so of each of the formats."""
+        from draftsmith.medusa.heads.formats.importing import marks
+
+        return bool(marks(directory))
+
+    def import_from(self, config: "ExportOptions", source: str) -> list[str]:
+        """Read the heads of another tool."""
+        from draftsmith.medusa.heads.formats import export
+
+        return export.import_from(config, source)

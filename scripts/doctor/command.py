@@ -1,4 +1,4 @@
-"""`draftsmith doctor`: will this target work with this draft or these heads? One line a check, weights unloaded."""
+"""`draftsmith doctor`: will this target work with these drafters? One line a check, weights unloaded."""
 
 import sys
 from collections import Counter
@@ -11,13 +11,16 @@ from rich.text import Text
 
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.doctor import loss_masks
-from draftsmith.scripts.doctor.checks import check_pair
+from draftsmith.scripts.doctor.checks import check_setup
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
-from draftsmith.scripts.doctor.heads import check_run, load_pair
+from draftsmith.scripts.kinds import drafter_specs, run_of, stored_as
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.files import require_writable
+from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
+from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.kinds.parts import Setup, load_side
 from draftsmith.train.models import default_device, resolve_dtype
 from draftsmith.train.provenance import environment, write_json
 
@@ -37,40 +40,41 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
 
     device = default_device()
     with phase("reading configs and tokenizers"):
-        pair, loaded = load_pair(config.target, config.draft, config.medusa, config.eagle, config.trust_remote_code)
+        setup, drafters, loaded = load_setup(config.target, config.drafter, config.trust_remote_code)
     if config.dtype == "auto":
         dtype = "float32"
-        if pair.target is not None:
+        if setup.target is not None:
             dtype = resolve_dtype("auto", config.target, trust_remote_code=config.trust_remote_code)
         config = replace(config, dtype=dtype)
-    with phase("comparing target and draft"):
-        loaded += check_pair(pair, config.context, config.dtype, device)
+    with phase("comparing target and drafters"):
+        loaded += check_setup(setup, config.context, config.dtype, device)
     for finding in loaded:
         add(finding)
-    if config.eagle_run is not None and pair.target is not None:
-        for finding in check_run(pair.target, config.eagle_run):
-            add(finding)
+    for kind, run_file in map(run_of, config.run):
+        if setup.target is not None:
+            for finding in kind.check_run(setup.target, run_file):
+                add(finding)
     fits = False
-    if pair.parts:
-        fits, finding = check_memory(pair, config.batch_size, config.context, config.dtype, device)
+    if setup.parts:
+        fits, finding = check_memory(setup, config.batch_size, config.context, config.dtype, device)
         add(finding)
     works = all(finding.state != "error" for finding in findings)
     if config.costs and works and not fits:
         add(Finding("warning", "costs", "not measured: the weights do not fit", "see memory, above"))
     elif config.costs and works:
         with phase("costs"):
-            costs = list(check_costs(pair, config.batch_size, config.dtype, device, config.trust_remote_code))
+            costs = list(check_costs(drafters, _loading(config, setup), config.batch_size, device))
         for finding in costs:
             add(finding)
     sampled = config.prompts is not None or config.completions is not None
-    if sampled and pair.target is not None:
-        tokenizer = pair.target.tokenizer
-        samples = loss_masks.read(config, tokenizer, pair.target.head)
+    if sampled and setup.target is not None:
+        tokenizer = setup.target.tokenizer
+        samples = loss_masks.read(config, tokenizer, setup.target.head)
         for finding in loss_masks.check_masks(samples):
             add(finding)
         if config.completions is not None:
             add(loss_masks.check_origin(config.completions, config.target, config.trust_remote_code))
-        if (lengths := loss_masks.check_lengths(samples.all, pair)) is not None:
+        if (lengths := loss_masks.check_lengths(samples.all, setup)) is not None:
             add(lengths)
         loss_masks.show(samples, config.show_mask, tokenizer, console)
     states = Counter(finding.state for finding in findings)
@@ -84,6 +88,37 @@ def doctor(config: DoctorConfig, console: Console, errors: Console) -> int:
         line = f"error: {first.name}: {' '.join(first.text.split())}"
         errors.print(Text(line), soft_wrap=True, highlight=False)
     return code
+
+
+def load_setup(
+    target: str, drafters: Sequence[str], trust_remote_code: bool = False
+) -> tuple[Setup, list[tuple[DrafterKind, DrafterSpec]], list[Finding]]:
+    """Load a target and its drafters without their weights, and say what they are.
+
+    Args:
+        target: a directory or hub id.
+        drafters: as of `--drafter`.
+        trust_remote_code: run model code that a repository ships.
+
+    Returns:
+        What loads, the kind of each drafter and how it is loaded, and a finding for each; an error where it does not.
+    """
+    side, finding = load_side("target", target, trust_remote_code)
+    findings, kinds = [finding], [stored_as(spec) for spec in drafter_specs(drafters)]
+    parts = []
+    for kind, spec in kinds:
+        part, finding = kind.inspect(spec, trust_remote_code)
+        findings.append(finding)
+        if part is not None:
+            parts.append((kind, part))
+    return Setup(side, parts), kinds, findings
+
+
+def _loading(config: DoctorConfig, setup: Setup) -> Loading:
+    """Return what drafters are loaded with."""
+    assert setup.target is not None
+    tokenizers = {draft.path: draft.tokenizer for draft in setup.drafts}
+    return Loading(config.target, setup.target.tokenizer, config.trust_remote_code, config.dtype, tokenizers=tokenizers)
 
 
 def _write(config: DoctorConfig, findings: list[Finding], code: int) -> None:

@@ -1,26 +1,24 @@
-"""What `draftsmith doctor` is told."""
+"""Settings of `draftsmith doctor`."""
 
 from dataclasses import dataclass, field
 
 from draftsmith.decode.errors import InputError, at_least, require, require_some
+from draftsmith.scripts.kinds import Drafters, aliases, aliases_of_runs, drafter_texts
 from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.options import TemplateOptions
 
 
 @dataclass
 class DoctorConfig(TemplateOptions):
-    """Check a target, a draft, heads and samples before they cost any time: what fits, what does not, a way out."""
+    """Check a target, its drafters and samples before they cost any time: what fits, what does not, a way out."""
 
     target: str
     """The target: a model directory or hub id."""
-    draft: str | None = None
-    """The draft model; without one the target and the samples are checked alone."""
-    medusa: str | None = None
-    """Medusa or Hydra heads, beside a draft or without one."""
-    eagle: str | None = None
-    """EAGLE-3 heads, likewise."""
-    eagle_run: str | None = None
-    """The config of a training run of EAGLE-3 heads: whether they can begin on this target, and its learning rate."""
+    drafter: Drafters = field(default_factory=list, metadata=aliases())
+    """What drafts for it: a directory, whose kind its config.json says, or another kind by its name. Repeat it for
+    several; without one the target and the samples are checked alone."""
+    run: Drafters = field(default_factory=list, metadata=aliases_of_runs())
+    """KIND:FILE, the config of a training run of such a drafter: whether it can begin on this target."""
     prompts: str | None = None
     """Conversations with the assistant's answers, or prompts, as `prepare` reads them: their loss masks are checked."""
     completions: str | None = None
@@ -28,9 +26,9 @@ class DoctorConfig(TemplateOptions):
     split: str = "train"
     """The split of a directory or hub id of prompts."""
     limit: int | None = None
-    """Check the first so many samples only."""
+    """Check the first N samples only."""
     show_mask: int = 0
-    """Print the first so many samples: in green what a draft learns from, dimmed what it only reads."""
+    """Print the first N samples: in green what a draft learns from, dimmed what it only reads."""
     context: int | None = None
     """Tokens of a text, prompt included, that positions and memory have to hold; by default what the models can."""
     batch_size: Ints = field(default_factory=lambda: [1, 8])
@@ -50,5 +48,6 @@ class DoctorConfig(TemplateOptions):
             raise InputError("completions: expected either prompts or completions, found both")
         if self.show_mask and self.prompts is None and self.completions is None:
             raise InputError("show_mask: expected samples to show in prompts or completions, found none")
-        if self.costs and self.draft is None and self.medusa is None and self.eagle is None:
-            raise InputError("costs: expected a draft or heads to measure, found neither")
+        self.drafter, self.run = drafter_texts(self.drafter), drafter_texts(self.run)
+        if self.costs and not self.drafter:
+            raise InputError("costs: expected a drafter to measure, found none")

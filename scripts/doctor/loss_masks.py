@@ -18,7 +18,7 @@ from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.generate import load_completions, other_target
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.kinds.findings import Finding
-from draftsmith.train.kinds.parts import Pair
+from draftsmith.train.kinds.parts import Setup
 
 
 @dataclass(frozen=True)
@@ -125,9 +125,9 @@ def check_masks(samples: Samples) -> Iterator[Finding]:
         yield Finding("ok", "loss masks", text)
 
 
-def check_lengths(samples: Sequence[Sample], pair: Pair) -> Finding | None:
+def check_lengths(samples: Sequence[Sample], setup: Setup) -> Finding | None:
     """Compare the samples with the context lengths; None where there is nothing to compare."""
-    limits = pair.positions
+    limits = setup.positions
     if not samples or not limits:
         return None
     role = min(limits, key=lambda name: limits[name])

@@ -20,8 +20,8 @@ from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
 from draftsmith.scripts.report.types import Comparison, Report, Run
-from draftsmith.scripts.summary import size
 from draftsmith.train.files import write_aside
+from draftsmith.train.kinds.quantities import size
 
 NONE = "–"
 BUCKETS = (0.05, 0.35, 0.65, 0.95)

@@ -102,7 +102,7 @@ def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tm
 
 def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_path):
     distilled(pipeline, tmp_path / "draft")
-    flags = {"draft": str(tmp_path / "draft"), "target": str(pipeline / "target"), "format": "vllm"}
+    flags = {"drafter": [str(tmp_path / "draft")], "target": str(pipeline / "target"), "format": "vllm"}
     card = (tmp_path / "draft" / "README.md").read_text()
     for server in ("vllm", "sglang"):  # what serves it needs the whole head that the line before writes
         assert f"draftsmith export --draft DIR --format {server} --output WHOLE\n" in card
@@ -119,7 +119,7 @@ def test_it_is_exported_with_a_whole_head_that_drafts_the_same(pipeline, tmp_pat
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
     inside = expected.isfinite()
     torch.testing.assert_close(found[inside], expected[inside])
-    whole = {**flags, "draft": str(pipeline / "draft"), "output": str(tmp_path / "whole")}
+    whole = {**flags, "drafter": [str(pipeline / "draft")], "output": str(tmp_path / "whole")}
     with pytest.raises(InputError, match="output: expected none with a draft model, which stays as it is, found one"):
         export(ExportConfig(**whole))
 

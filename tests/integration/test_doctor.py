@@ -24,20 +24,20 @@ from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import drafting_seconds
 from draftsmith.decode.planner import RoundCosts
+from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa import MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.checks import learning_rate
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
 from draftsmith.scripts.doctor.command import main
-from draftsmith.scripts.doctor.costs import (
-    draft_costs,
-    heads_costs,
-)
-from draftsmith.scripts.doctor.heads import learning_rate
 from draftsmith.scripts.doctor.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.tokenizer import train_bpe
+from draftsmith.train.kinds import costs as round_costs
+from draftsmith.train.kinds.costs import TimedDrafter
+from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
 from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
@@ -254,7 +254,7 @@ def test_the_smallest_acceptance_solves_for_the_break_even():
 def test_costs_are_measured_on_request(pair_dirs, heads, capsys, monkeypatch):
     with listened() as heard:
         code, lines, _, _ = check(capsys, *pair_dirs, medusa=heads, costs="true")
-    heard.require("reading configs and tokenizers", "comparing target and draft", "costs", *LOADING)
+    heard.require("reading configs and tokenizers", "comparing target and drafters", "costs", *LOADING)
     assert code == 0 and list(lines)[-4:] == ["costs, B = 1", "heads, B = 1", "costs, B = 8", "heads, B = 8"]
     for rows in (1, 8):
         for name, block, paying in (("costs", 5, "γ = 4 pays "), ("heads", 4, "a tree of 3 pays ")):
@@ -277,8 +277,10 @@ def test_what_costs_mean_is_said(target, draft, monkeypatch):
         (2.5, 0.25, "warning", "pays from τ = 2.75 on, of 3 at most", "search a smaller tree"),
         (2.5, 0.5, "warning", "pays at no τ: 3.00 is asked, and 3 the most", "search a smaller tree"),
     ):  # fmt: skip
-        monkeypatch.setattr(pair_costs, "_measure", lambda *a, v=verifying, d=drafting: ({1: 1.0, 1 + a[4]: v}, d))
-        found = heads_costs(target, heads, 2) if "τ" in text else draft_costs(target, draft, 2)
+        monkeypatch.setattr(round_costs, "measure", lambda *a, v=verifying, d=drafting: ({1: 1.0, 1 + a[4]: v}, d))
+        chain = TimedDrafter(target, DraftModelProposer(draft), [target, draft])
+        tree = TimedDrafter(target, MedusaProposer(heads), [target], "heads", tree=heads.tree)
+        found = (tree if "τ" in text else chain).finding(2)
         assert (found.name, found.state) == ("heads, B = 2" if "τ" in text else "costs, B = 2", state)
         assert found.text.endswith(text) and found.remedy.startswith(remedy) and bool(found.remedy) == bool(remedy)
 
@@ -301,10 +303,12 @@ def test_a_parallel_draft_is_told_with_its_mask(pair_dirs, tmp_path, capsys):
     assert code == 2 and "expected pard_token in the config, a token below" in lines["parallel"]
 
 
-def test_a_parallel_draft_costs_one_forward_a_round(target, monkeypatch):
+def test_a_parallel_draft_costs_one_forward_a_round(target, tmp_path, monkeypatch):
     drafts = as_parallel(tiny_llama(1, target.config.vocab_size, layers=1), 0, 6)
-    monkeypatch.setattr(pair_costs, "_measure", lambda *a: ({1: 1.0, 1 + a[4]: 1.0}, 0.75))
-    found = draft_costs(target, drafts, 1)
+    drafts.save_pretrained(tmp_path)
+    monkeypatch.setattr(round_costs, "measure", lambda *a: ({1: 1.0, 1 + a[4]: 1.0}, 0.75))
+    loading = Loading("target", tokenizer=None, dtype="float32", model=target)
+    found = ParallelDraft().costs(DrafterSpec("parallel_draft", str(tmp_path)), loading)(1)
     assert "t(7) = 1.00 t(1), drafting 0.75 t(1) a round: γ = 6 pays from α = 0." in found.text
 
 
@@ -593,7 +597,7 @@ def test_findings_are_left_for_a_job_to_read(pair_dirs, tmp_path, capsys):
     _, lines, _, _ = check(capsys, *pair_dirs, json=tmp_path / "out" / "doctor.json")
     left = json.loads((tmp_path / "out" / "doctor.json").read_text())
     assert (left["schema"], left["exit_code"]) == ("draftsmith.doctor/1", 2)
-    assert left["environment"]["dtype"] == "float32" and left["config"]["draft"] == str(pair_dirs[1])
+    assert left["environment"]["dtype"] == "float32" and left["config"]["drafter"] == [f"draft:{pair_dirs[1]}"]
     told = {
         found["name"]: f"{SYMBOLS[found['state']]} {found['text']}"
         + (f" → {found['remedy']}" if found["remedy"] else "")
@@ -701,7 +705,7 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
         ({"limit": 0}, "limit: expected at least 1, found 0"),
         ({"show_mask": 1}, "show_mask: expected samples to show in prompts or completions, found none"),
         ({"prompts": "a", "completions": "b"}, "completions: expected either prompts or completions, found both"),
-        ({"costs": "true"}, "costs: expected a draft or heads to measure, found neither"),
+        ({"costs": "true"}, "costs: expected a drafter to measure, found none"),
         ({"context": 0}, "context: expected at least 1, found 0"),
         ({"batch_size": "1,0"}, "batch_size: expected at least 1, found 0"),
         ({"batch_size": "one"}, "batch_size: expected numbers separated by commas, found 'one'"),

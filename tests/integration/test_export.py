@@ -24,8 +24,8 @@ from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.medusa.heads.formats.writing import export_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.export import command
-from draftsmith.scripts.export.command import vocabulary_override
-from draftsmith.scripts.summary import size
+from draftsmith.train.kinds.export import vocabulary_override
+from draftsmith.train.kinds.quantities import size
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model, vllm_command
 
@@ -244,19 +244,23 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "heads: expected one of heads, import_from and draft, found none"),
-        (["--heads", "H", "--draft", "D", "--format", "vllm"], "found heads and draft"),
-        (["--heads", "H", "--format", "vllm"], "output: expected a directory to write heads in, found none"),
-        (["--heads", "H", "--output", "O"], "format: expected one, found none"),
-        (["--heads", "H", "--output", "O", "--format", "sglang"], "SGLang loads no Medusa heads"),
-        (["--heads", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, fasterdecoding"),
-        (["--import_from", "H", "--output", "O", "--format", "x"], "format: expected one of own, vllm, fasterdecoding"),
+        ([], "drafter: expected one, or import_from, found neither"),
+        (["--medusa", "H", "--draft", "D", "--format", "vllm"], "found draft:D and medusa:H"),
+        (["--medusa", "H", "--format", "vllm"], "output: expected a directory to write in, found none"),
+        (["--import_from", "H", "--draft_length", "2"], "draft_length: expected none with heads to import"),
+        (["--medusa", "H", "--output", "O"], "format: expected one, found none"),
+        (["--medusa", "H", "--output", "O", "--format", "sglang"], "SGLang loads no Medusa heads"),
+        (["--medusa", "H", "--output", "O", "--format", "gguf"], "format: expected one of own, vllm, fasterdecoding"),
         (["--draft", "D", "--format", "modelopt"], "format: expected one of vllm, sglang, found 'modelopt'"),
         (["--draft", "D", "--format", "vllm", "--dtype", "float16"], "dtype: expected none with a draft model"),
         (["--draft", "D", "--format", "vllm", "--draft_length", "0"], "draft_length: expected at least 1 and at"),
-        (["--heads", "H", "--output", "O", "--format", "own", "--draft_length", "2"], "draft_length: expected it with"),
-        (["--heads", "H", "--output", "O", "--format", "vllm", "--dtype", "int4"], "dtype: expected one of float32"),
-        (["--heads", "a/x", "--output", "O", "--format", "vllm"], "a/x: expected a directory of Medusa heads"),
+        (["--medusa", "H", "--output", "O", "--format", "own", "--draft_length", "2"],
+         "draft_length: expected it with vllm, found it with own"),
+        (["--medusa", "H", "--output", "O", "--format", "vllm", "--dtype", "int4"], "dtype: expected one of float32"),
+        (["--medusa", "a/x", "--output", "O", "--format", "vllm"], "a/x: expected a directory of Medusa heads"),
+        (["--heads", "a/x", "--output", "O", "--format", "vllm"], "drafter: expected a directory with a config.json"),
+        (["--drafter", "lookahead", "--format", "own"], "can be exported, found look-ahead: it has no files"),
+        (["--drafter", "run_ahead:D", "--format", "vllm"], "found draft that runs ahead: no other tool reads"),
         (["--no_such", "1"], "no_such"),
     ],
 )  # fmt: skip
@@ -287,7 +291,7 @@ def test_heads_that_do_not_fit(heads_dir, pair_dirs, tmp_path, tokenizer, capsys
     assert f"draft_length: expected at most the {K} heads, found 4" in err
     _, err = ran(capsys, *flags[:-1], heads_dir, code=2)
     assert "output: expected a new or empty directory" in err
-    _, err = ran(capsys, "--heads", pair_dirs[0], *flags[2:], code=2)
+    _, err = ran(capsys, "--medusa", pair_dirs[0], *flags[2:], code=2)
     assert err.startswith(f"error: {pair_dirs[0]}")
     assert not (tmp_path / "out").exists()
     assert "export" in cli.COMMANDS

@@ -78,8 +78,8 @@ def test_bad_input_is_one_line(heads_dir, tmp_path, capsys):
         assert message in err and err.count("\n") == 1
 
     refused("format: expected one of own, vllm, sglang, found 'modelopt'", "--heads", heads_dir, "--format", "modelopt")
-    refused("by_rank: expected it with Medusa heads", "--heads", heads_dir, "--format", "vllm", "--by_rank", "true")
-    refused("draft_length: expected it with a draft model or heads for vllm or sglang", "--heads", heads_dir,
+    refused("by_rank: expected none with EAGLE-3 heads", "--heads", heads_dir, "--format", "vllm", "--by_rank", "true")
+    refused("draft_length: expected it with vllm or sglang, found it with own", "--heads", heads_dir,
             "--format", "own", "--draft_length", 2)  # fmt: skip
     weights = heads_dir / "model.safetensors"
     save_file({k: v for k, v in load_file(weights).items() if k != "fc.weight"}, weights, metadata={"format": "pt"})

@@ -176,9 +176,9 @@ def test_what_fails_is_one_line_and_1_and_the_export_stays(heads, engine, flags,
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--draft", "D", "--format", "sglang", "--target", "T"], "loads (vllm or fasterdecoding), found sglang"),
-        (["--heads", "H", "--output", "O", "--format", "own", "--target", "T"], "(vllm or fasterdecoding), found own"),
-        (["--import_from", "H", "--output", "O", "--target", "T"], "found heads to import"),
+        (["--draft", "D", "--format", "sglang", "--target", "T"], "expected it with vllm, found it with sglang"),
+        (["--medusa", "H", "--output", "O", "--format", "own", "--target", "T"], "fasterdecoding, found it with own"),
+        (["--import_from", "H", "--output", "O", "--target", "T"], "verify: expected none with heads to import"),
         (["--draft", "D", "--format", "vllm"], "target: expected one to verify with, found none"),
         (["--draft", "D", "--format", "vllm", "--target", "T", "--limit", "0"], "limit: expected at least 1"),
         (["--draft", "D", "--format", "vllm", "--target", "T", "--engine", "no/python"], "engine: expected a Python"),

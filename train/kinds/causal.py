@@ -1,5 +1,6 @@
 """Drafters that are causal language models in directories of their own, with a tokenizer."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,15 @@ from draftsmith.train.kinds.kind import DrafterKind
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Part
+
 
 class CausalKind(DrafterKind):
     """A causal language model with the target's tokenizer."""
+
+    cost_remedy = "take a smaller draft"
 
     def check(self, spec: DrafterSpec, loading: Loading) -> None:
         """Require the target's tokenizer."""
@@ -63,3 +70,28 @@ class CausalKind(DrafterKind):
         from draftsmith.decode.measurement.costs import forward_behind_text
 
         return forward_behind_text(model)
+
+    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
+        """Load the model without its weights."""
+        from draftsmith.train.kinds.parts import load_side
+
+        return load_side(spec.name or spec.kind, str(spec.path), trust_remote_code)
+
+    @abstractmethod
+    def proposer(self, model: "PreTrainedModel") -> "Proposer":
+        """Return what drafts chains with a model."""
+
+    def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
+        """Load the model, and return what measures its rounds; its tokenizer may be another than the target's."""
+        from draftsmith.train.kinds.costs import TimedDrafter
+
+        model = self.reload(str(spec.path), loading.dtype, loading.trust_remote_code)
+        name = "costs" if spec.name in (None, "draft", self.name) else str(spec.name)
+        proposer, target = self.proposer(model), loading.target
+        return TimedDrafter(
+            target, proposer, [target, model], name, self.cost_remedy, length=self.at_once(model)
+        ).finding
+
+    def at_once(self, model: "PreTrainedModel") -> int | None:
+        """Return how many tokens it drafts in one forward; None for one forward a token."""
+        return None

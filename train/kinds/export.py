@@ -1,16 +1,70 @@
-"""What exports of all kinds of drafters share: formats, where they are written, and what an engine is told."""
+"""What exports of all kinds of drafters share: options, where they are written, and how an engine is configured.
+
+Light: `--help` must not wait for torch.
+"""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from draftsmith.decode.errors import InputError
+from draftsmith.decode.errors import InputError, at_least, one_of, require
 from draftsmith.train.files import require_writable, written_aside
+from draftsmith.train.options import DRAFT_LENGTH, DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+ENGINES = ("vllm",)
+"""What an export can be verified in."""
+
+
+@dataclass
+class ExportOptions:
+    """What kinds of drafters are asked to export."""
+
+    format: str | None = None
+    """Of draft models: vllm or sglang, which load them as they are. Of heads: own, vllm, and sglang, fasterdecoding or
+    modelopt where the kind has it. Of `import_from` it is recognised if not given."""
+    output: str | None = None
+    """Where heads are written, or a draft with a cut vocabulary, which servers need whole: a new or empty directory."""
+    target: str | None = None
+    """The target: a directory or hub id. Heads must fit it, and a draft must have its tokenizer. Needed to import heads
+    that use its language-model head, hold its embeddings, or name no layers."""
+    dtype: str | None = None
+    """The weights' type in `output`; that of the heads if not given."""
+    draft_length: int | None = None
+    """Tokens drafted a round, in the launch line. If not given: as many as it drafts at once, or 4."""
+    by_rank: bool = False
+    """Leave out what a format cannot say and what changes logits but not their order: softcapping, and a scale. The
+    readers of these formats draft the most likely tokens, which stay the same."""
+    verify: str | None = None
+    """`vllm`: let it decode prompts with what was exported, at temperature 0 in float32, and compare its texts and what
+    it counts with this decoder's. For a draft model or heads in a format that it loads, with their target."""
+    engine: str | None = None
+    """The Python that has vLLM. If not given: the environment variable DRAFTSMITH_ENGINE's, .venv-engine/bin/python in
+    this folder, which `make engine` installs, or this one."""
+    prompts: str | None = None
+    """A file of prompts to verify with; modules of the standard library if not given."""
+    limit: int = 8
+    """Verify with the first N prompts."""
+    max_new_tokens: int = 64
+    """Tokens of each text that verifies."""
+    timeout: int = 1800
+    """Seconds that vLLM may take in all."""
+    trust_remote_code: bool = False
+    """Run model code that a repository ships."""
+
+    def __post_init__(self) -> None:
+        require(self, one_of(name for name in DTYPES if name != "auto"), "dtype")
+        require(self, DRAFT_LENGTH, "draft_length")
+        require(self, one_of(ENGINES), "verify")
+        require(self, at_least(1), "limit", "max_new_tokens", "timeout")
 
 
 @dataclass(frozen=True)
@@ -26,6 +80,16 @@ class Served:
     def draft_length(self) -> int:
         """γ."""
         return int(self.speculative["num_speculative_tokens"])
+
+
+def vocabulary_override(config: "PretrainedConfig") -> dict[str, int]:
+    """Return what must be added to a target's config so that vLLM finds its vocabulary size; nothing for most.
+
+    Its speculative config reads `hf_config.vocab_size` (vLLM 0.32, `config/speculative.py`), which configs of several
+    modalities have in their `text_config` alone.
+    """
+    fields = config.to_dict()
+    return {} if "vocab_size" in fields else {"vocab_size": int(config.get_text_config().vocab_size)}
 
 
 def check_format(format: str, expected: Sequence[str]) -> str:

@@ -5,17 +5,22 @@ ask all kinds for their names, and `--help` must not wait for torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from draftsmith.decode.errors import InputError
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from draftsmith.decode.proposers.base import Proposer
+    from draftsmith.train.kinds.export import ExportOptions, Served
+    from draftsmith.train.kinds.findings import Finding
+    from draftsmith.train.kinds.parts import Part, Side
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,16 @@ class DrafterKind(ABC):
     """Whether it may draft fewer tokens than it is asked for, or none."""
     tree_key: ClassVar[str | None] = None
     """The key of its config.json that holds a searched tree; None where none can be searched for."""
+    cost_remedy: ClassVar[str] = "take a cheaper drafter"
+    """The way out where drafting does not pay."""
+    formats: ClassVar[tuple[str, ...]] = ()
+    """Formats that `draftsmith export` writes; none where it cannot be exported."""
+    launched: ClassVar[tuple[str, ...]] = ()
+    """Formats whose launch line says γ."""
+    verifiable: ClassVar[tuple[str, ...]] = ()
+    """Formats that `--verify vllm` decodes with."""
+    drops_by_rank: ClassVar[bool] = False
+    """Whether a format can leave out what changes logits but not their order."""
     report: ClassVar[Mapping[str, Any]] = {}
     """Further rules of the JSON Schema of its entries in a report."""
 
@@ -110,3 +125,132 @@ class DrafterKind(ABC):
             NotImplementedError: a kind without weights.
         """
         raise NotImplementedError(f"{self.title}: no weights")
+
+    def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
+        """Load a drafter without its weights, and say what it is; None where it does not load, or has no files."""
+        from draftsmith.train.kinds.findings import Finding
+
+        return None, Finding("ok", spec.name or spec.kind, f"{self.title}: no files to check")
+
+    def compare(self, target: "Side", part: "Part") -> "Iterator[Finding]":
+        """Compare a drafter with its target, both without weights."""
+        return iter(())
+
+    def costs(self, spec: DrafterSpec, loading: Loading) -> "Callable[[int], Finding]":
+        """Load a drafter, and return what measures its rounds for a number of texts decoded together.
+
+        Raises:
+            InputError: one that cannot be loaded.
+        """
+        from draftsmith.train.kinds.costs import TimedDrafter
+
+        drafter = self.load(spec, loading)
+        models = [loading.target] if drafter.model is None else [loading.target, drafter.model]
+        name = spec.name or spec.kind
+        return TimedDrafter(loading.target, drafter.proposer, models, name, self.cost_remedy, drafter.tree).finding
+
+    def check_run(self, target: "Side", file: str) -> "Iterator[Finding]":
+        """Check the config of a run that trains such drafters against a target without weights.
+
+        Args:
+            target: without weights.
+            file: what the recipe's command reads.
+        """
+        from draftsmith.train.cli import parse_config
+        from draftsmith.train.kinds.findings import Finding
+
+        name, recipe = f"{self.name} run", self.recipe
+        assert recipe is not None
+        try:
+            # The machine that checks need not be the one that trains: bf16 without this asks for a GPU here.
+            config = parse_config(recipe.config_class(), ["--config", file, "--training.use_cpu", "true"])
+            text, findings = self.begins(target, config)
+        except InputError as error:
+            yield Finding("error", name, str(error).removeprefix(f"{self.name}: "), f"mend {file}")
+            return
+        if Path(config.target) == Path(target.path):
+            yield Finding("ok", name, text)
+        else:
+            yield Finding("warning", name, f"{text}; its target is {config.target}", "give the target of that run")
+        yield from findings
+
+    def begins(self, target: "Side", config: Any) -> "tuple[str, list[Finding]]":
+        """Return what a run trains, in words, and what is found of it beside.
+
+        Raises:
+            InputError: a run that cannot begin on this target.
+        """
+        return self.title, []
+
+    def check_export(self, config: "ExportOptions") -> None:
+        """Check what `draftsmith export` is asked for before any work.
+
+        Raises:
+            InputError: what it cannot do with such drafters.
+        """
+        from draftsmith.train.kinds.export import check_output
+
+        self.check_format(config)
+        if not config.output:
+            raise InputError("output: expected a directory to write in, found none")
+        check_output(Path(config.output))
+
+    def check_format(self, config: "ExportOptions") -> None:
+        """Check a format, and what is asked for beside it.
+
+        Raises:
+            InputError: a format that there is not, or one that does not go with an option.
+        """
+        from draftsmith.train.kinds.export import check_format
+
+        if not self.formats:
+            why = "no other tool reads its files" if self.stored else "it has no files"
+            raise InputError(f"drafter: expected one that can be exported, found {self.title}: {why}")
+        check_format(str(config.format), self.formats)
+        if config.by_rank and not self.drops_by_rank:
+            raise InputError(f"by_rank: expected none with {self.title}, which need it nowhere, found it")
+        for name, formats, given in (
+            ("draft_length", self.launched, config.draft_length is not None),
+            ("verify", self.verifiable, config.verify is not None),
+        ):
+            if given and config.format not in formats:
+                wanted = f"it with {' or '.join(formats)}" if formats else f"none with {self.title}"
+                raise InputError(f"{name}: expected {wanted}, found it with {config.format}")
+
+    def export(self, config: "ExportOptions", path: str) -> list[str]:
+        """Write a drafter in a format, and return what to tell: the launch line is the last that is no comment.
+
+        Args:
+            config: checked by `check_export`.
+            path: the drafter's directory.
+
+        Raises:
+            InputError: a drafter that cannot be read, or that the format cannot hold.
+        """
+        raise NotImplementedError(f"{self.title}: no formats")
+
+    def served(
+        self, config: "ExportOptions", path: str
+    ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
+        """Return how vLLM is to use what was written, and what drafts the same here with a target."""
+        raise NotImplementedError(f"{self.title}: no formats")
+
+    def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
+        """Return the fields that vLLM needs in a target's config beside its own."""
+        return {}
+
+    def recognises_foreign(self, directory: Path) -> bool:
+        """Return whether a directory holds drafters of this kind in another tool's format.
+
+        Raises:
+            InputError: no directory, or one without a config.json.
+        """
+        return False
+
+    def import_from(self, config: "ExportOptions", source: str) -> list[str]:
+        """Write a drafter of another tool in the format of this one, and return what to tell.
+
+        Raises:
+            InputError: one that cannot be read.
+        """
+        raise NotImplementedError(f"{self.title}: no formats")

@@ -1,15 +1,16 @@
-"""A target, a draft or heads as `draftsmith doctor` sees them: shapes, and headers of what is stored."""
+"""A target and its drafters as `draftsmith doctor` sees them: shapes, and the headers of stored weights."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from draftsmith.decode.cache import cached_numbers
 from draftsmith.decode.errors import InputError
 from draftsmith.train.checkpoint import (
     Stored,
@@ -20,30 +21,45 @@ from draftsmith.train.checkpoint import (
     of_any_layer,
     stored_tensors,
 )
+from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.findings import Finding
+from draftsmith.train.kinds.quantities import count, counted
 from draftsmith.train.models import empty_model, load_tokenizer
+
+if TYPE_CHECKING:
+    from draftsmith.train.kinds.kind import DrafterKind
 
 # What safetensors calls the dtypes that are arithmetic too; others are quantised.
 STORED = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 REMEDY = "copy config.json and weights of one model there"
+SEARCH = "search one that they can draft: draftsmith tree --drafter DIR"
+"""The way out where a tree cannot be drafted."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A target, a draft or heads, without the weights."""
+    """A target or a drafter, without its weights."""
 
     role: str
+    """`target`, or the drafter's name."""
     path: str
     model: Any
     """On the meta device."""
     stored: Counter[str]
     """Numbers in the checkpoint by dtype, as safetensors names it; empty where its files are not here to be read."""
+    cached_numbers: int | None
+    """Numbers that its cache keeps for a token; None where that is not known."""
+
+    @property
+    def positions(self) -> int | None:
+        """The longest text, in tokens; None where it has no such limit."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
 
 @dataclass(frozen=True)
 class Side(Part):
-    """A target or a draft."""
+    """A causal language model with a tokenizer: a target or a draft."""
 
     tokenizer: PreTrainedTokenizerBase
     ends: tuple[int, ...]
@@ -59,42 +75,39 @@ class Side(Part):
         """Logits a position."""
         return int(self.config.vocab_size)
 
-    @property
-    def positions(self) -> int | None:
-        """The longest text, in tokens; None where the architecture has no such limit."""
-        return getattr(self.config, "max_position_embeddings", None)
-
 
 @dataclass(frozen=True)
-class Pair:
-    """What is checked; None was not given, or does not load."""
+class Setup:
+    """A target and its drafters; those that do not load are left out."""
 
-    target: Side | None = None
-    draft: Side | None = None
-    heads: Part | None = None
-    eagle: Part | None = None
+    target: Side | None
+    """None where it does not load."""
+    drafters: Sequence[tuple["DrafterKind", Part]]
+    """Each with its kind."""
+
+    @property
+    def drafts(self) -> list[Side]:
+        """The drafters with a tokenizer of their own."""
+        return [part for _, part in self.drafters if isinstance(part, Side)]
 
     @property
     def sides(self) -> list[Side]:
-        """Target and draft, as far as there are any."""
-        return [side for side in (self.target, self.draft) if side is not None]
+        """The target, and the drafters with a tokenizer of their own."""
+        return ([] if self.target is None else [self.target]) + self.drafts
 
     @property
     def parts(self) -> list[Part]:
-        """All that has weights."""
-        return [part for part in (self.target, self.draft, self.heads, self.eagle) if part is not None]
+        """The target and its drafters."""
+        return ([] if self.target is None else [self.target]) + [part for _, part in self.drafters]
 
     @property
     def positions(self) -> dict[str, int]:
-        """The longest text that each model reads, in tokens, by its role; of those that have such a limit."""
-        limits = {side.role: side.positions for side in self.sides if side.positions is not None}
-        if self.eagle is not None:
-            limits[self.eagle.role] = self.eagle.model.config.max_position_embeddings
-        return limits
+        """The longest text that each part reads, in tokens, by its role; of those that have such a limit."""
+        return {part.role: part.positions for part in self.parts if part.positions is not None}
 
 
 def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | None, Finding]:
-    """Load a target or a draft without its weights, and say what it is; None where it does not load."""
+    """Load a causal language model without its weights, and say what it is; None where it does not load."""
     try:
         tokenizer = load_tokenizer(path, field=role, trust_remote_code=trust_remote_code)
         # In bfloat16: grouped products of experts have no shapes in another dtype.
@@ -108,7 +121,40 @@ def load_side(role: str, path: str, trust_remote_code: bool) -> tuple[Side | Non
     tensors, finding = checkpoint(role, path, text)
     if finding.state != "error":
         finding = _as_described(model, tensors, role, text) or finding
-    return Side(role, path, model, by_dtype(tensors), tokenizer, tuple(ends)), finding
+    return Side(role, path, model, by_dtype(tensors), cached_numbers(model), tokenizer, tuple(ends)), finding
+
+
+def load_part(
+    spec: DrafterSpec,
+    empty: Callable[[str], Any],
+    described: Callable[[Any], str],
+    remedy: str,
+    cached: Callable[[Any], int] = lambda model: 0,
+) -> tuple[Part | None, Finding]:
+    """Load a drafter without its weights, and say what it is; None where it does not load.
+
+    Args:
+        spec: its directory and name.
+        empty: returns its model on the meta device; an `InputError` of it is the finding.
+        described: returns what the model is, in a few words.
+        remedy: the way out where it does not load, or its files are of another model.
+        cached: returns how many numbers its cache keeps for a token.
+    """
+    role, path = spec.name or spec.kind, str(spec.path)
+    try:
+        model = empty(path)
+    except InputError as error:
+        text = str(error).removeprefix(f"{spec.kind}: ")
+        return None, Finding("error", role, text, SEARCH if text.startswith("tree: ") else remedy)
+    text = f"{described(model)}, {count(model.num_parameters())} parameters"
+    tensors, finding = checkpoint(role, path, text)
+    if finding.state != "error" and tensors:
+        expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        stored = {name: shape for name, (_, shape) in tensors.items()}
+        differing = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
+        if differing:  # loaders skip names they do not know, and fill what is missing with random numbers
+            finding = other_tensors(role, text, expected, stored, differing, remedy)
+    return Part(role, path, model, by_dtype(tensors), cached(model)), finding
 
 
 def _as_described(model: Any, tensors: Stored, role: str, text: str) -> Finding | None:
@@ -173,14 +219,3 @@ def by_dtype(tensors: Stored) -> Counter[str]:
     for dtype, shape in tensors.values():
         counts[dtype] += prod(shape)
     return counts
-
-
-def count(number: int) -> str:
-    """Format a large number."""
-    units = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
-    return next((f"{number / unit:.1f} {name}" for unit, name in units if number >= unit), str(number))
-
-
-def counted(number: Any, what: str) -> str:
-    """Return a number of things."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

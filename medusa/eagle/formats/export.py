@@ -1,4 +1,4 @@
-"""What `export` does with EAGLE-3 heads: writes them for servers, reads those of others, and has them verified."""
+"""What `draftsmith export` does with EAGLE-3 heads: writes them for servers, reads those of other tools."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +11,7 @@ from draftsmith.decode.cache.features import decoder_layers
 from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.formats.writing import export_eagle
 from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.train.kinds.export import Served
-from draftsmith.train.kinds.export_config import ExportOptions
+from draftsmith.train.kinds.export import ExportOptions, Served
 from draftsmith.train.models import DTYPES, empty_model, load_model, stored_dtype
 from draftsmith.train.runs import sglang_command, vllm_command
 
@@ -20,7 +19,7 @@ GAMMA = 4
 WRITTEN = "read back by another process with the same logits"
 
 
-def export_lines(config: ExportOptions, source: str) -> list[str]:
+def export(config: ExportOptions, source: str) -> list[str]:
     """Write heads for a server, and return what to tell: the launch line is the last.
 
     Raises:
@@ -46,7 +45,7 @@ def export_lines(config: ExportOptions, source: str) -> list[str]:
     return lines
 
 
-def import_lines(config: ExportOptions, source: str) -> list[str]:
+def import_from(config: ExportOptions, source: str) -> list[str]:
     """Write heads of another tool in our format, and return what to tell.
 
     Raises:
@@ -63,9 +62,9 @@ def import_lines(config: ExportOptions, source: str) -> list[str]:
     return [f"# wrote {output}, {WRITTEN}", f"# EAGLE-3 heads on the target's features after layers {depths}"]
 
 
-def served_eagle(config: ExportOptions) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
-    """Return how vLLM is to use what was written, and what drafts here: what was given, so the file is proven too."""
-    heads: Any = import_eagle(str(config.heads))
+def served(config: ExportOptions, source: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+    """Return how vLLM is to use what was written, and what drafts here: what was given, so that the file is proven."""
+    heads: Any = import_eagle(source)
 
     def drafter(model: PreTrainedModel) -> Proposer:
         rounded = heads if config.dtype is None else heads.to(DTYPES[config.dtype])

@@ -42,17 +42,6 @@ TRAINING_ALONE = re.compile(r"verifier_(lm_head|norm)\.weight$|rotary_emb\.inv_f
 """Tensors that checkpoints may have and that no draft needs: copies of the target's, and what is computed."""
 
 
-def is_eagle(directory: str | Path) -> bool:
-    """Return whether a directory's config.json says that it holds EAGLE-3 heads; False where it has none."""
-    path = Path(directory)
-    if not (path / CONFIG).is_file():
-        return False
-    config = read_config(path, "heads")
-    names = config.get("architectures")
-    named = isinstance(names, list) and any("Eagle3" in str(name) for name in names)
-    return named or config.get("speculators_model_type") == "eagle3"
-
-
 def import_eagle(directory: str | Path, format: str | None = None, target: PreTrainedModel | None = None) -> EagleHeads:
     """Read heads that any of these tools wrote.
 

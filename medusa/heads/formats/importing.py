@@ -68,21 +68,29 @@ def detect(directory: str | Path) -> str:
     Raises:
         InputError: no config.json, none of the formats, or more than one of them.
     """
-    directory = Path(directory)
-    config = read_config(directory)
-    marks = {
-        "own": config.get("model_type") == "medusa" and "hydra" in config,
-        "vllm": config.get("model_type") == "medusa" and "hydra" not in config,
-        "fasterdecoding": (directory / PICKLED).is_file() or (directory / LEGACY).is_file(),
-        "modelopt": isinstance(config.get("medusa"), dict),
-    }
-    formats = [format for format, marked in marks.items() if marked]
+    formats = marks(Path(directory))
     if len(formats) != 1:
         raise InputError(
             f"{directory}: expected Medusa heads in one of {', '.join(FORMATS)}, found "
             + (f"marks of {' and '.join(formats)}; name the format" if formats else "no mark of any")
         )
     return formats[0]
+
+
+def marks(directory: Path) -> list[str]:
+    """Return the formats that a directory may be in.
+
+    Raises:
+        InputError: no config.json.
+    """
+    config = read_config(directory)
+    marked = {
+        "own": config.get("model_type") == "medusa" and "hydra" in config,
+        "vllm": config.get("model_type") == "medusa" and "hydra" not in config,
+        "fasterdecoding": (directory / PICKLED).is_file() or (directory / LEGACY).is_file(),
+        "modelopt": isinstance(config.get("medusa"), dict),
+    }
+    return [format for format, is_marked in marked.items() if is_marked]
 
 
 def _read_own(directory: Path) -> MedusaHeads:

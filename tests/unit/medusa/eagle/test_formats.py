@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from draftsmith.decode.errors import InputError
 from draftsmith.medusa.eagle.formats import proof, readers
-from draftsmith.medusa.eagle.formats.importing import import_eagle, is_eagle
+from draftsmith.medusa.eagle.formats.importing import import_eagle
 from draftsmith.medusa.eagle.formats.writing import EAGLE_FORMATS, eagle_refusal, export_eagle
 from draftsmith.medusa.eagle.heads import EagleHeads
+from draftsmith.medusa.eagle.kind import Eagle
 
 VOCAB, LAYERS = 97, 8
 MAP = torch.tensor([3, 96, 0, 41, 40, 7, 11])
@@ -82,7 +83,7 @@ def test_there_and_back(tmp_path, made, format, name):
         assert (format, name) == ("sglang", "normed")
         return
     export_eagle(heads, tmp_path / "out", format, readme="card")
-    assert is_eagle(tmp_path / "out") and (tmp_path / "out" / "README.md").read_text() == "card"
+    assert Eagle().recognises_foreign(tmp_path / "out") and (tmp_path / "out" / "README.md").read_text() == "card"
     read = import_eagle(tmp_path / "out")
     same(read, heads)
     assert read.layer_ids == heads.layer_ids and read.config.base_model_name_or_path == "org/target"

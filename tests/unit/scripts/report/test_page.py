@@ -15,7 +15,8 @@ from draftsmith.decode.measurement.certificate import Certificate, unchecked
 from draftsmith.decode.measurement.intervals import Estimate
 from draftsmith.scripts.report.page import lossless, number, render_page, visible, write_page
 from draftsmith.scripts.report.types import Report, Speed
-from draftsmith.scripts.summary import figures_table, size
+from draftsmith.scripts.summary import figures_table
+from draftsmith.train.kinds.quantities import size
 
 NOTHING = Estimate(None, None, 0)
 TYPED = TypeAdapter(Report)

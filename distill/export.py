@@ -1,0 +1,122 @@
+"""What `draftsmith export` does with draft models: servers load their directories as they are."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedModel
+
+from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
+from draftsmith.decode.errors import InputError
+from draftsmith.decode.proposers.base import Proposer
+from draftsmith.distill.kind import Draft
+from draftsmith.distill.vocabulary import with_whole_head
+from draftsmith.train.kinds.export import ExportOptions, Served, check_output
+from draftsmith.train.models import (
+    check_same_tokenizer,
+    empty_model,
+    load_config,
+    load_draft,
+    load_model,
+    load_tokenizer,
+    stored_dtype,
+)
+from draftsmith.train.runs import save_model, sglang_command, vllm_command
+
+GAMMA = 4
+
+
+def check(kind: Draft, config: ExportOptions) -> None:
+    """Check what is asked for a draft model, which stays as it is.
+
+    Raises:
+        InputError: what would change it, or what its kind refuses.
+    """
+    if config.dtype is not None:
+        raise InputError("dtype: expected none with a draft model, which stays as it is, found one")
+    kind.check_format(config)
+
+
+def export(kind: Draft, config: ExportOptions, path: str) -> list[str]:
+    """Check a draft model, and return the lines by which a server loads it; write it where its vocabulary is cut.
+
+    Args:
+        kind: whose draft it is.
+        config: as of the command.
+        path: its directory.
+
+    Raises:
+        InputError: a model that cannot be loaded, or that the server does not load for this target.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise InputError(f"draft: expected a directory, found none at {path}")
+    if not any(directory.glob("*.safetensors")):
+        raise InputError(f"draft: expected weights in safetensors in {path}, found none; save it with save_pretrained")
+    code = config.trust_remote_code
+    dtype = stored_dtype(load_config(path, field="draft", trust_remote_code=code))
+    draft = load_model(path, field="draft", dtype=dtype, trust_remote_code=code, device="cpu")
+    tokenizer = load_tokenizer(path, field="draft", trust_remote_code=code)
+    kept_D = kept_tokens(draft.config)
+    if (kept_D is None) != (config.output is None):
+        if config.output is not None:
+            raise InputError("output: expected none with a draft model, which stays as it is, found one")
+        assert kept_D is not None
+        raise InputError(
+            f"output: expected a new directory for a whole head, which is what servers load: {path} drafts "
+            f"{len(kept_D):,} of {draft.config.get_text_config().vocab_size:,} tokens; found none, give --output"
+        )
+    if config.target is not None:
+        other = load_tokenizer(config.target, field="target", trust_remote_code=code)
+        target = empty_model(config.target, field="target", trust_remote_code=code)
+        sizes = [model.config.get_text_config().vocab_size for model in (target, draft)]
+        check_same_tokenizer(other, tokenizer, config.target, path, vocab_size=sizes[0])
+        if sizes[0] != sizes[1]:
+            server = {"vllm": "vLLM", "sglang": "SGLang"}[str(config.format)]
+            raise InputError(
+                f"draft: expected the target's vocab_size {sizes[0]}, which {server} requires, found {sizes[1]}; "
+                f"draft.resize_token_embeddings({max(sizes)}) pads it"
+            )
+    name = config.target or "TARGET"
+    lines = [
+        f"# {path}: {draft.num_parameters():,} parameters, {'its' if config.target is None else 'the same'} tokenizer"
+    ]
+    if kept_D is not None:
+        path = str(config.output)
+        check_output(Path(path))
+        save_model(with_whole_head(draft), tokenizer, Path(path).absolute())
+        rows = draft.config.get_text_config().vocab_size
+        lines.append(
+            f"# wrote {path}: servers load no cut vocabulary, so that a draft of {len(kept_D):,} tokens has all "
+            f"{rows:,} there, the others never the most likely; greedy drafts stay as they are, what it saves is lost"
+        )
+    if config.format == "sglang":
+        # SGLang 0.5.23, `arg_groups/speculative_hook.py` and `speculative/standalone_worker_v2.py`: STANDALONE refuses
+        # rejection sampling, and a draft of another vocab_size or another map of tokens than the target's.
+        drawn = "it drafts the most likely token, and cannot draw: of the report's figures those of greedy drafts apply"
+        lines += [f"# {note}" for note in [drawn, *kind.notes(draft, "sglang")]]
+        return [*lines, sglang_command(name, path, config.draft_length or GAMMA)]
+    drawn = 'it drafts greedily; "draft_sample_method":"probabilistic" draws from the draft, as measure does'
+    lines += [f"# {note}" for note in [*kind.notes(draft, "vllm"), drawn]]
+    return [*lines, vllm_command(name, speculative(kind, config, path, draft.config))]
+
+
+def served(kind: Draft, config: ExportOptions, path: str) -> tuple[list[Served], Callable[[PreTrainedModel], Proposer]]:
+    """Return how vLLM is to use a draft, both ways of sampling, and what drafts here."""
+    code = config.trust_remote_code
+    written = config.output or path  # of a cut vocabulary
+    fields = speculative(kind, config, written, load_config(path, field="draft", trust_remote_code=code))
+    ways = [
+        Served(f"the draft, {method}", {**fields, "draft_sample_method": method})
+        for method in ("greedy", "probabilistic")
+    ]
+
+    def drafter(_: PreTrainedModel) -> Proposer:
+        return kind.proposer(load_draft(path, dtype="float32", trust_remote_code=code))
+
+    return ways, drafter
+
+
+def speculative(kind: Draft, config: ExportOptions, path: str, model: PretrainedConfig) -> dict[str, Any]:
+    """Return vLLM's speculative config of a draft model in a directory."""
+    return {"method": "draft_model", "model": path, **kind.drafting(config, model)}
