@@ -1,12 +1,15 @@
 """`accelerate launch -m draftsmith.distill --config configs/distill/tiny.yaml`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from draftsmith.decode.draft_models.vocabulary import token_count
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
 from draftsmith.distill.card import card
+from draftsmith.distill.carving import CHOICE, Carving, choose
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.draft_init import finish_draft, make_draft
+from draftsmith.distill.parallel.layout import mask_tokens
 from draftsmith.distill.parallel.model import choose_attention, make_parallel, require_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.distill.trainer import DistillTrainer
@@ -14,65 +17,97 @@ from draftsmith.distill.vocabulary import keep_tokens
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.examples import frequent_tokens
 from draftsmith.train.data.first_look import few_texts
-from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.job.ranks import leave, run_rank
-from draftsmith.train.launch import launch, load_target, read_data, run_training
+from draftsmith.train.launch import TrainingRun, launch
 from draftsmith.train.models import check_same_tokenizer, load_config, load_tokenizer, set_attention
-from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
+from draftsmith.train.teacher.cache_reader import CachedCollator, DistributionIndex, find_distributions
+
+
+class DistillRun(TrainingRun[DistillConfig]):
+    """A run that distils a draft model."""
+
+    distributions: DistributionIndex | None = None
+    """Of a teacher cache."""
+    draft_tokenizer: PreTrainedTokenizerBase
+    """Saved with the draft: its own where that maps all tokens as the target's does."""
+
+    def read_small_files(self) -> None:
+        """Compare the tokenizers, and look what a cache holds."""
+        config = self.config
+        if config.draft is not None:
+            stored = load_tokenizer(config.draft, field="draft", trust_remote_code=config.trust_remote_code)
+            size = self.target_config.get_text_config().vocab_size
+            check_same_tokenizer(
+                self.tokenizer, stored, config.target, config.draft, vocab_size=size, ends_may_differ=True
+            )
+        if config.teacher_cache:
+            self.distributions = find_distributions(config.teacher_cache, config, self.tokens)
+
+    def load_target(self) -> PreTrainedModel | None:
+        """Load the target, unless a cache has its distributions."""
+        return super().load_target() if self.distributions is None else None
+
+    def make_model(self) -> PreTrainedModel:
+        """Return the draft that training starts from."""
+        config, init = self.config, self.config.init
+        looks = config.target_device != "auto"  # layers of several devices are not rearranged
+        draft, self.draft_tokenizer = make_draft(
+            config.draft,
+            init,
+            config.target if self.target is None or config.target_sharded else self.target,
+            self.tokenizer,
+            self.choose_layers if looks else None,
+            trained_padding=() if config.draft is None else mask_tokens(self._config_of(config.draft)),
+            trust_remote_code=config.trust_remote_code,
+        )
+        if config.parallel:
+            make_parallel(draft, self.draft_tokenizer, config.parallel, config.parallel_mask_token)
+            choose_attention(draft, config.attn_implementation)
+            require_masks(draft)
+        else:
+            set_attention(draft, config.attn_implementation)
+        if init.draft_vocabulary is not None:
+            ends = end_of_sequence_ids(draft.generation_config, self.tokenizer)
+            kept = frequent_tokens(self.data, init.draft_vocabulary, self.tokens, ends, "init.draft_vocabulary")
+            keep_tokens(draft, kept.tolist())
+        return draft
+
+    def choose_layers(self, ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedModel]) -> Carving:
+        """Choose the layers of a carved draft by a few of the completions, or as this run did before it was stopped."""
+        file = Path(str(self.config.training.output_dir)) / CHOICE
+        if not self.begins and (chosen := Carving.read(file)) is not None:
+            return chosen
+        chosen = choose(ways, view, few_texts(self.data), self.tokens)
+        if self.config.training.should_save:
+            chosen.write(file)
+        return chosen
+
+    def packed_models(self, model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+        """Return the draft, unless masks tell its samples apart, and the target."""
+        return ({} if self.config.parallel else {"draft": model}) | super().packed_models(model)
+
+    def make_trainer(self, model: PreTrainedModel) -> DistillTrainer:
+        """Return the trainer of a plain draft, or of one that drafts in parallel."""
+        kind = ParallelTrainer if self.config.parallel else DistillTrainer
+        trainer = kind(model, self.target, self.draft_tokenizer, self.config, self.data, self.heldout)
+        if self.distributions is not None:
+            trainer.data_collator = CachedCollator(trainer.data_collator, self.distributions)
+        return trainer
+
+    def finish(self, trainer: DistillTrainer, output: Path) -> None:
+        """Silence the padding of the draft's head, and write its card."""
+        if self.config.init.pad_vocabulary:
+            spared, code = mask_tokens(self._config_of(output)), self.config.trust_remote_code
+            finish_draft(output, self.tokens, spared, trust_remote_code=code)
+        card(trainer, output).save(output / "README.md")
+
+    def _config_of(self, draft: str | Path) -> PretrainedConfig:
+        return load_config(draft, field="draft", trust_remote_code=self.config.trust_remote_code)
 
 
 def distill(config: DistillConfig) -> DistillTrainer:
     """Distil as the config says; the draft is in `config.training.output_dir` when this returns."""
-    code = config.trust_remote_code
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
-    target_config = load_config(config.target, field="target", trust_remote_code=code)
-    tokens = token_count(tokenizer, target_config)
-    if config.draft is not None:  # at once: completions and weights take longer to read
-        stored = load_tokenizer(config.draft, field="draft", trust_remote_code=code)
-        size = target_config.get_text_config().vocab_size
-        check_same_tokenizer(tokenizer, stored, config.target, config.draft, vocab_size=size, ends_may_differ=True)
-    args = config.training
-    distributions = None
-    if config.teacher_cache:
-        distributions = find_distributions(config.teacher_cache, config, tokens)
-    train, heldout = read_data(config)
-    target = load_target(config, tokenizer) if distributions is None else None
-    draft, draft_tokenizer = make_draft(
-        config.draft,
-        config.init,
-        config.target if target is None or config.target_sharded else target,
-        tokenizer,
-        () if config.target_device == "auto" else few_texts(train),  # layers of several devices are not rearranged
-        trust_remote_code=code,
-    )
-    if config.parallel:
-        make_parallel(draft, draft_tokenizer, config.parallel, config.parallel_mask_token)
-        choose_attention(draft, config.attn_implementation)
-        require_masks(draft)
-    else:
-        set_attention(draft, config.attn_implementation)
-    if config.init.draft_vocabulary is not None:
-        count = config.init.draft_vocabulary
-        ends = end_of_sequence_ids(draft.generation_config, tokenizer)
-        keep_tokens(draft, frequent_tokens(train, count, tokens, ends, "init.draft_vocabulary").tolist())
-    if config.packing:
-        if not config.parallel:  # masks tell the samples apart
-            require_packing(draft, "draft", args.per_device_train_batch_size)
-        if target is not None:
-            require_packing(target, "target", args.per_device_train_batch_size)
-        train = pack(train, int(config.max_length or 0), by_source=bool(config.source_weights))
-    kind = ParallelTrainer if config.parallel else DistillTrainer
-    trainer = kind(draft, target, draft_tokenizer, config, train, heldout)
-    if distributions is not None:
-        trainer.data_collator = CachedCollator(trainer.data_collator, distributions)
-
-    def finish(output: Path) -> None:
-        if config.init.pad_vocabulary:
-            finish_draft(output, tokens, trust_remote_code=code)
-        card(trainer, output).save(output / "README.md")
-
-    run_training(trainer, finish)
-    return trainer
+    return DistillRun(config).train()  # type: ignore[return-value]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from draftsmith.distill.config import DistillConfig
-from draftsmith.distill.parallel.layout import mask_token_of
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.checkpoint import stored_tensors
 from draftsmith.train.data.generate import other_target
@@ -41,12 +40,11 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
     config, args, init = trainer.config, trainer.args, trainer.config.init
     made = "some of the target's layers" if init.layers is not None else "random weights"
     tensors = stored_tensors(output, "draft").values()
-    terms = {config.divergence: 1.0} if isinstance(config.divergence, str) else config.divergence
-    draft_length = min(config.draft_length, config.parallel or config.draft_length)
+    block = trainer.block
+    draft_length = min(config.draft_length, block["tokens"]) if block else config.draft_length
     served = "DIR" if trainer.cut is None else "WHOLE"
     speculative = {"method": "draft_model", "model": served, "num_speculative_tokens": draft_length}
-    if config.parallel:
-        speculative["parallel_drafting"] = True
+    speculative |= block.get("served", {})
     evaluations = [entry for entry in trainer.state.log_history if "eval_alpha" in entry]
     return ModelCard.from_template(
         ModelCardData(
@@ -60,10 +58,10 @@ def card(trainer: DistillTrainer, output: Path) -> ModelCard:
         parameters=sum(math.prod(shape) for _, shape in tensors),
         kept=None if trainer.cut is None else len(trainer.cut.tokens_D),
         dtype=str(trainer.save_dtype).removeprefix("torch."),
-        divergence=" + ".join(name if weight == 1 else f"{weight} × {name}" for name, weight in terms.items()),
+        divergence=" + ".join(name if weight == 1 else f"{weight} × {name}" for name, weight in config.terms.items()),
         config=config,
         draft_length=draft_length,
-        mask_token=mask_token_of(trainer.draft) if config.parallel else None,
+        block=block,
         completions=", ".join(f"`{Path(path).name}`" for path in config.completions),
         authors=authors(config),
         served=served,

@@ -1,31 +1,44 @@
-"""Which layers a carved draft keeps, and how loud its last norm is: chosen by the loss on a few texts.
+"""The layers that a carved draft keeps, and the scale of its last norm: chosen by the loss on a few texts.
 
 Layers that were not neighbours meet a residual stream of another size and direction, how much so differs by family: on
 SmolLM2-135M the first 4 of 30 layers begin far better than evenly spaced ones, on the embedded target far worse.
 """
 
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from draftsmith.train.data.first_look import SCALES, Text, losses_of_scales, stacked
+from draftsmith.decode.validation import read
+from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales, say_once, stacked
 from draftsmith.train.losses.output_head import head_of, last_hidden
+from draftsmith.train.provenance import write_json
+
+CHOICE = "carving.json"
+"""The file beside a run's checkpoints that says what was chosen."""
 
 
 @dataclass(frozen=True)
 class Carving:
-    """What is kept of the target."""
+    """What a draft keeps of the target."""
 
     layers: list[int]
     scale: float = 1.0
     """Of what leaves the last norm."""
+
+    def write(self, file: Path) -> None:
+        """Write it for runs that resume."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, asdict(self))
+
+    @classmethod
+    def read(cls, file: Path) -> "Carving | None":
+        """Read what an earlier run wrote; None where there is none."""
+        return read(cls, file) if file.is_file() else None
 
 
 def ways_to_keep(evenly: list[int], depth: int) -> list[list[int]]:
@@ -48,22 +61,24 @@ def choose(
         texts: what to look at.
         tokens: of the tokenizer; the target's head may have more rows.
     """
-    found = []
-    for kept in ways:
-        model = view(kept)
-        with torch.no_grad():
-            hidden = [last_hidden(model, input_ids=text.ids_T[None].to(model.device))[0] for text in texts]
-        hidden_NH, labels_NK = stacked(texts, hidden, 1)
-        losses = losses_of_scales(hidden_NH, head_of(model).cut(tokens), labels_NK)[:, 0].tolist()
-        best = min(range(len(SCALES) if last_norm(model) else 1), key=losses.__getitem__)
-        found.append((losses[best], kept, SCALES[best], losses[0]))
-    loss, kept, scale, plain = broadcast_object_list([min(found)])[0]
-    if os.environ.get("RANK", "0") == "0":
-        print(
-            f"init: layers {', '.join(map(str, kept))}, the last norm × {scale:.2g}: the loss begins at {loss:.2f} "
-            f"({plain:.2f} without the factor, {math.log(tokens):.2f} if all {tokens:,} tokens were equally likely)",
-            file=sys.stderr,
-        )
+
+    def look() -> tuple[float, list[int], float, float]:
+        found = []
+        for kept in ways:
+            model = view(kept)
+            with torch.no_grad():
+                hidden = [last_hidden(model, input_ids=text.ids_T[None].to(model.device))[0] for text in texts]
+            hidden_NH, labels_NK = stacked(texts, hidden, 1)
+            losses = losses_of_scales(hidden_NH, head_of(model).cut(tokens), labels_NK)[:, 0].tolist()
+            best = min(range(len(SCALES) if last_norm(model) else 1), key=losses.__getitem__)
+            found.append((losses[best], kept, SCALES[best], losses[0]))
+        return min(found)
+
+    loss, kept, scale, plain = chosen_once(look)
+    say_once(
+        f"init: layers {', '.join(map(str, kept))}, the last norm × {scale:.2g}: the loss begins at {loss:.2f} "
+        f"({plain:.2f} without the factor, {math.log(tokens):.2f} if all {tokens:,} tokens were equally likely)"
+    )
     return Carving(kept, scale)
 
 

@@ -1,21 +1,18 @@
-"""What a distillation run is told."""
+"""Settings of a distillation run."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from draftsmith.decode.errors import DECAY, SHARE, InputError, at_least, at_most, finite, more_than, one_of, require
+from draftsmith.decode.errors import SHARE, InputError, at_least, one_of, require
+from draftsmith.distill.parallel.config import ParallelOptions
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
-from draftsmith.train.recipe import RecipeConfig
+from draftsmith.train.recipe import ObjectiveConfig
 from draftsmith.train.teacher.cache_config import refuse_beside_cache
 
 if TYPE_CHECKING:
     from draftsmith.train.losses.objective import Objective
-
-MOST = 256
-"""Tokens of a block at most."""
 
 
 @dataclass
@@ -82,7 +79,7 @@ class DraftInit:
 
 
 @dataclass
-class DistillConfig(RecipeConfig):
+class DistillConfig(ParallelOptions, ObjectiveConfig):
     """Distil a draft model from a frozen target, on completions that the target wrote (`draftsmith prepare`)."""
 
     acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha", "greedy_alpha", "agreement")
@@ -91,19 +88,6 @@ class DistillConfig(RecipeConfig):
     """The student to start from: a causal LM with the target's tokenizer. Without one `init` says what to make."""
     init: DraftInit = field(default_factory=DraftInit)
     """A draft carved from the target or random, LoRA, and the vocabulary's padding."""
-    divergence: str | dict[str, float] = "forward_kl"
-    """What is minimised: forward_kl, reverse_kl, jsd, skew_kl, skew_reverse_kl, tvd, lk_hybrid, nla, cross_entropy (on
-    the completions' tokens, without the teacher), expected_length (the accepted tokens that a drafted block falls short
-    of), reached_tvd; or weights by name, for their sum."""
-    beta: float = 0.5
-    """The weight of p in jsd's mixture."""
-    alpha: float = 0.1
-    """How far the skewed divergences mix their first distribution into the second."""
-    eta: float = 3.0
-    """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
-    lk_alpha: str = "position"
-    """Which α weighs lk_hybrid: each "position" its own, or its mean over a "batch", which is what one process learns
-    from in one forward; that takes the loss's matrix products twice."""
     curriculum: float = 0.0
     """The share of the steps over which the objective moves from the forward KL to `divergence`, linearly."""
     draft_length: int = 4
@@ -117,27 +101,8 @@ class DistillConfig(RecipeConfig):
     on_policy_tokens: int = 128
     """Tokens of a completion that the draft writes, at most."""
 
-    parallel: int = 0
-    """K: the draft learns to draft so many tokens in one forward (PARD, arXiv 2504.18583): the next one as any draft
-    does, and K − 1 more at mask tokens behind it. 0 for a plain draft."""
-    parallel_retention: float = 0.5
-    """r: of the places that learn, the share r^j has a mask for the token j further, so that a step takes about
-    1 ÷ (1 − r) times a plain draft's arithmetic."""
-    parallel_minimum: float = 0.05
-    """The least share of places that have a mask for a token, however far."""
-    parallel_decay: float = 1.0
-    """The loss weighs the token j behind the next one decay^j."""
-    parallel_importance: bool = False
-    """Divide the weight of a mask by the share of places that have it: the loss is then, on average, that of all masks;
-    its gradients vary more."""
-    parallel_mask_token: int | str | None = None
-    """The mask token of a parallel draft, an id or as the tokenizer writes it, which no text may have: by default that
-    of the draft to start from, or else the first row beyond the tokenizer, or an unused special token."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_parallel()
-        _ = self.objective
         self.init.check_source(self.draft)
         require(self, SHARE, "curriculum", "on_policy")
         require(self, at_least(1), "on_policy_tokens")
@@ -153,13 +118,6 @@ class DistillConfig(RecipeConfig):
                 f"on_policy: expected 0 with teacher_cache, which has none of new texts, found {self.on_policy}"
             )
 
-    def _check_parallel(self) -> None:
-        if self.parallel == 1 or not 0 <= self.parallel <= MOST:
-            raise InputError(f"parallel: expected 0, or between 2 and {MOST} tokens, found {self.parallel}")
-        require(self, more_than(0) & at_most(1), "parallel_retention")
-        require(self, SHARE, "parallel_minimum")
-        require(self, finite(more_than(0)) & DECAY, "parallel_decay")
-
     @property
     def defaults(self) -> Defaults:
         """A draft that was trained before is changed a little; one carved or random must learn fast."""
@@ -172,30 +130,9 @@ class DistillConfig(RecipeConfig):
         """The model whose dtype "auto" saves in: the draft that was given, or the target."""
         return self.draft or self.target
 
-    @property
-    def kept_shares(self) -> Any:
-        """The shares of places that have a mask for the token 1, …, K − 1 further, (K − 1,)."""
-        from draftsmith.distill.parallel.chains import kept_shares
-
-        return kept_shares(self.parallel, self.parallel_retention, self.parallel_minimum)
-
-    @cached_property
-    def objective(self) -> "Objective":
-        """What is minimised."""
-        from draftsmith.train.losses.objective import Objective
-
-        terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
-        return Objective(
-            terms,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.beta,
-            self.alpha,
-            self.draft_length,
-            self.eta,
-            self.lk_alpha,
-        )
+    def make_objective(self, **fields: Any) -> "Objective":
+        """Make what is minimised; blocks have the length that is replayed."""
+        return super().make_objective(draft_length=self.draft_length, **fields)
 
 
 @dataclass

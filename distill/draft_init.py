@@ -6,7 +6,7 @@ Which layers, and how loud, `carving.py` chooses.
 """
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,9 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.decode.proposers.early_exit import early_exit
-from draftsmith.distill.carving import Carving, choose, last_norm, scale_norm, ways_to_keep
+from draftsmith.distill.carving import Carving, last_norm, scale_norm, ways_to_keep
 from draftsmith.distill.config import DraftInit
 from draftsmith.distill.vocabulary import fit_vocabulary, silence_padding
-from draftsmith.train.data.first_look import Text
 from draftsmith.train.files import files_written_aside
 from draftsmith.train.lora import add_lora
 from draftsmith.train.models import (
@@ -49,8 +48,9 @@ def make_draft(
     init: DraftInit,
     target: PreTrainedModel | str | Path,
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[Text] = (),
+    choose: Callable[[Sequence[list[int]], Callable[[list[int]], PreTrainedModel]], Carving] | None = None,
     *,
+    trained_padding: Sequence[int] = (),
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the draft that training starts from, and the tokenizer to save with it.
@@ -61,8 +61,9 @@ def make_draft(
         target: the target, whole (not sharded), which is left as it is and shares no memory with the draft; or where to
             find it: its weights are then read as they are stored, and only where the draft gets some of them.
         tokenizer: the target's.
-        texts: a carved draft's layers and its last norm are chosen by the loss on these; with none the layers are
-            evenly spaced, and the norm is the target's.
+        choose: of the ways to keep layers, and of what makes the draft of one, the way to take and the scale of its
+            last norm (`carving.choose`); None for evenly spaced layers and the target's norm.
+        trained_padding: as in `silence_padding`, of a given draft.
         trust_remote_code: run code that a given draft's repository ships.
 
     Returns:
@@ -93,16 +94,14 @@ def make_draft(
                 found = f"{init.draft_vocabulary} beside the draft's {len(known)}"
                 raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {found}")
         else:
-            model = (
-                _carved(target, init, texts, token_count(tokenizer, target.config))
-                if init.layers is not None
-                else _random(target, init.config or {})
-            )
+            model = _carved(target, init, choose) if init.layers is not None else _random(target, init.config or {})
             model.generation_config = copy.deepcopy(target.generation_config)
         model.eval().requires_grad_(True)
         if init.share == "embeddings":
             _share_embeddings(model, target)
-        fit_vocabulary(model, token_count(tokenizer, target.config), size if init.pad_vocabulary else None)
+        fit_vocabulary(
+            model, token_count(tokenizer, target.config), size if init.pad_vocabulary else None, trained_padding
+        )
         check_head(model.config, tokenizer, "draft", target.config)
         if init.lora is not None:
             add_lora(model, init.lora)
@@ -125,14 +124,14 @@ def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
     return kept
 
 
-def _carved(target: PreTrainedModel, init: DraftInit, texts: Sequence[Text], tokens: int) -> PreTrainedModel:
+def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrainedModel:
     """Return a new model of some of the target's layers, narrowed: built from its config, then filled."""
     _check_plain(target)
     depth: int = target.config.num_hidden_layers
     carving = Carving(layer_indices(init.layers or 0, depth))
-    if texts:
+    if choose is not None:
         ways = ways_to_keep(carving.layers, depth) if isinstance(init.layers, int) else [carving.layers]
-        carving = choose(ways, partial(_view, target, init), texts, tokens)
+        carving = choose(ways, partial(_view, target, init))
     view = _view(target, init, carving.layers)
     draft = _built(target, view.config.to_dict(), "init")
     try:
@@ -302,7 +301,9 @@ def _share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
         end.requires_grad_(False)  # type: ignore[union-attr]
 
 
-def finish_draft(directory: Path, tokens: int, *, trust_remote_code: bool = False) -> None:
+def finish_draft(
+    directory: Path, tokens: int, trained_padding: Sequence[int] = (), *, trust_remote_code: bool = False
+) -> None:
     """Silence the padding of a saved draft's head, which training has left behind (`silence_padding`).
 
     On disk, so that it is one and the same for drafts that were sharded. By one process; a head without padding is not
@@ -311,6 +312,7 @@ def finish_draft(directory: Path, tokens: int, *, trust_remote_code: bool = Fals
     Args:
         directory: where the draft is.
         tokens: rows that are tokens (`token_count`).
+        trained_padding: as in `silence_padding`.
         trust_remote_code: run code that its repository ships.
     """
     config = load_config(directory, field="draft", trust_remote_code=trust_remote_code)
@@ -318,6 +320,6 @@ def finish_draft(directory: Path, tokens: int, *, trust_remote_code: bool = Fals
         return
     dtype = stored_dtype(config)
     model = load_model(directory, field="draft", dtype=dtype, trust_remote_code=trust_remote_code, device="cpu")
-    silence_padding(model, tokens)
+    silence_padding(model, tokens, trained_padding)
     with files_written_aside(directory) as aside:
         model.save_pretrained(aside)

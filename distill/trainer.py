@@ -72,7 +72,7 @@ class DistillTrainer(RecipeTrainer):
         self.objective = replace(self.objective, partial=self.cut is not None)
         self._written = {"on_policy_tokens": 0.0, "on_policy_seconds": 0.0}
 
-    def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Have the draft write the completions of a share of the batches anew."""
         # The same coin on every process: sampling from a sharded draft takes all of them.
         seeds = [(int(self.args.seed), self.state.global_step, part) for part in range(len(batches))]
@@ -99,7 +99,7 @@ class DistillTrainer(RecipeTrainer):
             top_p=config.top_p,
             eos_token_id=end_of_sequence_ids(self.target.generation_config, self.tokenizer) or None,
             pad_token_id=self.tokenizer.pad_token_id,
-            suppress_tokens=self.unwritten or None,
+            suppress_tokens=self.forbidden_tokens or None,
         )
         with self.compute_loss_context_manager():
             samples = continued(
@@ -116,7 +116,7 @@ class DistillTrainer(RecipeTrainer):
         return written
 
     @property
-    def unwritten(self) -> list[int]:
+    def forbidden_tokens(self) -> list[int]:
         """The tokens that the draft must not write: rows of its head that are none, and those that it can't propose."""
         rows: int = self.draft.config.get_text_config().vocab_size
         written = range(self.vocab_size) if self.cut is None else self.cut.tokens_D.tolist()
@@ -133,9 +133,9 @@ class DistillTrainer(RecipeTrainer):
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens."""
-        labels_N, follow_N = self.learned(positions.next_tokens(inputs["input_ids"])), positions.follow()
-        objective = self.current_objective() if model.training else self.objective
-        teacher = self.taught(self._teacher_of(inputs, positions)) if objective.needs_target else None
+        labels_N, follow_N = self.loss_labels(positions.next_tokens(inputs["input_ids"])), positions.follow()
+        objective = self.objective_of_step() if model.training else self.objective
+        teacher = self.loss_distributions(self._teacher_of(inputs, positions)) if objective.needs_target else None
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_NH, head),) = learners
@@ -143,12 +143,17 @@ class DistillTrainer(RecipeTrainer):
 
         def loss_of(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                return self.looked_at(objective_of, (positions.take(hidden_BTH), self.trained(head)))
+                return self.loss_beside_uniform(objective_of, (positions.take(hidden_BTH), self.loss_head(head)))
 
         return model(**texts(inputs), inside=inside_model(self.draft, loss_of))
 
     @property
-    def bad_beginning(self) -> str:
+    def block(self) -> dict[str, Any]:
+        """What the card says of a draft that drafts a block of tokens in one forward; nothing of any other."""
+        return {}
+
+    @property
+    def cause_of_bad_start(self) -> str:
         """What a draft may have lost before it came here."""
         if self.config.draft is not None:
             return f"look whether {self.config.draft} was made for text like this, and loads whole (draftsmith doctor)"
@@ -156,7 +161,7 @@ class DistillTrainer(RecipeTrainer):
             return "random weights are too large for this shape; look at initializer_range in init.config"
         return "the layers that are left do not follow each other; try other init.layers, or more of them"
 
-    def current_objective(self) -> Objective:
+    def objective_of_step(self) -> Objective:
         """Return what this step minimises: the curriculum begins with the forward KL and ends with the objective."""
         steps = self.config.curriculum * self.state.max_steps
         return self.objective.after(self.state.global_step / steps) if steps else self.objective
@@ -167,8 +172,8 @@ class DistillTrainer(RecipeTrainer):
         labels_N, teacher = positions.next_tokens(inputs["input_ids"]), self._teacher_of(inputs, positions)
 
         def taken(hidden_BTH: Tensor, head: OutputHead) -> Tensor:
-            hidden_NH, head = positions.take(hidden_BTH), self.trained(head)
-            return chunked_features(self.evaluated, labels_N, hidden_NH, head, teacher, self.evaluation_sizes)
+            hidden_NH, head = positions.take(hidden_BTH), self.loss_head(head)
+            return chunked_features(self.evaluation_features, labels_N, hidden_NH, head, teacher, self.evaluation_sizes)
 
         features_NK = model(**texts(inputs), inside=inside_model(self.draft, taken)).float()
         features_BTK = features_NK.new_zeros(*inputs["input_ids"].shape, features_NK.shape[1])
@@ -182,15 +187,15 @@ class DistillTrainer(RecipeTrainer):
         sums = replay_sums(features_BTK[..., :4], chosen_BT, self.config.draft_length)
         return torch.cat([sums, torch.stack(losses)[:, None]], dim=1)
 
-    def trained(self, head: OutputHead) -> OutputHead:
+    def loss_head(self, head: OutputHead) -> OutputHead:
         """Return what the loss takes of the draft's head: the rows of the tokens that it proposes."""
         return head.cut(self.vocab_size) if self.cut is None else self.cut.of_head(head)
 
-    def learned(self, labels_N: Tensor) -> Tensor:
+    def loss_labels(self, labels_N: Tensor) -> Tensor:
         """Return the text's tokens as the loss numbers them: of a cut vocabulary the places there."""
         return labels_N if self.cut is None else self.cut.labels(labels_N)
 
-    def taught(
+    def loss_distributions(
         self, teacher: LiveDistributions | CachedDistributions
     ) -> LiveDistributions | WholeDistributions | CachedDistributions:
         """Return what the loss compares the draft with: p over the tokens that it proposes."""
@@ -198,7 +203,7 @@ class DistillTrainer(RecipeTrainer):
             return teacher
         if isinstance(teacher, CachedDistributions):
             return self.cut.of_cached(teacher)
-        return self.cut.taught(replace(teacher, head=self._cut_target_head), self.objective)
+        return self.cut.of_teacher(replace(teacher, head=self._cut_target_head), self.objective)
 
     @cached_property
     def _cut_target_head(self) -> OutputHead:
@@ -210,12 +215,12 @@ class DistillTrainer(RecipeTrainer):
         """Of the chunks of the loss."""
         return self.sizes if self.cut is None else self.cut.training_sizes(self.sizes, self.objective)
 
-    def evaluated(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+    def evaluation_features(self, p: Tensor | CachedDistributions, q_logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Return the four features of replay, over all tokens, and behind them those of the loss."""
         cut, wide_PV = self.cut, q_logits_PV if self.cut is None else self.cut.widened(q_logits_PV)
         replayed_PK = replay_features(p, wide_PV, labels_P, self.sampler)
         taught = p if cut is None else cut.of_distributions(p)
-        return torch.cat([replayed_PK, self.objective.features(taught, q_logits_PV, self.learned(labels_P))], dim=1)
+        return torch.cat([replayed_PK, self.objective.features(taught, q_logits_PV, self.loss_labels(labels_P))], dim=1)
 
     @property
     def evaluation_sizes(self) -> ChunkSizes:

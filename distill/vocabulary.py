@@ -12,7 +12,6 @@ import torch
 from transformers import PreTrainedModel
 
 from draftsmith.decode.draft_models.cut_vocabulary import KEPT_TOKENS, kept_tokens
-from draftsmith.distill.parallel.layout import MASK_TOKEN
 from draftsmith.train.losses.cut_vocabulary import whole_rows
 from draftsmith.train.models import empty_model
 
@@ -20,7 +19,7 @@ from draftsmith.train.models import empty_model
 TEXTS, LENGTH = 4, 64
 
 
-def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None) -> None:
+def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None, trained_padding: Sequence[int] = ()) -> None:
     """Give a draft an embedding and a logit for each token that the target can write, in place.
 
     Rows of tokens that it lacks are drawn as `resize_token_embeddings` does, around the mean of the others (Hewitt
@@ -33,6 +32,7 @@ def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None) -> Non
             `silence_padding`). vLLM's method `draft_model` (`SpeculativeConfig.verify_equal_vocab_size_if_draft_model`)
             and `generate(assistant_model=…)` refuse pairs of unequal sizes, though ids beyond the tokenizer mean
             nothing. None leaves a head alone that has a row for each token.
+        trained_padding: as in `silence_padding`.
     """
     rows: int = draft.config.get_text_config().vocab_size
     wanted = max(tokens, rows if size is None else size)
@@ -40,7 +40,7 @@ def fit_vocabulary(draft: PreTrainedModel, tokens: int, size: int | None) -> Non
         # Drawing around the mean takes a covariance: not for rows that are padding.
         draft.resize_token_embeddings(wanted, mean_resizing=rows < tokens)
     if size is not None:
-        silence_padding(draft, tokens)
+        silence_padding(draft, tokens, trained_padding)
 
 
 def keep_tokens(draft: PreTrainedModel, tokens: Sequence[int]) -> None:
@@ -76,17 +76,17 @@ def with_whole_head(draft: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def silence_padding(model: PreTrainedModel, tokens: int) -> None:
+def silence_padding(model: PreTrainedModel, tokens: int, trained_padding: Sequence[int] = ()) -> None:
     """Give the head's rows beyond the tokenizer logits so low that they are never drafted, in place.
 
     The losses cut them off, so that training leaves them where they are while the hidden states move on: without this
     their logits could rise above all others. With w₀ the row of the token whose mean logit is the lowest and w̄ the mean
-    of all tokens' rows, they become 2w₀ − w̄, whose logit lies as far below w₀'s as that lies below the mean. The row
-    of a mask token that is tied to its embedding is no padding: the losses have trained it.
+    of all tokens' rows, they become 2w₀ − w̄, whose logit lies as far below w₀'s as that lies below the mean.
 
     Args:
         model: a causal LM, whole on its device.
         tokens: rows that are tokens, from the first.
+        trained_padding: rows beyond them whose embeddings training uses: where these are the head's rows, they stay.
     """
     head = model.get_output_embeddings()
     if head is None or next(head.parameters()).shape[0] <= tokens:
@@ -97,7 +97,7 @@ def silence_padding(model: PreTrainedModel, tokens: int) -> None:
     quiet = model(input_ids=ids, use_cache=False).logits[..., :tokens].float().mean((0, 1)).argmin()
     padding = torch.arange(tokens, len(head.weight), device=model.device)  # type: ignore[arg-type]
     if ties_embeddings(model):
-        padding = padding[padding != getattr(model.config.get_text_config(), MASK_TOKEN, -1)]
+        padding = padding[~torch.isin(padding, torch.tensor(trained_padding, dtype=torch.long, device=padding.device))]
     for rows in head.parameters():  # the matrix, (V, H), and a bias, (V,), in a few families
         rows[padding] = 2 * rows[quiet] - rows[:tokens].mean(0)
     model.train(training)

@@ -36,7 +36,7 @@ from draftsmith.train.launch import read_data
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import write_json
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import kept_told
+from draftsmith.train.runs import note_on_interrupt
 
 SCHEMA = "draftsmith.learning_curve/3"
 
@@ -91,7 +91,9 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
         name = next(name for name in settings if known["settings"].get(name) != settings[name])
         raise InputError(f"output: expected {path} of the same {name}, found it of another; give another directory")
     points = {point["share"]: point for point in known["points"]}
-    with kept_told(lambda: f"{len(points)} of {len(config.shares)} shares are kept in {output}" if points else None):
+    with note_on_interrupt(
+        lambda: f"{len(points)} of {len(config.shares)} shares are kept in {output}" if points else None
+    ):
         for share in config.shares:
             if share not in points:
                 points[share] = _point(config, share, output / f"share-{share:g}")

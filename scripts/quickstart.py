@@ -24,7 +24,7 @@ from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable
-from draftsmith.train.runs import kept_told
+from draftsmith.train.runs import note_on_interrupt
 from draftsmith.train.trainer import RecipeTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +37,7 @@ def quickstart(config: QuickstartConfig, console: Console) -> Report:
         if not directory.is_dir():
             raise InputError(f"quickstart: expected the source tree's {directory}, found nothing (run it from a clone)")
     output = require_writable(config.output)
-    with kept_told(lambda: _kept(output)):
+    with note_on_interrupt(lambda: _kept(output)):
         return _stages(config, output, console)
 
 

@@ -1,21 +1,25 @@
-"""From a config to a finished run: what every recipe's entry point does around its model."""
+"""A training run, from its config to what it leaves: the one entry of every kind of drafter that is trained."""
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
+from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.examples import TrainingData, require_apart, split_off, take_share, training_examples
 from draftsmith.train.data.generate import other_target
+from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
 from draftsmith.train.job.checkpointed import Progress
@@ -24,7 +28,9 @@ from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
 from draftsmith.train.models import (
     check_head,
+    load_config,
     load_model,
+    load_tokenizer,
     named_device,
     resolve_dtype,
     set_attention,
@@ -32,7 +38,7 @@ from draftsmith.train.models import (
 )
 from draftsmith.train.provenance import as_json, recorded_config, write_run_record
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import interruption_told
+from draftsmith.train.runs import note_checkpoint_on_interrupt
 from draftsmith.train.sharding import load_sharded
 from draftsmith.train.trainer import RecipeTrainer
 
@@ -107,6 +113,73 @@ def load_target(config: RecipeConfig, tokenizer: PreTrainedTokenizerBase) -> Pre
     return target
 
 
+class TrainingRun(ABC, Generic[Config]):
+    """A run of one kind of drafter. `train` calls the methods below it in their order; a kind says what differs."""
+
+    data: TrainingData
+    heldout: TrainingData | None
+    target: Any
+    """The frozen target; None where a cache says all that is learned from it."""
+
+    def __init__(self, config: Config):
+        """Read the target's tokenizer and config.
+
+        Raises:
+            InputError: they cannot be used; and so each of the methods below.
+        """
+        code = config.trust_remote_code
+        self.config = config
+        self.tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=code)
+        self.target_config = load_config(config.target, field="target", trust_remote_code=code)
+        self.tokens = token_count(self.tokenizer, self.target_config)
+
+    def train(self) -> RecipeTrainer:
+        """Train, or resume; what was trained is in `config.training.output_dir` when this returns."""
+        config, args = self.config, self.config.training
+        self.read_small_files()
+        self.data, self.heldout = read_data(config)
+        self.target = self.load_target()
+        model = self.make_model()
+        if config.packing:
+            for field, packed in self.packed_models(model).items():
+                require_packing(packed, field, args.per_device_train_batch_size)
+            self.data = pack(self.data, int(config.max_length or 0), by_source=bool(config.source_weights))
+        trainer = self.make_trainer(model)
+        run_training(trainer, lambda output: self.finish(trainer, output))
+        return trainer
+
+    @cached_property
+    def begins(self) -> bool:
+        """Whether no checkpoint is there to resume from, so that it matters what weights begin as.
+
+        All processes ask together.
+        """
+        config = self.config
+        return not config.resume or newest_checkpoint(str(config.training.output_dir)) is None
+
+    def read_small_files(self) -> None:
+        """Read what may be wrong and takes no time: completions and weights take longer."""
+
+    def load_target(self) -> PreTrainedModel | None:
+        """Load the target."""
+        return load_target(self.config, self.tokenizer)
+
+    @abstractmethod
+    def make_model(self) -> Any:
+        """Return what is to be trained."""
+
+    def packed_models(self, model: Any) -> dict[str, PreTrainedModel]:
+        """Return the models that must tell the samples of a packed row apart, by the config field that names each."""
+        return {} if self.target is None else {"target": self.target}
+
+    @abstractmethod
+    def make_trainer(self, model: Any) -> RecipeTrainer:
+        """Return the trainer of what `make_model` made."""
+
+    def finish(self, trainer: Any, output: Path) -> None:
+        """Write what lies beside the weights, such as a card: by the process that saves, of each machine."""
+
+
 def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None = None) -> None:
     """Train, or go on; measure; and leave in `output_dir` what was trained, and the record of the run.
 
@@ -129,7 +202,7 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
             done = f"training: {done}, and what was trained is in {output}"
             print(f"{done}; {MORE}", file=sys.stderr)
         return
-    with interruption_told(str(output)):
+    with note_checkpoint_on_interrupt(str(output)):
         trainer.train(resume_from_checkpoint=checkpoint)
         if trainer.eval_dataset is not None:
             trainer.evaluate()

@@ -1,8 +1,9 @@
-"""What every training run is told, whatever it trains against the target."""
+"""Settings of every training run, whatever it trains against the target."""
 
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftsmith.decode.errors import (
@@ -26,6 +27,8 @@ OPTIMIZERS = ("auto", "trainer", "muon")
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+    from draftsmith.train.losses.objective import Objective
 else:  # `parse_config` adds them by themselves, where they are needed
     TrainingArguments = Any
 
@@ -83,7 +86,7 @@ class RecipeConfig(TargetOptions):
     packing: bool = False
     """Put whole samples one behind the other into rows of `max_length` tokens, apart from each other."""
     patience: int | None = None
-    """End training after so many evaluations without a better `training.metric_for_best_model`."""
+    """End training after this many evaluations without a better `training.metric_for_best_model`."""
     target_dtype: str = "auto"
     """The frozen target's dtype: float32, bfloat16, float16 or float64; auto: as it is stored, or float32 where this
     device has no fast arithmetic for that. What is trained is float32, under autocast where `training.bf16` asks."""
@@ -211,3 +214,45 @@ class RecipeConfig(TargetOptions):
             training.metric_for_best_model, training.greater_is_better = "mean_acceptance_length", True
         metric = str(training.metric_for_best_model).removeprefix("eval_")
         one_of(self.acceptance_metrics).check("training.metric_for_best_model", metric)
+
+
+@dataclass
+class ObjectiveConfig(RecipeConfig):
+    """A run that minimises divergences between the target's distributions and the drafter's."""
+
+    divergence: str | dict[str, float] = "forward_kl"
+    """What is minimised. By soft labels, the target's distributions: forward_kl, reverse_kl, jsd, skew_kl,
+    skew_reverse_kl, tvd, lk_hybrid, nla. By hard labels, the completions' tokens: cross_entropy. Of draft models also
+    what a drafted block falls short of: expected_length (of accepted tokens), reached_tvd. Or weights by name, for
+    their sum."""
+    beta: float = 0.5
+    """The weight of p in jsd's mixture."""
+    alpha: float = 0.1
+    """How far the skewed divergences mix their first distribution into the second."""
+    eta: float = 3.0
+    """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
+    lk_alpha: str = "position"
+    """Which α weighs lk_hybrid: each "position" its own, or its mean over a "batch", which is what one process learns
+    from in one forward, of drafting heads each head's own; that takes the loss's matrix products twice."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.objective
+
+    @property
+    def terms(self) -> dict[str, float]:
+        """The weights of the divergences, by name."""
+        return {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
+
+    @cached_property
+    def objective(self) -> "Objective":
+        """What is minimised."""
+        return self.make_objective()
+
+    def make_objective(self, **fields: Any) -> "Objective":
+        """Make what is minimised of the settings, and of further fields of `Objective`."""
+        from draftsmith.train.losses.objective import Objective
+
+        sampling = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
+        shape = {name: getattr(self, name) for name in ("beta", "alpha", "eta", "lk_alpha")}
+        return Objective(self.terms, **sampling, **shape, **fields)

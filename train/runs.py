@@ -64,7 +64,7 @@ def declare_dtype(directory: Path, dtype: torch.dtype) -> None:
 
 
 @contextmanager
-def arguments_told() -> Iterator[None]:
+def argument_errors() -> Iterator[None]:
     """Turn what the library says of TrainingArguments that cannot be had here into one line.
 
     Raises:
@@ -79,20 +79,22 @@ def arguments_told() -> Iterator[None]:
 
 
 @contextmanager
-def interruption_told(directory: str) -> Iterator[None]:
+def note_checkpoint_on_interrupt(directory: str) -> Iterator[None]:
     """Have a run that is interrupted say which checkpoint it kept."""
-    with kept_told(lambda: (last := last_checkpoint(directory)) and f"{Path(last).name} is kept in {directory}"):
+    with note_on_interrupt(
+        lambda: (last := last_checkpoint(directory)) and f"{Path(last).name} is kept in {directory}"
+    ):
         yield
 
 
 @contextmanager
-def kept_told(kept: Callable[[], str | None]) -> Iterator[None]:
-    """Have an interruption of this block say what is kept, if anything is."""
+def note_on_interrupt(note_of: Callable[[], str | None]) -> Iterator[None]:
+    """Add a note to an interruption of this block, on what is kept; none where `note_of` returns None."""
     try:
         yield
     except KeyboardInterrupt as interruption:
-        if (told := kept()) is not None:
-            interruption.add_note(told)
+        if (note := note_of()) is not None:
+            interruption.add_note(note)
         raise
 
 

@@ -45,7 +45,7 @@ from draftsmith.train.losses.positions import IGNORED, LossPositions
 from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import arguments_told, declare_dtype, full_disk_reported, in_dtype
+from draftsmith.train.runs import argument_errors, declare_dtype, full_disk_reported, in_dtype
 from draftsmith.train.sharding import check_sharding
 
 READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -61,7 +61,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
 
     ahead = 0
     """How many tokens behind the next one are learned from a position."""
-    lays_out = False
+    needs_host_arrays = False
     """Whether something is laid out on the host by what batches hold: they have it there, too."""
 
     def __init__(
@@ -77,18 +77,20 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         if target is not None:
             require_split(target, "target")
         self.recipe, self.data = config, train_dataset
-        told = config.training.learning_rate is not None
-        if not told:
+        rate_given = config.training.learning_rate is not None
+        if not rate_given:
             width = model.config.get_text_config().hidden_size
             config.training.learning_rate = config.defaults.learning_rate(width)
         bounds = any(isinstance(each, PreTrainedModel) and takes_bounds(each) for each in (model, target))
-        with arguments_told():
+        with argument_errors():
             super().__init__(
                 model=model,
                 args=config.training,
                 train_dataset=train_dataset,
                 eval_dataset=eval_dataset,
-                data_collator=CompletionCollator(tokenizer, self.ahead, config.prompt_loss, bounds, self.lays_out),
+                data_collator=CompletionCollator(
+                    tokenizer, self.ahead, config.prompt_loss, bounds, self.needs_host_arrays
+                ),
                 processing_class=tokenizer,
                 **kwargs,
             )
@@ -124,7 +126,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         self._checkpoints: Path | None = None
         """Where a checkpoint is being written."""
 
-        if not told and self.is_world_process_zero():
+        if not rate_given and self.is_world_process_zero():
             name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
             print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
 
@@ -180,14 +182,14 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         with self.clock.phase("data"):
             batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         with self.clock.phase("text"):
-            batches = self.changed(batches)
+            batches = self.step_batches(batches)
         if self.recipe.prompt_loss:
             batches = [_with_all_labels(batch) for batch in batches]
         tokens = self._get_num_items_in_batch(batches, device)
         self.telemetry.count(batches, tokens)
         return batches, tokens
 
-    def changed(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    def step_batches(self, batches: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Return what a step learns from in place of the data's batches; a recipe may override this."""
         return batches
 
@@ -201,7 +203,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         self._step_loss, self._step_tokens = loss + self._step_loss, num_items_in_batch
         return loss
 
-    def looked_at(self, loss_of: Callable[[Sequence[Learner]], Tensor], *learners: Learner) -> Tensor:
+    def loss_beside_uniform(self, loss_of: Callable[[Sequence[Learner]], Tensor], *learners: Learner) -> Tensor:
         """Return `loss_of(learners)`, a sum over positions; in the first step it is compared with the uniform loss."""
         if self._first_loss is None or self.state.global_step:
             return loss_of(learners)
@@ -209,7 +211,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
 
     @property
     @abstractmethod
-    def bad_beginning(self) -> str:
+    def cause_of_bad_start(self) -> str:
         """Why a loss may begin above the uniform one, and what to do."""
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -218,7 +220,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         norm = grad_norm if self.accelerator.scaler is None else None
         require_finite(self.accelerator, self._step_loss, norm, self._samples_of_step, self.state.global_step + 1)
         if self._first_loss is not None:
-            self._first_loss.tell(self.accelerator, self._step_tokens, self.bad_beginning)
+            self._first_loss.tell(self.accelerator, self._step_tokens, self.cause_of_bad_start)
             self._first_loss = None
         self._step_samples, self._step_loss = [], torch.zeros(())
         return grad_norm
@@ -261,7 +263,7 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         """
         if not self.is_world_process_zero():
             return
-        with arguments_told():
+        with argument_errors():
             HfApi().upload_folder(
                 repo_id=str(self.hub_model_id),
                 folder_path=str(self.args.output_dir),

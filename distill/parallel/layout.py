@@ -75,6 +75,12 @@ def mask_token_of(model: PreTrainedModel) -> int:
     return token
 
 
+def mask_tokens(config: PretrainedConfig) -> list[int]:
+    """Return the mask token of a draft's config, as a list; an empty one where the draft is a plain one."""
+    token = getattr(config.get_text_config(), MASK_TOKEN, None)
+    return [] if token is None else [token]
+
+
 def visible_entries(
     positions_BL: Tensor, anchors_BL: Tensor, texts_BL: Tensor | None = None, last: int | None = None
 ) -> Tensor:

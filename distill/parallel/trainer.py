@@ -38,7 +38,7 @@ class ParallelTrainer(DistillTrainer):
     weights as a plain draft, whose τ is `plain_mean_acceptance_length`.
     """
 
-    lays_out = True
+    needs_host_arrays = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -106,9 +106,13 @@ class ParallelTrainer(DistillTrainer):
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
         """Return the objective summed over this part's completion tokens and the masks behind them."""
         chains: Chains = inputs["chains"]
-        objective = self.current_objective() if model.training else self.objective
-        labels_E = self.learned(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
-        p_E = chains.gathered(self.taught(self._teacher_of(inputs, positions))) if objective.needs_target else None
+        objective = self.objective_of_step() if model.training else self.objective
+        labels_E = self.loss_labels(positions.next_tokens(inputs["input_ids"]))[chains.places_E]
+        p_E = (
+            chains.gathered(self.loss_distributions(self._teacher_of(inputs, positions)))
+            if objective.needs_target
+            else None
+        )
 
         def objective_of(learners: Sequence[Learner]) -> Tensor:
             ((hidden_EH, head),) = learners
@@ -126,7 +130,7 @@ class ParallelTrainer(DistillTrainer):
 
         def loss_of(hidden_BLH: Tensor, head: OutputHead) -> Tensor:
             with self.clock.phase("loss"):
-                return self.looked_at(objective_of, (chains.take(hidden_BLH), self.trained(head)))
+                return self.loss_beside_uniform(objective_of, (chains.take(hidden_BLH), self.loss_head(head)))
 
         beside = self._with_masks(inputs, chains)
         return model(**beside, inside=inside_model(self.draft, loss_of, parallel_hidden))
@@ -160,8 +164,8 @@ class ParallelTrainer(DistillTrainer):
                 p_E: GatheredDistributions = p_E,
                 labels_E: Tensor = labels_E,
             ) -> Tensor:
-                hidden_EH, head = chains.take(hidden_BLH), self.trained(head)
-                return chunked_features(self.evaluated, labels_E, hidden_EH, head, p_E, self.evaluation_sizes)
+                hidden_EH, head = chains.take(hidden_BLH), self.loss_head(head)
+                return chunked_features(self.evaluation_features, labels_E, hidden_EH, head, p_E, self.evaluation_sizes)
 
             beside = self._with_masks(inputs, chains)
             features_EF = model(**beside, inside=inside_model(self.draft, taken, parallel_hidden)).float()
@@ -198,9 +202,19 @@ class ParallelTrainer(DistillTrainer):
         return torch.cat([column.float() for column in columns], dim=1)
 
     @property
-    def unwritten(self) -> list[int]:
+    def block(self) -> dict[str, Any]:
+        """The length of a block, the mask token behind it, and the field of vLLM's speculative config."""
+        return {
+            "tokens": self.length,
+            "source": "PARD, arXiv 2504.18583",
+            "mask_token": self.mask_token,
+            "served": {"parallel_drafting": True},
+        }
+
+    @property
+    def forbidden_tokens(self) -> list[int]:
         """The tokens that the draft must not write: the mask is one of them."""
-        return sorted({*super().unwritten, self.mask_token})
+        return sorted({*super().forbidden_tokens, self.mask_token})
 
     def _work(self, positions: float, seen: float, tokens: float) -> float | None:
         """Return the operations of some steps, of which the draft's have masks, too."""

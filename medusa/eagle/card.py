@@ -18,8 +18,7 @@ def card(trainer: EagleTrainer) -> ModelCard:
     """
     heads = trainer.heads
     base, steps = heads.config.base_model_name_or_path, trainer.config.num_steps
-    evaluations = [entry for entry in trainer.state.log_history if "eval_accuracy_1" in entry]
-    last = evaluations[-1] if evaluations else {}
+    top_1, tau = trainer.last_acceptance
     return ModelCard.from_template(
         ModelCardData(base_model=hub_name(base), library_name="draftsmith", tags=["eagle3", "speculative-decoding"]),
         str(TEMPLATE),
@@ -28,6 +27,6 @@ def card(trainer: EagleTrainer) -> ModelCard:
         parameters=f"{heads.num_parameters():,}",
         dtype=str(trainer.save_dtype).removeprefix("torch."),
         num_steps=steps,
-        top_1=[last[f"eval_accuracy_{k}"] for k in range(1, steps + 1)] if last else [],
-        tau=last.get("eval_mean_acceptance_length"),
+        top_1=top_1,
+        tau=tau,
     )

@@ -9,7 +9,6 @@ Shape suffixes: B rows, T places, S places with keys, F features, H hidden, V th
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +25,17 @@ from transformers.models.llama.modeling_llama import (
 from draftsmith.decode.cache.features import check_layers, decoder_layers, default_layers
 from draftsmith.decode.cache.kernels import computing_dtype, fused_attention
 from draftsmith.decode.errors import SIZE, InputError, at_least, at_most, finite, more_than, require
-from draftsmith.medusa.heads.model import LMHead, check_ids
-from draftsmith.train.checkpoint import load_heads, reading, require_config
+from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, check_ids
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 TREE = "eagle_tree"
 """The key of the config that holds the tree that was searched for heads, as choices: see `Tree.from_choices`."""
 
 
-class EagleConfig(LlamaConfig):
+class EagleConfig(NamedConfig, LlamaConfig):
     """The shape of the heads, in the names that vLLM, SGLang and SpecForge read (`LlamaForCausalLMEagle3`)."""
+
+    architecture = "LlamaForCausalLMEagle3"
 
     draft_vocab_size: int = None  # type: ignore[assignment]
     """D, tokens that the heads can draft; V if None is given."""
@@ -58,12 +58,7 @@ class EagleConfig(LlamaConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         self.draft_vocab_size = self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
         self.target_hidden_size = self.hidden_size if self.target_hidden_size is None else self.target_hidden_size
-        super().__post_init__(**{"architectures": ["LlamaForCausalLMEagle3"], **kwargs})
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save as the library does, under the name that servers look for in place of our class's."""
-        self.architectures = ["LlamaForCausalLMEagle3"]
-        super().save_pretrained(*args, **kwargs)
+        super().__post_init__(**{"architectures": [self.architecture], **kwargs})
 
     def check(self) -> "EagleConfig":
         """Return the config, or raise an InputError that names the first field that cannot be."""
@@ -208,16 +203,15 @@ class Step(NamedTuple):
     """Of these places alone."""
 
 
-class EagleHeads(PreTrainedModel):
-    """The draft of EAGLE-3; the target stays an ordinary model, whose embeddings it sees, and is no part of it.
+class EagleHeads(DraftingHeads):
+    """The draft of EAGLE-3, which sees the target's embeddings besides.
 
-    `save_pretrained`, `from_pretrained` and `push_to_hub` are the library's, in safetensors, under the names of the
-    EAGLE authors. `d2t`, (D,) int64, is each drafted id's distance to the target's id, and `t2d`, (V,) bool, says which
-    of the target's tokens the heads know; both are there where D < V.
+    Its tensors have the names of the EAGLE authors. `d2t`, (D,) int64, is each drafted id's distance to the target's
+    id, and `t2d`, (V,) bool, says which of the target's tokens the heads know; both are there where D < V.
     """
 
     config_class = EagleConfig
-    base_model_prefix = ""
+    title, field, width, tokens = "EAGLE-3 heads", "eagle", "target_hidden_size", "d2t"
     main_input_name = "states"
     supports_gradient_checkpointing = True
     _no_split_modules = ["EagleLayer", "LMHead"]  # noqa: RUF012
@@ -293,34 +287,6 @@ class EagleHeads(PreTrainedModel):
             made.set_tokens(token_map)
         return made
 
-    @classmethod
-    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> "EagleHeads":  # type: ignore[override]
-        """Load heads that `save_pretrained` wrote, or others under the same names.
-
-        Raises:
-            InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
-                cannot be, or tensors that are missing, not expected, of another shape or type, or not finite.
-        """
-        heads: EagleHeads = load_heads(cls, super().from_pretrained, path, "EAGLE-3 heads", *args, **kwargs)
-        return heads.check_tokens(f"{path}: d2t")
-
-    @classmethod
-    def without_weights(cls, path: str | Path) -> "EagleHeads":
-        """Return heads of the shape that a directory's config.json says, on the meta device.
-
-        Raises:
-            InputError: no such directory, or a config that cannot be.
-        """
-        require_config(path, "EAGLE-3 heads")
-        with reading(str(path), "EAGLE-3 heads (config.json)"):
-            config = EagleConfig.from_pretrained(path)
-        with reading(str(path), "a config of EAGLE-3 heads"), torch.device("meta"):
-            return cls(config)
-
-    def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """Return None: the embeddings that the heads see are the target's."""
-        return None
-
     @property
     def cached_numbers(self) -> int:
         """How many numbers the cache of the layer holds for a token."""
@@ -344,24 +310,18 @@ class EagleHeads(PreTrainedModel):
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()[ids] = True
 
-    def check_tokens(self, field: str = "d2t") -> "EagleHeads":
-        """Return the heads, or raise an InputError where `d2t` names a token twice or none, or `t2d` others."""
+    def check_tokens(self, field: str = "d2t") -> None:
+        """Check `d2t` as ids of all heads are, and that `t2d` names the same tokens."""
+        super().check_tokens(field)
         ids = self.token_map
-        if ids is not None and self.t2d is not None and ids.device.type != "meta":
-            check_ids(ids, self.config.vocab_size, field)
-            if int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
-                raise InputError(f"{field}: expected the tokens that t2d names, found others")
-        return self
+        if ids is None or self.t2d is None or ids.device.type == "meta":
+            return
+        if int(self.t2d.sum()) != len(ids) or not bool(self.t2d[ids].all()):
+            raise InputError(f"{field}: expected the tokens that t2d names, found others")
 
     def check_fits(self, target: PreTrainedModel) -> None:
         """Raise an InputError where a target has another width, vocabulary or fewer layers than the heads need."""
-        vocab_size, hidden_size = head_of(target).weight.shape
-        for name, expected in (("target_hidden_size", hidden_size), ("vocab_size", vocab_size)):
-            if getattr(self.config, name) != expected:
-                raise InputError(
-                    f"eagle: expected heads with the target's {name.removeprefix('target_')} {expected}, found "
-                    f"{getattr(self.config, name)}"
-                )
+        super().check_fits(target)
         check_layers(self.layer_ids, len(decoder_layers(target)), "eagle_aux_hidden_state_layer_ids")
 
     @property
@@ -410,12 +370,3 @@ class EagleHeads(PreTrainedModel):
         raw, own = self.midlayer(embeddings, states, rotation, attend)
         hidden = self.norm(raw)
         return Step(hidden if self.config.norm_output else raw, hidden, own)
-
-    def widened(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, (…, V), of those over the heads' vocabulary, (…, D)."""
-        ids = self.token_map
-        if ids is None:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        wide[..., ids] = logits
-        return wide

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
@@ -19,8 +18,8 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.steps import Seen, seen_by, states_of_steps
-from draftsmith.train.data.first_look import SCALES, Text, losses_of_scales
+from draftsmith.medusa.eagle.unrolled import Seen, seen_by, states_of_steps
+from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED
@@ -138,7 +137,14 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def quieten(heads: EagleHeads, seen_of: Callable[[Text], Seen], texts: Sequence[Text], steps: int, tokens: int) -> None:
+def quieten(
+    heads: EagleHeads,
+    seen_of: Callable[[Text], Seen],
+    texts: Sequence[Text],
+    steps: int,
+    tokens: int,
+    sharded: bool = False,
+) -> None:
     """Multiply the last norm by the number that makes the loss of all steps the least on some texts.
 
     The layer is the target's, but what it sees is not, and its own output in later steps: it is surer than it is right.
@@ -150,24 +156,30 @@ def quieten(heads: EagleHeads, seen_of: Callable[[Text], Seen], texts: Sequence[
         texts: what to look at.
         steps: K.
         tokens: of the tokenizer; the target's head may have more rows.
+        sharded: whether a forward of the target takes all processes.
     """
-    states, labels, home = [], [], heads.device
-    for text in texts:
-        seen = seen_of(text)
-        nn.Module.to(heads, seen.features.device)  # on the host a large layer is slow
-        places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
-        places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
-        states += states_of_steps(heads, seen, None, places_N, steps)
-        labels += [text.ids_T.to(heads.device)[places_N + 1]] * steps
-    labels_N, head = torch.cat(labels), heads.head
-    if heads.token_map is None:
-        head = head.cut(tokens)
-    else:
-        labels_N = CutVocabulary(heads.token_map, heads.config.vocab_size).labels(labels_N)
-    losses = losses_of_scales(torch.cat(states), head, labels_N[:, None])[:, 0]
-    scale: float = broadcast_object_list([SCALES[int(losses.argmin())]])[0]
-    heads.norm.weight.mul_(scale)
+
+    def look() -> float:
+        states, labels = [], []
+        for text in texts:
+            seen = seen_of(text)
+            nn.Module.to(heads, seen.features.device)  # on the host a large layer is slow
+            places_N = (text.ahead(1) != IGNORED).nonzero()[:, 0]
+            places_N = places_N[places_N > steps].to(heads.device)  # all steps have a round that reaches there
+            states += states_of_steps(heads, seen, None, places_N, steps)
+            labels += [text.ids_T.to(heads.device)[places_N + 1]] * steps
+        labels_N, head = torch.cat(labels), heads.head
+        if heads.token_map is None:
+            head = head.cut(tokens)
+        else:
+            labels_N = CutVocabulary(heads.token_map, heads.config.vocab_size).labels(labels_N)
+        losses = losses_of_scales(torch.cat(states), head, labels_N[:, None])[:, 0]
+        return SCALES[int(losses.argmin())]
+
+    home = heads.device
+    scale = chosen_once(look, together=sharded)
     nn.Module.to(heads, home)
+    heads.norm.weight.mul_(scale)
 
 
 def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> Seen:

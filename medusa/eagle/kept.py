@@ -24,7 +24,7 @@ from draftsmith.decode.errors import at_least, require
 from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.memory import EaglePlan, trace_steps
-from draftsmith.medusa.eagle.steps import Seen, states_of_steps
+from draftsmith.medusa.eagle.unrolled import Seen, states_of_steps
 from draftsmith.train.cli import parse_config, run
 from draftsmith.train.losses.output_head import head_of
 from draftsmith.train.memory.activations import BatchShape, precision_of, tensors_of

@@ -11,10 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftsmith.medusa.chains import Chains, ChainTrainer, FeaturesOf
+from draftsmith.medusa.chains import ChainPlaces
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.steps import Seen, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.eagle.unrolled import Seen, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.distributions import LiveDistributions
@@ -24,20 +25,12 @@ from draftsmith.train.losses.positions import LossPositions
 from draftsmith.train.teacher.feature_reader import cached_states
 
 
-class EagleTrainer(ChainTrainer):
+class EagleTrainer(HeadsTrainer):
     """Minimises Σ_k decay^k · objective of step k, against the target's distribution or text, on completions.
 
     Evaluation replays held-out completions with a chain of K tokens, and reports `mean_acceptance_length`, `alpha`
     (of the first step), `loss`, and for each step k ≥ 1, which is step k − 1 of the paper, `accuracy_k`, the share of
     its tokens that it puts first, and `alpha_k`, its Σ_v min(p, q).
-
-    Args:
-        heads: in training.
-        target: frozen; with `config.teacher_cache` its layers are not used, and may be without weights (`load_ends`).
-        tokenizer: theirs, and so the others as in `RecipeTrainer`.
-
-    Raises:
-        InputError: heads for another target.
     """
 
     def __init__(
@@ -51,14 +44,14 @@ class EagleTrainer(ChainTrainer):
         **kwargs: Any,
     ):
         heads.check_fits(target)
-        self.config: EagleTrainingConfig = config
-        self.heads: EagleHeads = heads
         # Losses run inside of these: `train/losses/inside_forward.py`.
         open_forward(heads, heads.lm_head)
-        live, count = None if config.teacher_cache else target, config.num_steps
-        super().__init__(heads, live, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        live, count = not config.teacher_cache, config.num_steps
+        super().__init__(
+            heads, heads, target, tokenizer, config, train_dataset, eval_dataset, count=count, live=live, **kwargs
+        )
         self.embed: Any = target.get_input_embeddings()
-        if live is None:  # these two are all that stays of it
+        if not live:  # these two are all that stays of it
             self.embed.to(self.args.device)
             self.target_head = head_of(target).cut(self.vocab_size).to(self.args.device)
 
@@ -67,11 +60,11 @@ class EagleTrainer(ChainTrainer):
         seen = self._seen(inputs)
 
         def loss() -> Tensor:
-            at = Chains(inputs, self.count)
+            at = ChainPlaces(inputs, self.count)
             teacher = seen.hidden, self.teacher_head
 
             def of_states(*states: Tensor) -> Tensor:
-                head = self.known(self.heads.head)
+                head = self.loss_head(self.heads.head)
                 return self.chain_loss(at, states, lambda _: head, teacher)
 
             return self.heads.lm_head(*self._states(seen, inputs, at), inside=of_states)  # type: ignore[no-any-return]
@@ -83,11 +76,11 @@ class EagleTrainer(ChainTrainer):
         seen = self._seen(inputs)
 
         def sums() -> Tensor:
-            at = Chains(inputs, self.count)
+            at = ChainPlaces(inputs, self.count)
             p = LiveDistributions(at.teacher(seen.hidden), self.target_head)
 
             def of_states(*states: Tensor) -> Tensor:
-                head = self.known(self.heads.head)
+                head = self.loss_head(self.heads.head)
 
                 def features(k: int, features_of: FeaturesOf) -> Tensor:
                     return features_of(states[k], head)
@@ -106,7 +99,7 @@ class EagleTrainer(ChainTrainer):
             return Seen(hidden, self.embed(inputs["input_ids"]), states["features"])
         return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
 
-    def _states(self, seen: Seen, inputs: dict[str, Any], at: Chains) -> list[Tensor]:
+    def _states(self, seen: Seen, inputs: dict[str, Any], at: ChainPlaces) -> list[Tensor]:
         """Return what the head sees of each step at the places where it learns, (N, H)."""
         return states_of_steps(self.heads, seen, inputs.get("position_ids"), at.flat, self.count)
 
@@ -120,8 +113,6 @@ class EagleTrainer(ChainTrainer):
         return [self.heads.lm_head]
 
     @property
-    def bad_beginning(self) -> str:
-        """Whose heads they are."""
-        if self.config.heads is not None:
-            return f"look whether {self.config.heads} were trained for this target"
+    def cause_of_bad_new_heads(self) -> str:
+        """They begin as a layer that is made for other states."""
         return "the layer does not follow these features; try another init"

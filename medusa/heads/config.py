@@ -1,30 +1,21 @@
-"""The settings of a training run of Medusa heads."""
+"""Settings of a training run of Medusa heads."""
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
 
-from draftsmith.decode.errors import DECAY, HEADS, SHARE, InputError, at_least, more_than, one_of, require
+from draftsmith.decode.errors import HEADS, SHARE, InputError, at_least, more_than, one_of, require
+from draftsmith.medusa.config import HeadsConfig
 from draftsmith.train.job.defaults import Defaults
 from draftsmith.train.memory.setting import TrainingMachines
 from draftsmith.train.options import LoraOptions
-from draftsmith.train.recipe import RecipeConfig
-
-if TYPE_CHECKING:
-    from draftsmith.train.losses.objective import Objective
 
 BACKBONES = ("frozen", "lora", "full")
 LM_HEADS = ("own", "shared")
 
 
 @dataclass
-class MedusaTrainingConfig(RecipeConfig):
+class MedusaTrainingConfig(HeadsConfig):
     """Train Medusa heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
 
-    acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha", "accuracy_1")
-
-    heads: str | None = None
-    """Heads to go on from: a directory that an earlier run left. Without one the fields below say what to make."""
     num_heads: int = 4
     """K: head i ≥ 1 guesses the token after the next i."""
     num_layers: int = 1
@@ -38,20 +29,6 @@ class MedusaTrainingConfig(RecipeConfig):
     """Whether the blocks' linear maps have biases."""
     hydra: bool = False
     """Hydra heads: each sees the embeddings of the tokens before its own too, drafted ones included."""
-    draft_vocabulary: int | None = None
-    """Draft among the so many tokens that are most frequent in `completions` alone; all of them if not given. Where the
-    completions hold fewer, all of theirs."""
-    divergence: str | dict[str, float] = "forward_kl"
-    """What each head minimises: soft labels by forward_kl, jsd, tvd, lk_hybrid, nla, … to the target's distribution (in
-    Medusa-2 to that before training); hard labels by cross_entropy on the completions' tokens; or weights by name, for
-    their sum."""
-    eta: float = 3.0
-    """η of lk_hybrid, λ KL + (1 − λ) TV with λ = e^(−η α): the larger, the sooner it is TV."""
-    lk_alpha: str = "position"
-    """Which α weighs lk_hybrid: each "position" its own, or a head's mean over a "batch", which is what one process
-    learns from in one forward; that takes the losses' matrix products twice."""
-    decay: float = 0.8
-    """λ_i = decay^(i − 1), the weight of head i's loss (Medusa, section 2.2.1)."""
     backbone: str = "frozen"
     """"frozen" (Medusa-1); or train the target with its heads (Medusa-2), by "lora" on weights of any `target_dtype` or
     `target_quantization`, or in "full", in float32. Then what is decoded afterwards is the new backbone's text, not the
@@ -71,21 +48,14 @@ class MedusaTrainingConfig(RecipeConfig):
     """The share of the steps in which heads are trained alone, before the backbone is trained with them."""
 
     def __post_init__(self) -> None:
-        from draftsmith.train.losses.objective import BLOCK_TERMS
-
         super().__post_init__()
-        if self.objective.has_blocks:
-            raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
         require(self, one_of(LM_HEADS), "lm_heads")
         require(self, one_of(BACKBONES), "backbone")
         require(self, one_of(("forward_kl", "cross_entropy")), "backbone_divergence")
-        require(self, at_least(1), "num_heads", "num_layers", "draft_vocabulary")
+        require(self, at_least(1), "num_heads", "num_layers")
         require(self, HEADS, "num_heads", "num_layers")
-        require(self, more_than(0), "decay", "backbone_weight", "heads_weight", "head_learning_rate_multiplier")
-        require(self, DECAY, "decay")
+        require(self, more_than(0), "backbone_weight", "heads_weight", "head_learning_rate_multiplier")
         require(self, SHARE, "warmup_heads")
-        if self.heads is not None and self.draft_vocabulary is not None:
-            raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")
         if self.joint and (self.target_sharded or self.target_device):
             raise InputError(
                 f"backbone: expected frozen for a target that is sharded or elsewhere, found {self.backbone}"
@@ -107,10 +77,10 @@ class MedusaTrainingConfig(RecipeConfig):
 
     @property
     def defaults(self) -> Defaults:
-        """Heads that go on from others are changed less; in joint training the rate is the backbone's."""
+        """In joint training the rate is the backbone's."""
         if self.joint:
             return Defaults(rate=1e-3 if self.backbone == "lora" else 3e-4)
-        return Defaults(rate=4e-3 if self.heads is None else 1e-3)
+        return super().defaults
 
     @property
     def joint(self) -> bool:
@@ -126,14 +96,6 @@ class MedusaTrainingConfig(RecipeConfig):
     def needs_original(self) -> bool:
         """Whether joint training compares with the target as it was."""
         return self.backbone_divergence != "cross_entropy" or self.objective.needs_target
-
-    @cached_property
-    def objective(self) -> "Objective":
-        """What a head minimises."""
-        from draftsmith.train.losses.objective import Objective
-
-        terms = {self.divergence: 1.0} if isinstance(self.divergence, str) else self.divergence
-        return Objective(terms, self.temperature, self.top_k, self.top_p, eta=self.eta, lk_alpha=self.lk_alpha)
 
 
 @dataclass

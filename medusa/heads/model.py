@@ -8,23 +8,23 @@ Shape suffixes: N positions, H hidden, V the target's vocabulary, D the heads' v
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import HEADS, SIZE, InputError, at_least, finite, more_than, require
 from draftsmith.decode.tree import Tree
-from draftsmith.train.checkpoint import load_heads
+from draftsmith.medusa.base import DraftingHeads, LMHead, NamedConfig, check_ids
 from draftsmith.train.losses.output_head import OutputHead, head_of
 
 
-class MedusaConfig(PretrainedConfig):
+class MedusaConfig(NamedConfig):
     """The shape of the heads, in the names that vLLM reads (`model_type` "medusa")."""
 
     model_type = "medusa"
+    architecture = "MedusaModel"
 
     hidden_size: int = 4096
     """H of the target."""
@@ -57,12 +57,7 @@ class MedusaConfig(PretrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.truncated_vocab_size is None:
             self.truncated_vocab_size = self.vocab_size
-        super().__post_init__(**{"architectures": ["MedusaModel"], **kwargs})
-
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """Save as the library does, under the name that vLLM looks for in place of our class's."""
-        self.architectures = ["MedusaModel"]
-        super().save_pretrained(*args, **kwargs)
+        super().__post_init__(**{"architectures": [self.architecture], **kwargs})
 
     def check(self) -> "MedusaConfig":
         """Return the config, or raise an InputError that names the first field that cannot be."""
@@ -92,12 +87,6 @@ def check_depth(tree: Tree, num_heads: int) -> Tree:
     return tree
 
 
-def check_ids(ids: Tensor, vocab_size: int, field: str) -> None:
-    """Raise an InputError where ids of a truncated vocabulary name a token twice, or one that is none."""
-    if bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) != len(ids):
-        raise InputError(f"{field}: expected different ids below {vocab_size}, found others")
-
-
 class MedusaBlock(nn.Module):
     """The residual blocks of one head: h ← h + SiLU(W h), W zero at first, so that it begins as the target's h.
 
@@ -120,19 +109,11 @@ class MedusaBlock(nn.Module):
         return hidden
 
 
-class LMHead(nn.Linear):
-    """A linear map to logits, under a name by which sharded training wraps it."""
-
-
-class MedusaHeads(PreTrainedModel):
-    """K heads; the target stays an ordinary model and is no part of them.
-
-    `save_pretrained`, `from_pretrained` and `push_to_hub` are the library's, in safetensors. `token_map`, (D,) int64,
-    says which of the target's tokens a truncated vocabulary holds.
-    """
+class MedusaHeads(DraftingHeads):
+    """K heads on the target's last hidden state."""
 
     config_class = MedusaConfig
-    base_model_prefix = ""
+    title, field, width, tokens = "Medusa heads", "medusa", "hidden_size", "token_map"
     main_input_name = "hidden"
     _no_split_modules = ["MedusaBlock", "LMHead"]  # noqa: RUF012
 
@@ -195,21 +176,6 @@ class MedusaHeads(PreTrainedModel):
             if heads.token_map is not None and token_map is not None:
                 heads.token_map.copy_(token_map)
         return heads
-
-    @classmethod
-    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> "MedusaHeads":  # type: ignore[override]
-        """Load heads that `save_pretrained` wrote, or others under the same names.
-
-        Raises:
-            InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
-                cannot be, or tensors that are missing, not expected, of another shape or type, or not finite.
-        """
-        heads: MedusaHeads = load_heads(cls, super().from_pretrained, path, "Medusa heads", *args, **kwargs)
-        return heads.check_map(f"{path}: token_map")
-
-    def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """Return None: heads have no embeddings, which FSDP2 would shard apart."""
-        return None
 
     @property
     def all_lm_heads(self) -> list[LMHead]:
@@ -278,29 +244,6 @@ class MedusaHeads(PreTrainedModel):
         if embeddings is None:
             raise InputError("embeddings: expected those of the tokens before, which Hydra heads see, found none")
         return embeddings[..., : index + 1, :].flatten(-2)
-
-    def widened(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, (…, V), of those over the heads' vocabulary, (…, D)."""
-        if self.token_map is None:
-            return logits
-        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        wide[..., self.token_map] = logits
-        return wide
-
-    def check_fits(self, target: PreTrainedModel) -> None:
-        """Raise an InputError where a target has another hidden size or vocabulary than the heads were made for."""
-        vocab_size, hidden_size = head_of(target).weight.shape
-        for name, expected in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-            if getattr(self.config, name) != expected:
-                raise InputError(
-                    f"medusa: expected heads with the target's {name} {expected}, found {getattr(self.config, name)}"
-                )
-
-    def check_map(self, field: str = "token_map") -> "MedusaHeads":
-        """Return the heads, or raise an InputError where `token_map` names a token twice, or one that is none."""
-        if self.token_map is not None and self.token_map.device.type != "meta":
-            check_ids(self.token_map, self.config.vocab_size, field)
-        return self
 
     @property
     def tree(self) -> Tree:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
-from draftsmith.medusa.chains import Chains, ChainTrainer, FeaturesOf
+from draftsmith.medusa.base import LMHead
+from draftsmith.medusa.chains import ChainPlaces
 from draftsmith.medusa.heads.backbone import Joint
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
-from draftsmith.medusa.heads.model import LMHead, MedusaHeads
+from draftsmith.medusa.heads.model import MedusaHeads
+from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.chunked import chunked_objective
@@ -33,11 +35,11 @@ from draftsmith.train.trainer import texts
 logger = logging.getLogger(__name__)
 
 
-class MedusaTrainer(ChainTrainer):
-    """Minimises Σ_i λ_i · objective of head i, against the target's distribution or text, on completions.
+class MedusaTrainer(HeadsTrainer):
+    """Minimises Σ_i decay^i · objective of head i, against the target's distribution or text, on completions.
 
     Evaluation replays held-out completions with a chain of all heads, and reports `mean_acceptance_length`, `alpha`
-    (of the first head), `loss`, Σ_i λ_i · objective of head i, and for each head i ≥ 1 `accuracy_i`, the share of its
+    (of the first head), `loss`, which is what it minimises, and for each head i ≥ 1 `accuracy_i`, the share of its
     tokens that it puts first, and `alpha_i`, its Σ_v min(p, q).
     """
 
@@ -56,8 +58,6 @@ class MedusaTrainer(ChainTrainer):
             raise InputError(
                 "target_sharded: expected false for Hydra heads, which see the target's embeddings, found true"
             )
-        self.config: MedusaTrainingConfig = config
-        self.heads: MedusaHeads = heads
         if not config.train_lm_heads:
             for lm_head in heads.all_lm_heads:
                 lm_head.requires_grad_(False)
@@ -65,7 +65,7 @@ class MedusaTrainer(ChainTrainer):
         # Losses run inside of these: `train/losses/inside_forward.py`.
         open_forward(model, *heads.all_lm_heads, *([target.get_output_embeddings()] if config.joint else []))
         count = heads.config.num_heads
-        super().__init__(model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
+        super().__init__(heads, model, target, tokenizer, config, train_dataset, eval_dataset, count=count, **kwargs)
         if config.joint:
             model.thaw()
             self._works = self._works[0], self.trained_work()
@@ -87,7 +87,7 @@ class MedusaTrainer(ChainTrainer):
             )
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any], positions: LossPositions) -> Tensor:
-        """Return Σ_i λ_i · the objective summed over head i's tokens; in joint training with the backbone's loss."""
+        """Return Σ_i decay^i · the objective summed over head i's tokens, and in joint training the backbone's loss."""
         if self.config.joint:
             return model(inside=lambda: self._joint_loss(inputs, positions))
         hidden, embed = self.target_hidden(inputs), self.target.get_input_embeddings()
@@ -119,7 +119,7 @@ class MedusaTrainer(ChainTrainer):
 
         def losses(hidden: Tensor) -> Tensor:
             original = None if before is None else (before, joint.original_head().cut(self.vocab_size))
-            teacher = None if original is None else (original[0], self.narrowed(original[1]))
+            teacher = None if original is None else (original[0], self.teacher_rows(original[1]))
             embed = joint.backbone.get_input_embeddings()
             total = config.heads_weight * self._heads_loss(hidden, embed, inputs, teacher)
             if warming:
@@ -147,29 +147,29 @@ class MedusaTrainer(ChainTrainer):
             inputs: a batch.
             teacher: as in `chain_loss`.
         """
-        heads, at = self.heads, Chains(inputs, self.count)
+        heads, at = self.heads, ChainPlaces(inputs, self.count)
         states = [
             heads.states(i, at.before(i, hidden, heads), at.embeddings(i, embed, heads)) for i in range(self.count)
         ]
-        return heads.inside_lm_heads(states, lambda states: self.chain_loss(at, states, self._trained_head, teacher))
+        return heads.inside_lm_heads(states, lambda states: self.chain_loss(at, states, self._loss_head, teacher))
 
     def _replayed(
         self, inputs: dict[str, Tensor], chosen: Tensor, hidden: Tensor, backbone: PreTrainedModel, head: OutputHead
     ) -> Tensor:
         """Return the sums of `replay_sums`; replay compares distributions over the whole vocabulary."""
         heads, embed = self.heads, backbone.get_input_embeddings()
-        at = Chains(inputs, self.count)
+        at = ChainPlaces(inputs, self.count)
 
         def features(index: int, features_of: FeaturesOf) -> Tensor:
             states = heads.states(index, at.before(index, hidden, heads), at.embeddings(index, embed, heads))
-            inside = lambda states: features_of(states, self._trained_head(index))  # noqa: E731
+            inside = lambda states: features_of(states, self._loss_head(index))  # noqa: E731
             return heads.lm_head_of(index)(states, inside=inside)
 
         return self.chain_sums(at, chosen, LiveDistributions(at.teacher(hidden), head), features)
 
-    def _trained_head(self, index: int) -> OutputHead:
+    def _loss_head(self, index: int) -> OutputHead:
         """Return the map of one head to the logits of the tokens that it knows, inside of that head's forward."""
-        return self.known(self.heads.head(index))
+        return self.loss_head(self.heads.head(index))
 
     def trained_work(self) -> Work | None:
         """Return the arithmetic of the heads, and of a backbone in training; what it was before is counted apart."""
@@ -185,10 +185,8 @@ class MedusaTrainer(ChainTrainer):
         return self.heads.all_lm_heads
 
     @property
-    def bad_beginning(self) -> str:
-        """Whose heads they are."""
-        if self.config.heads is not None:
-            return f"look whether {self.config.heads} were trained for this target"
+    def cause_of_bad_new_heads(self) -> str:
+        """They are copies of the target's head."""
         return "they begin with the target's head, which is made for the next token alone"
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:

@@ -26,7 +26,7 @@ from draftsmith.train.job.lock import locked
 from draftsmith.train.kinds.drafter import Pair
 from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import environment, git_sha, write_json
-from draftsmith.train.runs import kept_told
+from draftsmith.train.runs import note_on_interrupt
 
 SCHEMA = "draftsmith.certificate/1"
 CERTIFICATE, KEPT = "certificate.json", ".unfinished"
@@ -48,7 +48,7 @@ def certify(config: CertifyConfig, console: Console) -> dict[str, Any]:
         size = None if pair is None else pair.target.config.get_text_config().vocab_size
         servers = Servers(config, questions, ends, size, output / KEPT)
         servers.begin()
-        with kept_told(servers.kept):
+        with note_on_interrupt(servers.kept):
             greedy, sampled = _judge(servers, pair, console)
         passed = (greedy is None or greedy.passed) and all(verdict.passed for verdict in sampled)
         _say(console, "lossless, as far as tested" if passed else "not lossless")

@@ -94,7 +94,7 @@ def test_training_goes_on_with_the_same_tokens_and_on_its_own_texts(pipeline, tm
     again = distilled(pipeline, tmp_path / "again", init=DraftInit(), on_policy=1.0, on_policy_tokens=4, **options)
     first, second = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("first", "again"))
     assert first["draft_vocabulary"] == second["draft_vocabulary"]
-    assert set(again.unwritten) == set(range(300)) - set(first["draft_vocabulary"])
+    assert set(again.forbidden_tokens) == set(range(300)) - set(first["draft_vocabulary"])
     assert furthest(weights(tmp_path / "first"), weights(tmp_path / "again")) > 0
     with pytest.raises(InputError, match=f"init.draft_vocabulary: expected none for a draft that has one, found {D}"):
         distilled(pipeline, tmp_path / "other", **options)

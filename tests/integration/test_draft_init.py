@@ -4,7 +4,7 @@ import copy
 import random
 import shutil
 import sysconfig
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.proposers.early_exit import early_exit
 from draftsmith.decode.sampling import Sampler
 from draftsmith.distill.__main__ import distill
-from draftsmith.distill.carving import last_norm, scale_norm, ways_to_keep
+from draftsmith.distill.carving import choose, last_norm, scale_norm, ways_to_keep
 from draftsmith.distill.draft_init import (
     DraftInit,
     finish_draft,
@@ -145,14 +145,15 @@ def test_the_beginning_that_loses_least_on_texts_is_taken(name, tokenizer, capsy
         each = [log_q.gather(1, text.ids_T[1:, None]) for log_q, text in zip(each, looked, strict=True)]
         return -float(torch.cat(each).mean())
 
-    draft, _ = make_draft(None, DraftInit(3), target, tokenizer, looked)
+    look = partial(choose, texts=looked, tokens=len(tokenizer))
+    draft, _ = make_draft(None, DraftInit(3), target, tokenizer, look)
     said = capsys.readouterr().err
     ways = ways_to_keep([0, 2, 5], DEPTH)
     assert ways == [[0, 2, 5], [0, 1, 2], [0, 1, 5]]
     plain = {str(kept): loss(early_exit(target, kept)) for kept in ways}
     assert loss(draft) < min(plain.values())
     assert f"the loss begins at {loss(draft):.2f}" in said and said.startswith("init: layers 0, ")
-    given, _ = make_draft(None, DraftInit([1, 4]), target, tokenizer, looked)
+    given, _ = make_draft(None, DraftInit([1, 4]), target, tokenizer, look)
     assert "init: layers 1, 4, " in capsys.readouterr().err
     assert loss(given) < loss(early_exit(target, [1, 4]))
 

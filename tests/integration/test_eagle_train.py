@@ -17,6 +17,7 @@ from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.trainer import EagleTrainer
 from draftsmith.medusa.eagle.unrolled import unrolled
+from draftsmith.train import launch
 from draftsmith.train.data.examples import training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.packing import pack
@@ -31,7 +32,7 @@ T = 0.8
 @pytest.fixture
 def untrained(monkeypatch):
     """Builds a trainer by the command and trains nothing."""
-    monkeypatch.setattr(command, "run_training", lambda *_: None)
+    monkeypatch.setattr(launch, "run_training", lambda *_: None)
     return command.train_heads
 
 

@@ -22,6 +22,7 @@ from draftsmith.medusa.heads import trainer as module
 from draftsmith.medusa.heads.config import MedusaTrainingConfig
 from draftsmith.medusa.heads.replay import replay_heads, replay_ranks
 from draftsmith.medusa.heads.trainer import MedusaTrainer
+from draftsmith.train import launch
 from draftsmith.train.cli import run
 from draftsmith.train.data.examples import frequent_tokens, training_examples
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -42,7 +43,7 @@ T = 0.8
 @pytest.fixture
 def untrained(monkeypatch):
     """Builds a trainer by the command and trains nothing: its heads' blocks, which begin as the identity, are noise."""
-    monkeypatch.setattr(command, "run_training", lambda *_: None)
+    monkeypatch.setattr(launch, "run_training", lambda *_: None)
 
     def build(config: MedusaTrainingConfig) -> MedusaTrainer:
         trainer = command.train_heads(config)
@@ -692,7 +693,7 @@ def quantised(monkeypatch):
         model.config.quantization_config = {"quant_method": "a stand-in"}
         return model
 
-    monkeypatch.setattr(command, "load_target", load)
+    monkeypatch.setattr(launch, "load_target", load)
 
 
 def test_adapters_of_a_quantised_backbone_are_merged_into_what_it_was_read_from(pipeline, tmp_path, quantised):

@@ -16,6 +16,7 @@ from draftsmith.distill.config import DistillConfig, DistillPlanConfig, DraftIni
 from draftsmith.distill.memory import MemoryPlan
 from draftsmith.distill.parallel.chains import kept_shares, most_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
+from draftsmith.train import launch
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
@@ -36,7 +37,7 @@ def parallel(pipeline: Path, output: Path, training: dict | None = None, **optio
 
 def built(config, monkeypatch) -> ParallelTrainer:
     """The trainer of a config, before its first step."""
-    monkeypatch.setattr(command, "run_training", lambda trainer, finish: None)
+    monkeypatch.setattr(launch, "run_training", lambda trainer, finish: None)
     return command.distill(config)
 
 
@@ -165,7 +166,7 @@ def test_a_mask_token_may_be_named_and_begins_as_the_mean(pipeline, tmp_path, mo
         trainer = built(parallel(pipeline, tmp_path, parallel_mask_token=token), monkeypatch)
         rows = trainer.draft.get_input_embeddings().weight
         assert trainer.mask_token == 7 and torch.allclose(rows[7], before.mean(0), atol=1e-6)
-        assert torch.equal(rows[8:], before[8:]) and 7 in trainer.unwritten
+        assert torch.equal(rows[8:], before[8:]) and 7 in trainer.forbidden_tokens
     for token in (len(before), "no such token"):
         with pytest.raises(InputError, match=r"^parallel.*: expected .* found "):
             built(parallel(pipeline, tmp_path, parallel_mask_token=token), monkeypatch)

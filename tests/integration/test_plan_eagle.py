@@ -16,6 +16,7 @@ from draftsmith.medusa.eagle.kept import KeptConfig, count
 from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan.duration import PROCESS, host_bytes, hours
+from draftsmith.train import launch
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import ahead_positions
 from draftsmith.train.job.flops import Work
@@ -63,7 +64,7 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, target, tmp
     training = {name.partition(".")[2]: value for name, value in options.items() if name.startswith("training.")}
     fields = {name: value for name, value in options.items() if not name.startswith(("training.", "packing", "max_"))}
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")  # training arguments leave theirs there
-    monkeypatch.setattr(recipe, "run_training", lambda *_: None)
+    monkeypatch.setattr(launch, "run_training", lambda *_: None)
     config = eagle_configured(pipeline, tmp_path, target=str(target), num_steps=STEPS, training=training, **fields)
     trainer = recipe.train_heads(config)
     trainer.sizes = plan.sizes

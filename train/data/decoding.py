@@ -56,7 +56,8 @@ def complete(
             for place, ids in enumerate(by_library(model, generation, batch, mixed_seed(seed, at), device, synced), at):
                 written.append(ids)
                 if observer is not None:
-                    observer(place, ids, True)
+                    known = there[place - at] if there else []
+                    observer(place, ids[len(known) :], True)
     else:
         input_ids, attention_mask = _left_padded(prompt_ids, generation, device)
         output = autoregressive_generate(

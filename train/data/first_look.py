@@ -6,14 +6,17 @@ zero they become uniform. Shape suffixes: T positions of a text, N positions of 
 of a position, S scales.
 """
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from draftsmith.train.data.examples import TrainingData
+from draftsmith.train.job.processes import is_first
 from draftsmith.train.losses.output_head import OutputHead
 from draftsmith.train.losses.positions import IGNORED
 
@@ -22,6 +25,25 @@ TEXTS, POSITIONS, CONTEXT = 8, 16, 128
 """How many texts are looked at, how many tokens of the completion of each, and how many tokens up to these."""
 LOGITS = 2**24
 """Held at a time."""
+
+T = TypeVar("T")
+
+
+def chosen_once(choose: Callable[[], T], together: bool = False) -> T:
+    """Return what the first process chooses, on all processes.
+
+    Args:
+        choose: called by the first process.
+        together: have all processes call it, since a forward of a sharded model takes all of them.
+    """
+    values: list[Any] = broadcast_object_list([choose() if together or is_first() else None])
+    return values[0]  # type: ignore[no-any-return]
+
+
+def say_once(line: str) -> None:
+    """Print a line on stderr, of one process alone."""
+    if is_first():
+        print(line, file=sys.stderr)
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ class Text:
     """Where in it."""
 
     def ahead(self, count: int) -> Tensor:
-        """Return for each position the token so many further, (T,), −100 where it is none to learn."""
+        """Return for each position the token that lies `count` further, (T,), −100 where it is none to learn."""
         return torch.cat([self.labels_T[count:], self.labels_T.new_full((min(count, len(self.labels_T)),), IGNORED)])
 
 
@@ -56,7 +78,7 @@ def few_texts(data: TrainingData) -> list[Text]:
 
 @torch.no_grad()
 def losses_of_scales(hidden_NH: Tensor, head: OutputHead, labels_NK: Tensor) -> Tensor:
-    """Return the cross entropies of guesses, (S, K), if the hidden states were so much smaller: nats, each a mean.
+    """Return the cross entropies of guesses, (S, K), if the hidden states were scaled down: nats, each a mean.
 
     Args:
         hidden_NH: what the head sees.

@@ -67,7 +67,7 @@ class CutVocabulary:
         """Return what an objective needs of the target's head: the D rows alone, if it can do without the others."""
         return head if objective.looks_outside else self.of_head(head)
 
-    def taught(self, p: LiveDistributions, objective: Objective) -> LiveDistributions | WholeDistributions:
+    def of_teacher(self, p: LiveDistributions, objective: Objective) -> LiveDistributions | WholeDistributions:
         """Return what an objective is taught by, of the distributions that `teacher_head` makes."""
         return WholeDistributions(p, self.tokens_D) if objective.looks_outside else p
 

@@ -312,7 +312,7 @@ def trace_loss(
         else:
             hidden, whole = _hidden(target, positions), head_of(target)
             live_p = LiveDistributions(hidden, learned(whole) if cut is None else cut.teacher_head(whole, objective))
-            teacher = live_p if cut is None else cut.taught(live_p, objective)
+            teacher = live_p if cut is None else cut.of_teacher(live_p, objective)
             given = [*tensors_of(target), hidden]
         hold_gradients(draft)
         with LiveBytes([*tensors_of(draft), *given, q_hidden, labels, weights]) as live:

@@ -265,7 +265,7 @@ def trace_losses(
                 teacher: TeacherDistributions | None = None
                 if objective.needs_target:
                     live_p = LiveDistributions(hidden, kept)
-                    teacher = live_p if cut is None else cut.taught(live_p, objective)
+                    teacher = live_p if cut is None else cut.of_teacher(live_p, objective)
                 learners = [
                     (state, learned(k), torch.ones(positions), 1.0) for k, state in enumerate(states_of(hidden))
                 ]

@@ -199,6 +199,7 @@ def _built(directory: Path, config: MedusaConfig, tensors: dict[str, Tensor], na
     except InputError as error:
         raise InputError(f"{directory / CONFIG}: {error}") from error
     what = f"{config.num_heads} heads with {config.num_hidden_layers} blocks each"
-    heads = assembled(config, matched(directory, what, empty, tensors, names)).check_map()
+    heads = assembled(config, matched(directory, what, empty, tensors, names))
+    heads.check_tokens("token_map")
     check_finite(heads, directory, "Medusa heads")
     return heads

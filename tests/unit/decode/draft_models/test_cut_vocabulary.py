@@ -198,7 +198,7 @@ def test_the_whole_head_is_used_only_where_it_must_be():
         ({"lk_hybrid": 1.0}, {}, True),
     ]:
         objective = Objective(terms, partial=True, **options)
-        taught = CUT.taught(LiveDistributions(hidden, CUT.teacher_head(head, objective)), objective)
+        taught = CUT.of_teacher(LiveDistributions(hidden, CUT.teacher_head(head, objective)), objective)
         p = taught.chunk(slice(0, 3))(slice(1, 3))
         assert isinstance(p, WholeLogits) == whole
         assert (p.logits if whole else p).shape == (2, 12 if whole else 5)

@@ -1,0 +1,113 @@
+"""What all drafting heads share: how they are loaded, which tokens they may draft, and whether they fit a target.
+
+Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from draftsmith.decode.errors import InputError
+from draftsmith.train.checkpoint import load_heads, reading, require_config
+from draftsmith.train.losses.output_head import head_of
+
+
+class LMHead(nn.Linear):
+    """A linear map to logits, under a name by which sharded training wraps it."""
+
+
+class NamedConfig(PretrainedConfig):
+    """A config that is saved under the name that servers look for, in place of our class's."""
+
+    architecture: ClassVar[str]
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """Save as the library does."""
+        self.architectures = [self.architecture]
+        super().save_pretrained(*args, **kwargs)
+
+
+class DraftingHeads(PreTrainedModel):
+    """Heads that draft for a target, which stays an ordinary model and is no part of them.
+
+    `save_pretrained`, `from_pretrained` and `push_to_hub` are the library's, in safetensors.
+    """
+
+    base_model_prefix = ""
+    title: ClassVar[str]
+    """What messages call them."""
+    field: ClassVar[str]
+    """The option that names them."""
+    width: ClassVar[str]
+    """The field of their config that is the target's hidden size."""
+    tokens: ClassVar[str]
+    """The tensor that says which tokens they may draft."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def token_map(self) -> Tensor | None:
+            """The target's ids that they may draft, (D,) int64; None where they may draft all."""
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path, *args: Any, **kwargs: Any) -> Self:  # type: ignore[override]
+        """Load heads that `save_pretrained` wrote, or others under the same names.
+
+        Raises:
+            InputError: no such directory, a file that is damaged or no safetensors, another format, a config that
+                cannot be, or tensors that are missing, not expected, of another shape or type, or not finite.
+        """
+        heads: Self = load_heads(cls, super().from_pretrained, path, cls.title, *args, **kwargs)
+        heads.check_tokens(f"{path}: {cls.tokens}")
+        return heads
+
+    @classmethod
+    def without_weights(cls, path: str | Path) -> Self:
+        """Return heads of the shape that a directory's config.json says, on the meta device.
+
+        Raises:
+            InputError: no such directory, or a config that cannot be.
+        """
+        require_config(path, cls.title)
+        with reading(str(path), f"{cls.title} (config.json)"):
+            config = cls.config_class.from_pretrained(path)  # type: ignore[union-attr]
+        with reading(str(path), f"a config of {cls.title}"), torch.device("meta"):
+            return cls(config)
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """Return None: the embeddings that heads see are the target's."""
+        return None
+
+    def check_tokens(self, field: str) -> None:
+        """Raise an InputError that names the field where the ids that they may draft are not different ones of V."""
+        ids = self.token_map
+        if ids is not None and ids.device.type != "meta":
+            check_ids(ids, self.config.vocab_size, field)
+
+    def check_fits(self, target: PreTrainedModel) -> None:
+        """Raise an InputError where a target has another hidden size or vocabulary than they were made for."""
+        vocab_size, hidden_size = head_of(target).weight.shape
+        for name, found, expected in (
+            ("hidden_size", getattr(self.config, self.width), hidden_size),
+            ("vocab_size", self.config.vocab_size, vocab_size),
+        ):
+            if found != expected:
+                raise InputError(f"{self.field}: expected heads with the target's {name} {expected}, found {found}")
+
+    def widened(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, (…, V), of those over the heads' vocabulary, (…, D)."""
+        ids = self.token_map
+        if ids is None:
+            return logits
+        wide = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        wide[..., ids] = logits
+        return wide
+
+
+def check_ids(ids: Tensor, vocab_size: int, field: str) -> None:
+    """Raise an InputError where ids of a cut vocabulary name a token twice, or one out of range."""
+    if bool(((ids < 0) | (ids >= vocab_size)).any()) or len(ids.unique()) != len(ids):
+        raise InputError(f"{field}: expected different ids below {vocab_size}, found others")

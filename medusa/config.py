@@ -1,0 +1,40 @@
+"""Settings of a training run of drafting heads."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from draftsmith.decode.errors import DECAY, InputError, at_least, more_than, require
+from draftsmith.train.job.defaults import Defaults
+from draftsmith.train.recipe import ObjectiveConfig
+
+
+@dataclass
+class HeadsConfig(ObjectiveConfig):
+    """Train drafting heads on a target, on completions that the target wrote (`draftsmith prepare`)."""
+
+    acceptance_metrics: ClassVar[tuple[str, ...]] = ("mean_acceptance_length", "alpha", "accuracy_1")
+
+    heads: str | None = None
+    """Heads to start from: a directory that an earlier run left. Without one the fields below say what to make."""
+    draft_vocabulary: int | None = None
+    """D: draft among the D tokens alone that are most frequent in `completions`; all of them if not given. Where the
+    completions hold fewer, all of theirs."""
+    decay: float = 0.8
+    """decay^k is the weight of the loss of guess k, from 0 (Medusa, Cai et al. 2024, section 2.2.1)."""
+
+    def __post_init__(self) -> None:
+        from draftsmith.train.losses.objective import BLOCK_TERMS
+
+        super().__post_init__()
+        if self.objective.has_blocks:
+            raise InputError(f"divergence: expected none of {', '.join(BLOCK_TERMS)}, found {self.divergence!r}")
+        require(self, at_least(1), "draft_vocabulary")
+        require(self, more_than(0), "decay")
+        require(self, DECAY, "decay")
+        if self.heads is not None and self.draft_vocabulary is not None:
+            raise InputError("draft_vocabulary: expected none beside heads, which have theirs, found one")
+
+    @property
+    def defaults(self) -> Defaults:
+        """Heads that were trained before are changed less."""
+        return Defaults(rate=4e-3 if self.heads is None else 1e-3)
