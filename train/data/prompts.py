@@ -36,6 +36,7 @@ MOST_CHARACTERS = 2**24
 """Of a text: four million tokens, more than any model's context holds, and a minute of a tokenizer's time."""
 FIELDS = ("prompt", "messages", "conversations", "turns")
 ANSWERS = ("completion", "response")  # what stands beside a `prompt` and answers it
+WITH_ANSWER = "messages with an assistant turn at their end"
 ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
 
 AnswersMode = Literal["dropped", "kept", "required"]
@@ -275,6 +276,7 @@ def _given_id(record: Any, where: str) -> str | None:
 
 
 def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) -> Prompt:
+    """Read a record by the first of `FIELDS` that it has."""
     category = record.get("category")
     if category is not None:
         category = _text(category, where, "category", may_be_empty=True)
@@ -282,31 +284,53 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
     if field is None:
         found = ", ".join(map(repr, record)) or "an empty object"
         raise InputError(f"{where}: expected one of the fields {', '.join(FIELDS)}, found {found}")
-    value, answer = record[field], None
-    if field == "prompt" and answers != "dropped":
-        answer = next((field for field in ANSWERS if record.get(field) is not None), None)
-    if field == "prompt" and isinstance(value, str):
-        text = _text(value, where, field)
-        if answer is not None:
-            reply = {"role": "assistant", "content": _text(record[answer], where, answer)}
-            return Prompt(name, None, [{"role": "user", "content": text}, reply], category)
-        if answers == "required":
-            raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
-        return Prompt(name, text, None, category)
-    if not isinstance(value, list) or (field == "turns" and answers == "required"):
+    if field == "prompt" and isinstance(record[field], str):
+        text, messages = _plain_prompt(record, where, answers)
+        return Prompt(name, text, messages, category)
+    if not isinstance(record[field], list):
         expected = "a string or a list of messages" if field == "prompt" else "a list"
-        expected = "messages with an assistant turn at their end" if answers == "required" else expected
-        found = "the user's turns alone" if isinstance(value, list) else _kind(value)
-        raise InputError(f"{where}: {field}: expected {expected}, found {found}")
+        expected = WITH_ANSWER if answers == "required" else expected
+        raise InputError(f"{where}: {field}: expected {expected}, found {_kind(record[field])}")
     if field == "turns":
-        if not value:
-            raise InputError(f"{where}: turns: expected at least one turn, found none")
-        return Prompt(name, None, [{"role": "user", "content": _text(value[0], where, "turns[0]")}], category)
-    messages = _messages(value, where, field)
+        return Prompt(name, None, _first_turn(record[field], where, answers), category)
+    messages = _messages(record[field], where, field)
+    answer = _answer_field(record, answers) if field == "prompt" else None
     if answer is not None:
         if not isinstance(record[answer], list):
             raise InputError(f"{where}: {answer}: expected a list of messages, found {_kind(record[answer])}")
         messages += _messages(record[answer], where, answer)
+    return Prompt(name, None, _ended(messages, where, field, answers), category)
+
+
+def _answer_field(record: dict[str, Any], answers: AnswersMode) -> str | None:
+    """Return the field that answers a `prompt`, where answers are read and it has one."""
+    return None if answers == "dropped" else next((field for field in ANSWERS if record.get(field) is not None), None)
+
+
+def _plain_prompt(
+    record: dict[str, Any], where: str, answers: AnswersMode
+) -> tuple[str, None] | tuple[None, list[dict[str, str]]]:
+    """Read a `prompt` of plain text; with an answer beside it a conversation of two turns."""
+    text, answer = _text(record["prompt"], where, "prompt"), _answer_field(record, answers)
+    if answer is not None:
+        reply = _text(record[answer], where, answer)
+        return None, [{"role": "user", "content": text}, {"role": "assistant", "content": reply}]
+    if answers == "required":
+        raise InputError(f"{where}: expected an answer to the prompt in {' or '.join(ANSWERS)}, found none")
+    return text, None
+
+
+def _first_turn(turns: list[Any], where: str, answers: AnswersMode) -> list[dict[str, str]]:
+    """Read the first of the user's `turns`."""
+    if answers == "required":
+        raise InputError(f"{where}: turns: expected {WITH_ANSWER}, found the user's turns alone")
+    if not turns:
+        raise InputError(f"{where}: turns: expected at least one turn, found none")
+    return [{"role": "user", "content": _text(turns[0], where, "turns[0]")}]
+
+
+def _ended(messages: list[dict[str, str]], where: str, field: str, answers: AnswersMode) -> list[dict[str, str]]:
+    """Return a conversation up to its last user turn, or with its answer where that is read."""
     last = messages[-1]["role"] if messages else None
     if answers == "required" and last != "assistant":
         found = f"a {last} turn" if last else "none"
@@ -316,7 +340,7 @@ def _parse(record: dict[str, Any], where: str, name: str, answers: AnswersMode) 
             messages.pop()
     if all(message["role"] != "user" for message in messages):
         raise InputError(f"{where}: {field}: expected a user turn, found none")
-    return Prompt(name, None, messages, category)
+    return messages
 
 
 def _messages(value: list[Any], where: str, field: str) -> list[dict[str, str]]:
