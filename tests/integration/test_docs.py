@@ -109,7 +109,7 @@ def known_flags() -> frozenset[str]:
     names.update(field_names(config_class("measure", "--server")))
     for module in iter_modules([str(ROOT / "scripts" / "bench")]):
         for name, value in vars(import_module(BENCHMARKS + module.name)).items():
-            if name.startswith("Bench") and is_dataclass(value):
+            if name.startswith("Bench") and name.endswith("Config"):
                 names.update(field_names(value))
     return frozenset(f"--{name}" for name in names)
 
