@@ -142,6 +142,8 @@ class DistillPlanConfig(TrainingMachines, DistillConfig):
     The fields of the run are read as its command does; another `--recipe` has those of its own.
     """
 
+    plan_class = "draftsmith.distill.parallel.memory:plan_of"
+
     draft_config: str | None = None
     """The draft's config.json, where the draft itself cannot be reached."""
     cache_k: int = 32

@@ -20,6 +20,7 @@ DISTILL = Recipe(
     "a draft model from the target's completions",
     "draftsmith.distill",
     "draftsmith.distill.config:DistillConfig",
+    "draftsmith.distill.config:DistillPlanConfig",
 )
 SERVERS = ("vllm", "sglang")
 """What loads a draft model as it is."""

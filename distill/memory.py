@@ -1,207 +1,277 @@
-"""What a distillation run holds in GPU memory, from its config alone, and what to change where it does not fit."""
+"""The memory plan of a distillation run: what a draft model and its target hold at each moment of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
 from draftsmith.decode.errors import InputError, at_most
 from draftsmith.distill.config import DistillPlanConfig
 from draftsmith.distill.draft_init import make_draft
-from draftsmith.distill.footprint import Footprint
-from draftsmith.distill.parallel.chains import most_masks
-from draftsmith.distill.parallel.memory import MaskedBatch
 from draftsmith.distill.vocabulary import keep_tokens
+from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.losses.chunked import chunked_sum
+from draftsmith.train.losses.cut_vocabulary import CutVocabulary
+from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
+from draftsmith.train.losses.objective import Objective
+from draftsmith.train.losses.output_head import OutputHead, head_of
 from draftsmith.train.memory.activations import (
-    Affine,
     BatchShape,
-    shadow,
+    hold_gradients,
+    tensors_of,
+    through_chunks,
     trace_cache,
-    trace_draft,
-    trace_forward,
+    trace_loss,
 )
-from draftsmith.train.memory.plan import DROPOUT, read_config
-from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, placement
-from draftsmith.train.memory.states import (
-    Weights,
-    held_bytes,
-    optimizer_bytes,
-    step_bytes,
-    target_bytes,
-)
-from draftsmith.train.models import DTYPES, empty_model, stored_dtype
+from draftsmith.train.memory.moments import Moment
+from draftsmith.train.memory.plan import read_config
+from draftsmith.train.memory.setting import MemorySetting, Precision, gib
+from draftsmith.train.memory.states import Weights
+from draftsmith.train.memory.training import TrainingPlan
+from draftsmith.train.teacher.distribution_shards import distribution_bytes
 
 
-class MemoryPlan:
-    """A pair of models without data, and what runs with them would hold."""
+class DraftPlan(TrainingPlan):
+    """A draft model and its target."""
+
+    label = "draft"
+    most_rows = 8191
 
     def __init__(self, config: DistillPlanConfig):
-        self.config = config
-        self.mode = FakeTensorMode()
-        training = config.training
-        self.setting = MemorySetting(
-            config.strategy or "ddp",
-            bool(training.bf16 or training.fp16),
-            bool(training.activation_checkpointing),
-            config.target_dtype,
-            placement(config),
-            int(training.per_device_train_batch_size),
-        )
-        self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
-        self.batch = BatchShape(int(config.sequence_length or 0), self.setting.rows, config.packing)
-        self.fed = self._fed(most_masks(self.batch.length, config.kept_shares)) if config.parallel else self.batch
-        """The batch as the draft is fed it."""
-        self.sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB, config.loss_chunk)
-        self.capacity = (config.gpu_memory - config.reserve) * GIB
-        self._target_config: Any = read_config(config.target, config.target_config, "target", config.trust_remote_code)
-        if config.target_dtype == "auto":
-            self.setting = replace(self.setting, target_dtype=stored_dtype(self._target_config))
-        self.target = lru_cache(self._target)
-        self.draft = lru_cache(self._draft)
-        self._forward = lru_cache(partial(trace_forward, self.mode))
-        self._activations = lru_cache(partial(trace_draft, self.mode))
-        self._footprint = lru_cache(self._computed_footprint)
+        super().__init__(config)
+        self._losses = lru_cache(partial(trace_draft_loss, self.mode, config.objective, self.sizes, config.cache_k))
+        self._cache_bytes = lru_cache(partial(trace_cache, self.mode))
         self._check_length()
 
-    def _fed(self, masks: int) -> MaskedBatch:
-        dense = self.config.attn_implementation != "flex_attention"
-        return MaskedBatch(self.batch.length, self.batch.rows, self.batch.packed, masks, dense)
-
-    def _target(self, dtype: str) -> PreTrainedModel:
-        target = self._built(self._target_config, dtype, "target").requires_grad_(False)
-        shadow(self.mode, target)
-        return target
-
-    def _draft(self, half: bool) -> PreTrainedModel:
+    def build(self, lm_heads: str) -> PreTrainedModel:
+        """Return the draft that the run begins with."""
         config, init = self.config, self.config.init
         if config.draft is None:
-            target = self._built(self._target_config, self.setting.target_dtype, "target")
-            with torch.device("meta"):
-                draft, _ = make_draft(None, init, target, _Tokens(target))  # type: ignore[arg-type]
+            target = self.empty(self.target_shape, self.setting.target_dtype, "target")
+            draft, _ = make_draft(None, init, target, _Tokens(target))  # type: ignore[arg-type]
         else:
-            draft_config: Any = read_config(config.draft, config.draft_config, "draft", config.trust_remote_code)
+            shape: Any = read_config(config.draft, config.draft_config, "draft", config.trust_remote_code)
             if init.pad_vocabulary:
-                text, target_size = draft_config.get_text_config(), self._target_config.get_text_config().vocab_size
-                text.vocab_size = max(text.vocab_size, target_size)
-            draft = self._built(draft_config, "float32", "draft").requires_grad_(True)
+                text = shape.get_text_config()
+                text.vocab_size = max(text.vocab_size, self.target_shape.get_text_config().vocab_size)
+            draft = self.empty(shape, "float32", "draft").requires_grad_(True)
             if init.lora is not None:
-                with torch.device("meta"):
-                    add_lora(draft, init.lora)
+                add_lora(draft, init.lora)
         if init.draft_vocabulary is not None:  # which tokens they are does not matter
             at_most(draft.config.get_text_config().vocab_size).check("init.draft_vocabulary", init.draft_vocabulary)
             keep_tokens(draft, range(init.draft_vocabulary))
-        shadow(self.mode, draft, half)  # float16 takes the bytes of bfloat16
         return draft
 
-    def _built(self, config: Any, dtype: str, field: str) -> PreTrainedModel:
-        for name in DROPOUT:  # fused kernels draw it anew in the backward; without a GPU it would be stored
-            if getattr(config, name, None):
-                setattr(config, name, 0.0)
-        code = self.config.trust_remote_code
-        return empty_model(config, field=field, dtype=DTYPES[dtype], trust_remote_code=code)
-
     def _check_length(self) -> None:
-        for field, model in (("target", self.target(self.setting.target_dtype)), ("draft", self.draft(False))):
+        for field, model in (("target", self.target(self.setting.target_dtype)), ("draft", self.drafter(self.setting))):
             most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
             if most is not None and self.batch.length > most:
                 raise InputError(f"sequence_length: expected at most the {field}'s {most}, found {self.batch.length}")
 
-    def footprint(self, setting: MemorySetting) -> Footprint:
-        """Return what a GPU holds under a setting, whatever its rows."""
-        return self._footprint(replace(setting, rows=0))
+    def weights(self, drafter: PreTrainedModel) -> Weights:
+        """Count the draft's numbers."""
+        return Weights.of(drafter)
 
-    def _computed_footprint(self, setting: MemorySetting) -> Footprint:
-        config, precision, gpus = self.config, setting.precision, self.config.gpus
-        draft = self.draft(precision == "half")
-        weights = Weights.of(draft)
-        optim = str(getattr(config.training.optim, "value", config.training.optim))
-        name = "muon" if config.uses_muon(sharded=setting.strategy != "ddp") else optim
-        held = held_bytes(weights, optimizer_bytes(draft, name), setting.strategy, gpus, precision)
+    def ends(self, drafter: PreTrainedModel) -> Sequence[nn.Module]:
+        """Return embeddings and head."""
+        return [drafter.get_input_embeddings(), drafter.get_output_embeddings()]
+
+    @property
+    def draft_batch(self) -> BatchShape:
+        """What the draft is fed in training."""
+        return self.batch
+
+    @property
+    def evaluated_batch(self) -> BatchShape:
+        """What it is fed in evaluation."""
+        return self.batch
+
+    def positions(self, rows: int) -> int:
+        """Return the positions that the loss is taken over, all of them completion tokens in the worst case."""
+        return rows * (self.draft_batch.entries - 1)
+
+    def models(self, setting: MemorySetting) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+        """Return draft and target; None for a teacher cache in its place."""
         target = None if setting.target is None else self.target(setting.target_dtype)
-        if target is not None and setting.target is not None:
-            held = target_bytes(target, setting.target, gpus) | held
-        needed = setting.target not in (None, "elsewhere") and config.objective.needs_target
-        evaluated = self._fed(self.batch.length) if config.parallel else self.batch
-        return Footprint(
-            mode=self.mode,
-            draft=draft,
-            target=target,
-            objective=config.objective,
-            batch=self.fed,
-            precision=precision,
-            activations=self._activations(draft, self.fed, precision, setting.checkpointing),
-            draft_forward=self._forward(draft, evaluated, precision) if self.eval_rows else Affine(),
-            cache=trace_cache(self.mode, draft, self.batch, precision) if config.on_policy else None,
-            target_forward=self._forward(target, self.batch, "float32") if needed else Affine(),
-            held=held,
-            sizes=self.sizes,
-            step=step_bytes(name, weights.trained, setting.strategy, gpus),
-            k=config.cache_k,
-        )
+        return self.drafter(setting), target
 
-    def total(self, setting: MemorySetting) -> float:
-        """Return the most bytes at any time, the reserve left out."""
-        return self.footprint(setting).total(setting.rows, self.eval_rows)
+    def loss_bytes(self, setting: MemorySetting, rows: int) -> tuple[float, float]:
+        """Return `trace_draft_loss`: beyond two chunks through two and three, for the first is beside no other."""
+        models, positions = self.models(setting), self.positions(rows)
+        chunk = max(1, self.sizes.chunk // common_vocabulary(*models))
+        traced = partial(self._losses, *models, setting.precision)
+        return through_chunks(traced, positions, 2 * chunk, 3 * chunk, whole=2 * chunk)
 
-    def fits(self, setting: MemorySetting) -> bool:
-        """Say whether they fit beside the reserve."""
-        return self.total(setting) <= self.capacity
+    def teacher_bytes(self, setting: MemorySetting, rows: int) -> float:
+        """Return the bytes of what p is made from: the target's hidden states, or its cached distributions."""
+        if not self.config.objective.needs_target:
+            return 0.0
+        places = rows * (self.batch.length - 1)
+        if setting.target is None:
+            return float(places * distribution_bytes(self.config.cache_k))
+        weight = head_of(self.target(setting.target_dtype)).weight
+        return float(places * weight.shape[1] * weight.element_size())
 
-    def largest(self, setting: MemorySetting) -> int:
-        """Return the most rows of a micro batch that fit."""
-        return self.footprint(setting).largest(self.capacity, self.eval_rows)
+    def eager_logits(self, setting: MemorySetting) -> float:
+        """Return what a loss on whole logits would take.
 
-    def changes(self) -> Iterator[tuple[str, MemorySetting]]:
-        """Yield what would make a run fit that does not: each change that does alone, or else those that do together.
-
-        Cheap ones come first; a smaller micro batch with more accumulation is among them.
+        Those of both models, their float32 log-probabilities, and the gradient to the draft's.
         """
-        now, config = self.setting, self.config
-        known: list[tuple[str, str, Any]] = []  # what the user is to write, the field of the setting, and its value
-        if not now.checkpointing:
-            known.append(("training.activation_checkpointing true", "checkpointing", True))
-        if not now.half:
-            known.append(("training.bf16 true", "half", True))
-        if now.target_dtype in ("float32", "float64") and now.target is not None:
-            known.append(("target_dtype bfloat16", "target_dtype", "bfloat16"))
-        if config.gpus > 1 and config.optimizer != "muon" and now.strategy in ZERO:
-            stronger = ZERO[ZERO.index(now.strategy) + 1 :]
-            known += [(f"strategy {strategy}", "strategy", strategy) for strategy in stronger]
-        if now.target == "whole":
-            if config.gpus > 1:
-                known.append(("target_sharded true", "target", "sharded"))
-            known += [(f"target_quantization {bits}", "target", bits) for bits in ("8bit", "4bit")]
-        if now.target is not None and not config.on_policy:
+        draft, target = self.models(setting)
+        size = self.positions(setting.rows) * common_vocabulary(draft)
+        width = 4 if setting.precision == "float32" else 2
+        theirs = head_of(target).weight.element_size() if target is not None else 0
+        return float(size * (2 * width + theirs + 8))
+
+    def target_forward(self, setting: MemorySetting) -> dict[str, float]:
+        """Return what the target's forward takes where the objective needs it."""
+        return super().target_forward(setting) if self.config.objective.needs_target else {}
+
+    def moments(self, setting: MemorySetting) -> list[Moment]:
+        """Return the times at which memory may be at its most."""
+        rows, draft, precision = setting.rows, self.drafter(setting), setting.precision
+        parts = self.step_bytes(draft, self.draft_batch, precision, setting.checkpointing)
+        loss, copies = self.loss_bytes(setting, rows), max(0.0, parts.in_loss.constant)
+        moments = [
+            Moment("the target's forward", self.target_forward(setting)),
+            Moment(
+                "the loss",
+                {
+                    "draft: copies of weights for autocast": copies,
+                    "draft: activations": parts.in_loss(rows) - copies,
+                    "p's hidden states or distributions": self.teacher_bytes(setting, rows),
+                    "loss: logits of a chunk, gradients of head and hidden states": loss[0],
+                },
+            ),
+            Moment(
+                "the head's backward",
+                {"draft: activations": parts.kept(rows), "loss: gradients of head and hidden states": loss[1]},
+            ),
+            Moment("the backward", {"draft: activations, one layer's backward": parts.backward(rows)}),
+            self.optimizer_step(setting),
+        ]
+        if self.config.on_policy:
+            cache = self._cache_bytes(draft, self.batch, precision)(rows)
+            logits = 6 * 4 * rows * len(head_of(draft).weight)  # processors sort and copy
+            moments.append(Moment("sampling", {"draft: keys and values": cache, "sampling: logits": float(logits)}))
+        if rows := self.eval_rows:
+            target = sum(self.target_forward(replace(setting, rows=rows)).values())
+            forward = self.forward_bytes(draft, self.evaluated_batch, precision)(rows)
+            of_draft = self.teacher_bytes(setting, rows) + max(forward, self.loss_bytes(setting, rows)[0])
+            moments.append(Moment("evaluation", {"both models: activations": max(target, of_draft)}))
+        return moments
+
+    def drafter_operations(self, setting: MemorySetting) -> float | None:
+        """Return the operations of a token; None for a mixture of experts."""
+        work, seen = Work.of(self.drafter(setting)), self.batch.length / 2
+        if work is None:
+            return None
+        return work.step(1, seen, 1) + (work.forward(1, seen, 1) if setting.checkpointing else 0.0)
+
+    def notes(self) -> list[str]:
+        """Return what the loss in chunks saves, and the size of a teacher cache."""
+        k, rows = self.config.cache_k, self.setting.rows
+        return [
+            f"the loss on whole logits would take {gib(self.eager_logits(self.setting))}; in chunks it takes "
+            f"{gib(self.loss_bytes(self.setting, rows)[0])}",
+            f"a teacher cache of k = {k}: {distribution_bytes(k)} bytes a completion token, uncompressed",
+        ]
+
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """Add a teacher cache."""
+        known = super().known_changes()
+        if self.setting.target is not None and not self.config.on_policy:
             known.append(("teacher_cache", "target", None))
-        alone = [(name, replace(now, **{field: value})) for name, field, value in known]
-        if rows := self.largest(now):
-            alone.insert(0, (f"training.per_device_train_batch_size {rows}", replace(now, rows=rows)))
-        fitting = [(name, setting) for name, setting in alone if self.fits(setting)]
-        yield from fitting
-        if fitting:
-            return
-        together, names = now, dict[str, str]()
-        for name, field, value in known:
-            together = replace(together, **{field: value})
-            names[field] = name  # of strategies and of places for the target the last is what counts
-            if rows := min(now.rows, self.largest(together)):
-                if rows < now.rows:
-                    names["rows"] = f"training.per_device_train_batch_size {rows}"
-                yield ", ".join(names.values()), replace(together, rows=rows)
-                return
+        return known
 
 
 class _Tokens:
-    """Stands in for a tokenizer of as many tokens as a target has logits: of a carved draft's no more is asked."""
+    """Stands in for a tokenizer with one token for each of a target's logits: a carved draft asks for no more."""
 
     def __init__(self, target: PreTrainedModel):
         self.size: int = target.config.get_text_config().vocab_size
 
     def get_vocab(self) -> dict[str, int]:
         return {"": self.size - 1}
+
+
+def trace_draft_loss(
+    mode: Any,
+    objective: Objective,
+    sizes: ChunkSizes,
+    k: int,
+    draft: PreTrainedModel,
+    target: PreTrainedModel | None,
+    precision: Precision,
+    positions: int,
+) -> tuple[float, float]:
+    """Return the most bytes that the loss takes in the forward, and in its own backward down to the hidden states.
+
+    The gradients to hidden states and head are part of both, the hidden states themselves of neither.
+
+    Args:
+        mode: that the models were built in.
+        objective: what is minimised.
+        sizes: of chunks.
+        k: tokens of a cached distribution.
+        draft: as in `trace_step`.
+        target: in its own dtype; None for distributions from a teacher cache.
+        precision: how the draft computes.
+        positions: that the loss is taken over.
+    """
+    vocabulary, tokens_D = common_vocabulary(draft, target), kept_tokens(draft.config)
+
+    def proposed(head: OutputHead) -> OutputHead:
+        """Return the rows of the tokens that the draft proposes."""
+        return head.cut(vocabulary) if tokens_D is None else head.of(torch.arange(vocabulary))
+
+    objective = replace(objective, partial=tokens_D is not None)
+    with mode:
+        cut: CutVocabulary | None = None
+        if tokens_D is not None and target is not None:
+            cut = CutVocabulary(torch.arange(vocabulary), len(head_of(target).weight))
+            sizes = cut.training_sizes(sizes, objective)
+        q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
+        labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
+        teacher: TeacherDistributions | None = None
+        given: list[Tensor] = []
+        if objective.needs_target and target is None:
+            teacher = CachedDistributions(
+                torch.zeros(positions, k, dtype=torch.int32),
+                torch.zeros(positions, k).half(),
+                *torch.zeros(2, positions),
+            )
+            given = [teacher.ids, teacher.log_p, teacher.log_tail]
+        elif objective.needs_target and target is not None:
+            hidden, whole = _hidden(target, positions), head_of(target)
+            live_p = LiveDistributions(hidden, proposed(whole) if cut is None else cut.teacher_head(whole, objective))
+            teacher = live_p if cut is None else cut.of_teacher(live_p, objective)
+            given = [*tensors_of(target), hidden]
+
+        def loss() -> tuple[Tensor, OutputHead]:
+            q_head = proposed(head_of(draft))
+            return chunked_sum(objective.features, weights, labels, q_hidden, q_head, teacher, sizes)[0], q_head
+
+        hold_gradients(draft)
+        found = trace_loss([*tensors_of(draft), *given, q_hidden, labels, weights], loss, precision)
+        draft.zero_grad()
+    return found
+
+
+def common_vocabulary(*models: PreTrainedModel | None) -> int:
+    """Return the number of tokens that the heads of all these models have, or propose; None is no model."""
+    given = [model for model in models if model is not None]
+    kept = [kept_tokens(model.config) for model in given]
+    return min(len(head_of(m).weight) if kept_D is None else len(kept_D) for m, kept_D in zip(given, kept, strict=True))
+
+
+def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = None) -> Tensor:
+    head = head_of(model).weight
+    return torch.zeros(positions, head.shape[1], dtype=dtype or head.dtype)

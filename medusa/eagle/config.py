@@ -51,3 +51,5 @@ class EagleTrainingConfig(HeadsConfig):
 @dataclass
 class EaglePlanConfig(TrainingMachines, EagleTrainingConfig):
     """Say whether a training run of EAGLE-3 heads fits its GPUs and how long it takes."""
+
+    plan_class = "draftsmith.medusa.eagle.memory:EaglePlan"

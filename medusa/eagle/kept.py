@@ -17,17 +17,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.kernels import ALIGNED, additive_mask, computing_dtype, cuda_kernel
 from draftsmith.decode.errors import at_least, require
 from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.memory import EaglePlan, trace_steps
-from draftsmith.medusa.eagle.unrolled import Seen, states_of_steps
+from draftsmith.medusa.eagle.memory import forward_of_steps
 from draftsmith.train.cli import parse_config, run
-from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.memory.activations import BatchShape, precision_of, tensors_of
+from draftsmith.train.memory.activations import BatchShape, Forward, precision_of, tensors_of, trace_step
 from draftsmith.train.memory.setting import GIB, Precision
 
 
@@ -82,47 +79,36 @@ def _fused(
 
 
 def kept_bytes(
-    mode: FakeTensorMode,
-    heads: EagleHeads,
-    target: PreTrainedModel,
-    num_steps: int,
-    batch: BatchShape,
-    precision: Precision,
+    mode: FakeTensorMode, heads: EagleHeads, batch: BatchShape, precision: Precision, forward: Forward
 ) -> int:
-    """Return the bytes of what the backward of K steps needs, and of what the target left; see `trace_steps`."""
+    """Return the bytes of what the backward of K steps needs, and of what the target left; as `trace_step` does."""
     held: dict[int, Tensor] = {}
 
     def hold(tensor: Tensor) -> Tensor:
         held[tensor.untyped_storage()._cdata] = tensor
         return tensor
 
-    rows, length = batch.rows, batch.length
-    dtype, wide = head_of(target).weight.dtype, head_of(target).weight.shape[1]
-    with mode, CudaOperators(), precision_of(precision):
-        shapes = [(rows, length, width) for width in (wide, wide, len(heads.layer_ids) * wide)]
-        seen = Seen(*(hold(torch.zeros(shape, dtype=dtype)) for shape in shapes))
-        position_ids = batch.inputs(rows).get("position_ids")
-        places = torch.zeros(rows * (length - 2), dtype=torch.long)
-        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-            steps = states_of_steps(heads.train(), seen, position_ids, places, num_steps)
-    for step in steps:
-        hold(step)
+    saving = torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor)
+    with mode, CudaOperators(), precision_of(precision), saving:
+        steps, seen = forward(heads.train(), batch.inputs(batch.rows))
+    for tensor in (*steps, *seen):
+        hold(tensor)
     given = {tensor.untyped_storage()._cdata for tensor in tensors_of(heads)}
     return sum(tensor.untyped_storage().nbytes() for number, tensor in held.items() if number not in given)
 
 
 def count(config: KeptConfig) -> list[tuple[BatchShape, float, float]]:
     """Return for each shape of batch what `plan` counts, and what is saved, in GiB."""
-    plan = EaglePlan(config)
-    setting, steps = plan.setting, config.num_steps
-    heads, target = plan.made(setting), plan.target(setting.target_dtype)
+    plan = config.memory_plan()
+    precision, heads = plan.setting.precision, plan.drafter(plan.setting)
     found = []
     for packed in (False, True):
         for length in config.lengths:
             batch = BatchShape(length, max(config.lengths) // length, packed)
-            of_plan = trace_steps(plan.mode, heads, target, steps, batch, setting.precision, False)
-            saved = kept_bytes(plan.mode, heads, target, steps, batch, setting.precision)
-            found.append((batch, of_plan.activations.in_loss(batch.rows) / GIB, saved / GIB))
+            forward = forward_of_steps(plan.target(plan.setting.target_dtype), config.num_steps, batch)
+            planned = trace_step(plan.mode, heads, batch, precision, False, forward).in_loss(batch.rows)
+            saved = kept_bytes(plan.mode, heads, batch, precision, forward)
+            found.append((batch, planned / GIB, saved / GIB))
     return found
 
 

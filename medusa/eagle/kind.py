@@ -27,6 +27,7 @@ class Eagle(HeadsKind):
         "EAGLE-3 heads from the target's completions",
         "draftsmith.medusa.eagle",
         "draftsmith.medusa.eagle.config:EagleTrainingConfig",
+        "draftsmith.medusa.eagle.config:EaglePlanConfig",
     )
     grows_trees = True
     tree_key = "eagle_tree"

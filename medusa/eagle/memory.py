@@ -1,4 +1,4 @@
-"""What training EAGLE-3 heads holds in GPU memory: a forward of the target, and K steps with what their backward needs.
+"""The memory plan of a training run of EAGLE-3 heads: a forward of the target, and K steps.
 
 Of a batch there are the target's last hidden states, its embeddings and the features of some depths, until the loss is
 taken. Of the K steps there is what the backward needs of each, or with activation checkpointing little more than what
@@ -8,7 +8,7 @@ goes into them. The losses are taken in chunks.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,33 +21,20 @@ from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
 from draftsmith.medusa.eagle.unrolled import Seen, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.memory import HeadsPlan, trace_losses
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.memory.activations import (
     Activations,
     Affine,
     BatchShape,
-    LiveBytes,
-    StandInLoss,
-    hold_gradients,
+    Forward,
     precision_of,
-    shadow,
-    tensors_of,
+    trace_forward,
+    trace_step,
 )
-from draftsmith.train.memory.heads import HeadsPlan, trace_losses
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.setting import MemorySetting, Precision
-from draftsmith.train.memory.states import Weights
-
-
-class StepBytes(NamedTuple):
-    """Bytes of the K steps of a batch, by its rows; what the target left of it is counted as long as it is there."""
-
-    forward: Affine
-    """The most while the steps are computed, with gradients."""
-    activations: Activations
-    evaluated: Affine
-    """The most while they are computed without."""
 
 
 class EaglePlan(HeadsPlan):
@@ -55,15 +42,14 @@ class EaglePlan(HeadsPlan):
 
     def __init__(self, config: EaglePlanConfig):
         super().__init__(config)
-        self.eval_rows = 0
-        if config.training.eval_strategy != "no":
-            self.eval_rows = int(config.training.per_device_eval_batch_size)
         self._looking = lru_cache(self._looked)
         self._steps = lru_cache(self._stepped)
-        self.made(self.setting)  # what the recipe refuses is refused at once
+        self._evaluation = lru_cache(self._evaluated)
+        self.drafter(self.setting)  # what the recipe refuses is refused at once
 
-    def _heads(self, lm_heads: str, half: bool) -> EagleHeads:
-        config, target = self.config, self.bare_target(self.setting.target_dtype)
+    def build(self, lm_heads: str) -> EagleHeads:
+        """Return the heads that the run begins with."""
+        config, target = self.config, self.empty_target(self.setting.target_dtype)
         count, vocab_size = config.draft_vocabulary, target.config.get_text_config().vocab_size
         if config.heads is not None:
             heads = EagleHeads.without_weights(config.heads)
@@ -71,21 +57,13 @@ class EaglePlan(HeadsPlan):
             at_most(vocab_size).check("draft_vocabulary", count or vocab_size)
             if config.target_quantization:
                 _quantise(decoder_layers(target)[-1])
-            kept = None if count is None else torch.arange(count)
-            with torch.device("meta"):
-                heads = new_heads(config, target, kept)
+            heads = new_heads(config, target, None if count is None else torch.arange(count, device="cpu"))
         heads.check_fits(target)
-        shadow(self.mode, heads.float().requires_grad_(True), half)
-        return heads
+        return heads.float().requires_grad_(True)
 
-    def lm_heads(self, heads: EagleHeads) -> Sequence[nn.Module]:
+    def ends(self, drafter: EagleHeads) -> Sequence[nn.Module]:
         """Return the language-model head."""
-        return [heads.lm_head]
-
-    def weights(self, heads: EagleHeads) -> Weights:
-        """Count the heads' numbers. With one layer and one head FSDP gathers all of them."""
-        whole, buffers = (sum(p.numel() for p in heads.parameters()), sum(b.nbytes for b in heads.buffers()))
-        return Weights(whole, whole, buffers, 0, whole, heads.config.hidden_size**2)
+        return [drafter.lm_head]
 
     def vocabulary(self, heads: EagleHeads) -> int:
         """Return the tokens that the heads draft among."""
@@ -93,34 +71,35 @@ class EaglePlan(HeadsPlan):
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
         """Return the times at which memory may be at its most."""
-        steps, rows = self._steps(replace(setting, rows=0, target=None)), setting.rows
+        heads, dtype, precision, rows = self.drafter(setting), setting.target_dtype, setting.precision, setting.rows
+        steps = self._steps(heads, dtype, precision, setting.checkpointing)
         losses = self.loss_bytes(setting, self._places(rows))
-        copies, p = max(0.0, steps.activations.in_loss.constant), self._teacher_bytes(setting, rows)
+        copies, p = max(0.0, steps.in_loss.constant), self._teacher_bytes(setting, rows)
         kept = "steps: activations"
         moments = [
-            Moment("the target's forward", self._target_forward(setting, rows)),
+            Moment("the target's forward", self.target_forward(setting)),
             Moment("the steps' forward", {f"{kept}, and what the target left": steps.forward(rows)}),
             Moment(
                 "the losses",
                 {
                     "steps: copies of weights for autocast": copies,
-                    f"{kept}, and what the target left": steps.activations.in_loss(rows) - copies,
+                    f"{kept}, and what the target left": steps.in_loss(rows) - copies,
                     "p's hidden states": p,
                     "losses: logits of a chunk, gradients of head and states": losses[0],
                 },
             ),
             Moment(
                 "the losses' backward",
-                {kept: steps.activations.kept(rows), "losses: gradients of head and states": losses[1]},
+                {kept: steps.kept(rows), "losses: gradients of head and states": losses[1]},
             ),
-            Moment("the steps' backward", {f"{kept}, one step's backward": steps.activations.backward(rows)}),
+            Moment("the steps' backward", {f"{kept}, one step's backward": steps.backward(rows)}),
             self.optimizer_step(setting),
         ]
         if rows := self.eval_rows:
-            before = sum(self._target_forward(setting, rows).values())
+            before = sum(self.target_forward(replace(setting, rows=rows)).values())
             # What its losses hold is no more than in training, where gradients come to it.
             losses_alone = self.loss_bytes(setting, self._places(rows))[0] + self._teacher_bytes(setting, rows)
-            most = max(before, steps.evaluated(rows) + losses_alone)
+            most = max(before, self._evaluation(heads, dtype, precision)(rows) + losses_alone)
             moments.append(Moment("evaluation", {"target, steps and losses": most}))
         return moments
 
@@ -132,55 +111,58 @@ class EaglePlan(HeadsPlan):
         weight = head_of(self.target(setting.target_dtype)).weight
         return float(self.config.objective.needs_target * self._places(rows) * weight[0].nbytes)
 
-    def _target_forward(self, setting: MemorySetting, rows: int) -> dict[str, float]:
+    def target_forward(self, setting: MemorySetting) -> dict[str, float]:
+        """Return what the target's forward takes with its features; nothing here where the target is elsewhere."""
         if setting.target in (None, "elsewhere"):
             return {}
-        return {"target: activations, features": self._looking(setting.target_dtype)(rows)}
+        return {"target: activations, features": self._looking(setting.target_dtype)(setting.rows)}
 
     def _looked(self, dtype: str) -> Affine:
-        return trace_seen(self.mode, self.target(dtype), self.made(self.setting).layer_ids, self.batch)
+        """Return the most bytes of the target's forward, with what it leaves for the heads."""
+        depths = self.drafter(self.setting).layer_ids
 
-    def _stepped(self, setting: MemorySetting) -> StepBytes:
-        heads, target = self.made(setting), self.target(setting.target_dtype)
-        steps = self.config.num_steps
-        return trace_steps(self.mode, heads, target, steps, self.batch, setting.precision, setting.checkpointing)
+        def forward(target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Seen, None]:
+            return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
 
-    def traced_losses(self, setting: MemorySetting, positions: int) -> tuple[float, float]:
-        """Return `trace_losses` at so many positions, without the states, which are counted with the steps."""
-        heads, target, steps = self.made(setting), self.target(setting.target_dtype), self.config.num_steps
-        with self.mode, precision_of(setting.precision):
+        return trace_forward(self.mode, self.target(dtype), self.batch, "float32", forward)
+
+    def _stepped(self, heads: EagleHeads, dtype: str, precision: Precision, checkpointing: bool) -> Activations:
+        forward = forward_of_steps(self.target(dtype), self.config.num_steps, self.batch)
+        return trace_step(self.mode, heads, self.batch, precision, checkpointing, forward)
+
+    def _evaluated(self, heads: EagleHeads, dtype: str, precision: Precision) -> Affine:
+        forward = forward_of_steps(self.target(dtype), self.config.num_steps, self.batch)
+        return trace_forward(self.mode, heads, self.batch, precision, forward)
+
+    def traced_losses(
+        self, heads: EagleHeads, target: PreTrainedModel, precision: Precision, positions: int
+    ) -> tuple[float, float]:
+        """Return `trace_losses` at a number of positions, without the states, which are counted with the steps."""
+        with self.mode, precision_of(precision):
             dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
-            states = [torch.zeros(positions, size, dtype=dtype) for _ in range(steps)]
+            states = [torch.zeros(positions, size, dtype=dtype) for _ in range(self.config.num_steps)]
         learned = [state.requires_grad_(True) for state in states]
         args = heads, target, self.config.objective, lambda _: learned, lambda _: heads.head, positions
-        return trace_losses(self.mode, *args, setting.precision, self.sizes, learned)
+        return trace_losses(self.mode, *args, precision, self.sizes, learned)
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the K steps."""
-        return work_of_steps(self.made(setting), self.config.num_steps)
+        return work_of_steps(self.drafter(setting), self.config.num_steps)
 
-    def note(self, setting: MemorySetting) -> str:
-        """Say what is trained."""
-        shape = self.made(setting).config
+    def notes(self) -> list[str]:
+        """Return what is trained."""
+        shape = self.drafter(self.setting).config
         depths = ", ".join(map(str, shape.eagle_aux_hidden_state_layer_ids))
         tokens = f"{shape.draft_vocab_size:,} of {shape.vocab_size:,} tokens"
-        return f"{self.config.num_steps} steps of one layer, features after layers {depths}, drafts among {tokens}"
+        return [f"{self.config.num_steps} steps of one layer, features after layers {depths}, drafts among {tokens}"]
 
-    def own_changes(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return what may be changed of these heads."""
-        now = self.setting
-        known: list[tuple[str, dict[str, Any]]] = []
-        if not now.checkpointing:
-            known.append(("training.activation_checkpointing true", {"checkpointing": True}))
-        if now.target_dtype in ("float32", "float64") and now.target is not None:
-            known.append(("target_dtype bfloat16", {"target_dtype": "bfloat16"}))
-        if now.target == "whole":
-            # A quantised layer is no beginning for the heads'.
-            begin = ", init random" if self.config.heads is None and self.config.init == "last_layer" else ""
-            known += [(f"target_quantization {bits}{begin}", {"target": bits}) for bits in ("8bit", "4bit")]
-        if now.target is not None:
-            known.append(("teacher_cache", {"target": None}))
-        return known
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """Add a cache of features; a quantised layer is no beginning for the heads'."""
+        config, known = self.config, super().known_changes()
+        if config.heads is None and config.init == "last_layer":
+            begin = {"8bit": ", init random", "4bit": ", init random"}
+            known = [(name + begin.get(value, ""), field, value) for name, field, value in known]
+        return known + [("teacher_cache", "target", None)] * (self.setting.target is not None)
 
 
 def _quantise(layer: nn.Module) -> None:
@@ -190,85 +172,22 @@ def _quantise(layer: nn.Module) -> None:
             module.weight = nn.Parameter(module.weight.to(torch.uint8), requires_grad=False)
 
 
-def trace_seen(mode: Any, target: PreTrainedModel, depths: Sequence[int], batch: BatchShape) -> Affine:
-    """Return the most bytes that the target's forward takes at any time, with what it leaves for the heads.
+def forward_of_steps(target: PreTrainedModel, num_steps: int, batch: BatchShape) -> Forward:
+    """Return a forward of K steps, over what the target left of a batch, for `trace_step` and `trace_forward`.
 
     Args:
-        mode: that the target was built in.
-        target: in its own dtype.
-        depths: after how many layers features are taken.
-        batch: what it is fed.
-    """
-
-    def trace(rows: int) -> list[int]:
-        with mode, torch.no_grad():
-            inputs = batch.inputs(rows)
-            with LiveBytes([*tensors_of(target), *inputs.values()]) as live:
-                seen_by(target.eval(), depths, lambda: last_hidden(target, **inputs))
-        return [live.peak]
-
-    return batch.affine(trace)[0]
-
-
-def trace_steps(
-    mode: Any,
-    heads: EagleHeads,
-    target: PreTrainedModel,
-    num_steps: int,
-    batch: BatchShape,
-    precision: Precision,
-    checkpointing: bool,
-) -> StepBytes:
-    """Return what the K steps of a batch hold, by running their forward and backward.
-
-    Args:
-        mode: that heads and target were built in.
-        heads: in half precision for "half".
         target: whose dtype embeddings and features have.
         num_steps: K.
         batch: what the target is fed.
-        precision: how the heads compute.
-        checkpointing: compute each step anew in the backward.
     """
 
-    def states(rows: int) -> Sequence[Tensor]:
-        """Return the states of all steps; what the target left is there while the caller has it."""
-        position_ids, length = batch.inputs(rows).get("position_ids"), batch.length
-        places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
-        return states_of_steps(heads, seen[0], position_ids, places, num_steps)
-
-    seen: list[Seen] = []
-
-    def look(rows: int) -> None:
-        of_target = head_of(target).weight
+    def forward(heads: EagleHeads, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], Seen]:
+        of_target, rows, length = head_of(target).weight, len(inputs["input_ids"]), batch.length
         wide, depths = of_target.shape[1], len(heads.layer_ids)
-        shapes = (rows, batch.length, wide), (rows, batch.length, wide), (rows, batch.length, depths * wide)
-        seen[:] = [Seen(*(torch.zeros(shape, dtype=of_target.dtype) for shape in shapes))]
+        shapes = (rows, length, wide), (rows, length, wide), (rows, length, depths * wide)
+        seen = Seen(*(torch.zeros(shape, dtype=of_target.dtype) for shape in shapes))
+        position_ids = batch.inputs(rows).get("position_ids")
+        places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
+        return states_of_steps(heads, seen, position_ids, places, num_steps), seen
 
-    def trace(rows: int) -> list[int]:
-        with mode:
-            if checkpointing:
-                heads.activation_checkpointing_enable({"use_reentrant": False})
-            hold_gradients(heads.train())
-            with LiveBytes(tensors_of(heads)) as live:
-                with precision_of(precision):
-                    look(rows)
-                    made = states(rows)
-                    forward, in_loss = live.peak, live.now
-                    total = StandInLoss.apply(*made)
-                    del made
-                    seen.clear()
-                kept = live.now
-                live.restart()
-                total.backward()
-            backward = live.peak
-            heads.activation_checkpointing_disable()
-            heads.zero_grad()
-            with LiveBytes(tensors_of(heads.eval())) as live, precision_of(precision), torch.no_grad():
-                look(rows)
-                states(rows)
-                seen.clear()
-        return [forward, in_loss, kept, backward, live.peak]
-
-    forward, in_loss, kept, backward, evaluated = batch.affine(trace)
-    return StepBytes(forward, Activations(in_loss, kept, backward), evaluated)
+    return forward

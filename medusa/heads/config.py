@@ -102,6 +102,8 @@ class MedusaTrainingConfig(HeadsConfig):
 class MedusaPlanConfig(TrainingMachines, MedusaTrainingConfig):
     """Say whether a training run of Medusa heads fits its GPUs and how long it takes."""
 
+    plan_class = "draftsmith.medusa.heads.memory:MedusaPlan"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.heads is not None:

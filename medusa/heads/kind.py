@@ -28,6 +28,7 @@ class Medusa(HeadsKind):
         "Medusa heads from the target's completions",
         "draftsmith.medusa",
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
+        "draftsmith.medusa.heads.config:MedusaPlanConfig",
     )
     tree_key = "medusa_choices"
     formats = ("own", "vllm", "fasterdecoding", "modelopt")

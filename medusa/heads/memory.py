@@ -1,6 +1,7 @@
-"""What training Medusa heads holds in GPU memory: heads of the shape that a config says, on a target without data."""
+"""The memory plan of a training run of Medusa heads."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,28 +10,28 @@ from transformers import PreTrainedModel
 
 from draftsmith.decode.errors import at_most
 from draftsmith.medusa.heads.model import MedusaConfig, MedusaHeads
+from draftsmith.medusa.memory import HeadsPlan, StatesOf, trace_losses
 from draftsmith.train.job.flops import Work
 from draftsmith.train.lora import add_lora
 from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.memory.activations import shadow
-from draftsmith.train.memory.heads import HeadsPlan, StatesOf, trace_losses
 from draftsmith.train.memory.moments import Moment
-from draftsmith.train.memory.setting import MemorySetting
+from draftsmith.train.memory.setting import MemorySetting, Precision
 from draftsmith.train.memory.states import Weights
 
 
 class MedusaPlan(HeadsPlan):
     """Medusa heads, with a target that is trained too where the config says so (Medusa-2)."""
 
-    def prepared(self, target: PreTrainedModel) -> PreTrainedModel:
-        """Return the target with gradients where it trains."""
-        target.requires_grad_(self.config.backbone == "full")
+    def empty_target(self, dtype: str) -> PreTrainedModel:
+        """Return the target on the meta device, with gradients where it trains."""
+        target = super().empty_target(dtype).requires_grad_(self.config.backbone == "full")
         if self.config.backbone == "lora":
             with torch.device("meta"):
                 add_lora(target, self.config.lora)
         return target
 
-    def _heads(self, lm_heads: str, half: bool) -> MedusaHeads:
+    def build(self, lm_heads: str) -> MedusaHeads:
+        """Return the heads, with language-model heads of their own or one that they share."""
         config, head = self.config, head_of(self.target(self.setting.target_dtype))
         vocab_size, hidden_size = head.weight.shape
         at_most(vocab_size).check("draft_vocabulary", config.draft_vocabulary or vocab_size)
@@ -45,22 +46,20 @@ class MedusaPlan(HeadsPlan):
             lm_head_bias=head.bias is not None,
             hydra=config.hydra,
         )
-        with torch.device("meta"):
-            heads = MedusaHeads(shape)
+        heads = MedusaHeads(shape)
         for lm_head in heads.all_lm_heads:
             lm_head.requires_grad_(config.train_lm_heads)
-        shadow(self.mode, heads, half)
         return heads
 
-    def lm_heads(self, heads: MedusaHeads) -> Sequence[nn.Module]:
+    def ends(self, drafter: MedusaHeads) -> Sequence[nn.Module]:
         """Return the language-model heads: K of them, or one."""
-        return heads.all_lm_heads
+        return drafter.all_lm_heads
 
-    def weights(self, heads: MedusaHeads) -> Weights:
-        """Count the heads' numbers."""
-        whole = sum(p.numel() for p in heads.parameters())
-        largest = max(sum(p.numel() for p in part.parameters()) for part in (*heads.all_lm_heads, *heads.blocks))
-        return Weights(whole, whole, 0, largest, 0, heads.config.hidden_size**2)
+    def weights(self, drafter: MedusaHeads) -> Weights:
+        """Count the heads' numbers, which FSDP gathers part by part."""
+        parts = (*drafter.all_lm_heads, *drafter.blocks)
+        largest = max(sum(p.numel() for p in part.parameters()) for part in parts)
+        return replace(super().weights(drafter), buffers=0, largest_unit=largest, tail=0)
 
     def vocabulary(self, heads: MedusaHeads) -> int:
         """Return the tokens that the heads draft among."""
@@ -80,10 +79,10 @@ class MedusaPlan(HeadsPlan):
         positions, weight = setting.rows * (self.batch.length - 1), head_of(target).weight
         forward, backward = self.loss_bytes(setting, positions)
         hidden = float(positions * weight.shape[1] * weight.element_size())
-        parts = [Moment("the target's forward", self.frozen_forward(setting))]
+        parts = [Moment("the target's forward", self.target_forward(setting))]
         held: dict[str, float] = {}
         if self.joint:
-            kept = self._activations(target, self.batch, setting.precision, setting.checkpointing)
+            kept = self.step_bytes(target, self.batch, setting.precision, setting.checkpointing)
             parts.append(Moment("the backbone's backward", {"backbone: activations": kept.backward(setting.rows)}))
             held = {"backbone: activations": kept.in_loss(setting.rows)}
         held["target: hidden states"] = hidden * (1 + self.joint)
@@ -94,34 +93,37 @@ class MedusaPlan(HeadsPlan):
             self.optimizer_step(setting),
         ]
 
-    def traced_losses(self, setting: MemorySetting, positions: int) -> tuple[float, float]:
-        """Return `trace_losses` at so many positions."""
-        heads, target = self.made(setting), self.target(setting.target_dtype)
+    def traced_losses(
+        self, heads: MedusaHeads, target: PreTrainedModel, precision: Precision, positions: int
+    ) -> tuple[float, float]:
+        """Return `trace_losses` at a number of positions."""
         args = heads, target, self.config.objective, states_of_heads(heads), heads.head, positions
-        return trace_losses(self.mode, *args, setting.precision, self.sizes)
+        return trace_losses(self.mode, *args, precision, self.sizes)
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the heads."""
-        return Work.of_maps(*self.heads(setting.lm_heads, False).maps)
+        return Work.of_maps(*self.drafter(setting).maps)
 
-    def note(self, setting: MemorySetting) -> str:
-        """Say what is trained."""
-        config = self.config
-        return f"{config.num_heads} heads, {setting.lm_heads} language-model heads, backbone {config.backbone}"
+    def drafter_operations(self, setting: MemorySetting) -> float | None:
+        """Return the operations of a token, those of a backbone that is trained with the heads included."""
+        heads, seen = super().drafter_operations(setting), self.batch.length / 2
+        if heads is None or not self.joint:
+            return heads
+        target = Work.of(self.target(setting.target_dtype))
+        if target is None:
+            return None
+        return heads + target.step(1, seen, 1) + (target.forward(1, seen, 1) if setting.checkpointing else 0.0)
 
-    def own_changes(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return what may be changed of these heads."""
-        now, full = self.setting, self.config.backbone == "full"
-        known: list[tuple[str, dict[str, Any]]] = []
-        if self.joint and not now.checkpointing:
-            known.append(("training.activation_checkpointing true", {"checkpointing": True}))
-        if now.target_dtype in ("float32", "float64") and not full:
-            known.append(("target_dtype bfloat16", {"target_dtype": "bfloat16"}))
-        if now.lm_heads == "own":
-            known.append(("lm_heads shared", {"lm_heads": "shared"}))
-        if now.target == "whole" and not full:
-            known += [(f"target_quantization {bits}", {"target": bits}) for bits in ("8bit", "4bit")]
-        return known
+    def notes(self) -> list[str]:
+        """Return what is trained."""
+        config, lm_heads = self.config, self.setting.lm_heads
+        return [f"{config.num_heads} heads, {lm_heads} language-model heads, backbone {config.backbone}"]
+
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """Return what may be changed: shared language-model heads too, and no more than the backbone allows."""
+        fixed = {"frozen": ("checkpointing",), "lora": (), "full": ("target_dtype", "target")}[self.config.backbone]
+        known = [change for change in super().known_changes() if change[1] not in fixed]
+        return known + [("lm_heads shared", "lm_heads", "shared")] * (self.setting.lm_heads == "own")
 
 
 def states_of_heads(heads: MedusaHeads) -> StatesOf:

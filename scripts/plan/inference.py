@@ -1,108 +1,117 @@
-"""What a target holds on a GPU where it only answers: to write completions, or to have its distributions written."""
+"""The memory plan of a target that only answers: to write completions, or to have its distributions written."""
 
 from dataclasses import replace
-from typing import Any
-
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from draftsmith.decode.errors import InputError
 from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
+from draftsmith.train.job.flops import DEVICES, Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import head_of
-from draftsmith.train.memory.activations import BatchShape, shadow, trace_cache, trace_forward
+from draftsmith.train.memory.activations import trace_cache
 from draftsmith.train.memory.moments import Moment
-from draftsmith.train.memory.plan import read_config
-from draftsmith.train.memory.setting import GIB, Placement
+from draftsmith.train.memory.plan import MemoryPlan
+from draftsmith.train.memory.setting import GIB, MemorySetting, Placement
 from draftsmith.train.memory.states import Weights, target_bytes
-from draftsmith.train.models import DTYPES, empty_model, stored_dtype
 from draftsmith.train.teacher.distribution_shards import distribution_bytes
 from draftsmith.train.teacher.feature_shards import Layout
 
 QUANTIZED: dict[str | None, Placement] = {None: "whole", "8bit": "8bit", "4bit": "4bit"}
+READING = 0.5
+"""The share of a memory's speed that writing texts reads weights with: an assumption."""
 
 
-class InferencePlan:
+class InferencePlan(MemoryPlan):
     """A target without data, and what a batch of texts makes it hold."""
 
+    most_rows = 4096
+
     def __init__(self, config: CachePlanConfig | PreparePlanConfig):
-        self.config = config
         self.writes = isinstance(config, PreparePlanConfig)
+        """Whether it writes texts, or looks at those that there are."""
         length = None
         if isinstance(config, PreparePlanConfig):
             if config.endpoint is not None or config.answers == "given":
                 raise InputError("recipe: expected a target that completes the prompts here to plan, found none")
             length = config.max_prompt_tokens and config.max_prompt_tokens + config.new_tokens()
-        self.length = config.require_length(length)
-        self.capacity = (config.gpu_memory - config.reserve) * GIB
-        self.mode = FakeTensorMode()
-        shape: Any = read_config(config.target, config.target_config, "target", config.trust_remote_code)
-        dtype = stored_dtype(shape) if config.dtype == "auto" else config.dtype
-        self.target = empty_model(
-            shape, field="target", dtype=DTYPES[dtype], trust_remote_code=config.trust_remote_code
-        ).requires_grad_(False)
-        shadow(self.mode, self.target)
-        batch = BatchShape(self.length, config.batch_size)
-        first = replace(batch, length=getattr(config, "max_prompt_tokens", None) or self.length)  # what is prefilled
-        self._forward = trace_forward(self.mode, self.target, first, "float32")
-        self._cache = trace_cache(self.mode, self.target, batch, "float32")
-
-    @property
-    def held(self) -> dict[str, float]:
-        """The bytes that are there at all times."""
-        place: Placement = QUANTIZED[self.config.target_quantization]
-        return {name: size / self.spread for name, size in target_bytes(self.target, place, 1).items()}
+        place = QUANTIZED[config.target_quantization]
+        setting = MemorySetting("ddp", False, False, config.dtype, place, config.batch_size)
+        super().__init__(config, setting, config.require_length(length))
+        self.model = self.target(self.setting.target_dtype)
+        prompts = replace(self.batch, length=getattr(config, "max_prompt_tokens", None) or self.batch.length)
+        self._forward = self.forward_bytes(self.model, prompts, "float32")
+        self._cache = trace_cache(self.mode, self.model, self.batch, "float32")
 
     @property
     def spread(self) -> int:
         """The GPUs that one target lies on, layer after layer: they compute in turns."""
-        return self.config.gpus if self.config.target_device == "auto" else 1
+        return int(self.config.gpus) if self.config.target_device == "auto" else 1
 
-    def moments(self, rows: int) -> list[Moment]:
+    def held(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the bytes that are there at all times."""
+        assert setting.target is not None
+        return {name: size / self.spread for name, size in target_bytes(self.model, setting.target, 1).items()}
+
+    def moments(self, setting: MemorySetting) -> list[Moment]:
         """Return the times at which memory may be at its most."""
-        head, config = head_of(self.target).weight, self.config
-        if isinstance(config, PreparePlanConfig):
-            kept, logits = self._cache(rows), float(6 * 4 * rows * len(head))  # processors sort and copy
-            prefill = {"target: keys and values": kept, "target: activations": self._forward(rows)}
-            return [Moment("prefill", prefill), Moment("sampling", {"target: keys and values": kept, "logits": logits})]
+        head, config, rows = head_of(self.model).weight, self.config, setting.rows
+        forward = {"target: activations": self._forward(rows)}
+        if self.writes:
+            cache = {"target: keys and values": self._cache(rows)}
+            sampling = {"logits": float(6 * 4 * rows * len(head))}  # processors sort and copy
+            return [Moment("prefill", cache | forward), Moment("sampling", cache | sampling)]
         if config.features:  # each depth's until all are joined
-            features = 2 * self.hidden_bytes(rows) * len(self.layout.layer_ids)
-            return [Moment("the forward", {"target: activations": self._forward(rows), "features": features})]
-        sizes = ChunkSizes.on_gpu(self.config.gpu_memory * GIB)
+            features = 2 * self._hidden_bytes(rows) * len(self.layout.layer_ids)
+            return [Moment("the forward", forward | {"features": features})]
+        sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB)
         logits = float(sizes.chunk * head.element_size() + 8 * 4 * sizes.part)
         return [
-            Moment("the forward", {"target: activations": self._forward(rows)}),
-            Moment("the distributions", {"hidden states": self.hidden_bytes(rows), "logits of a chunk": logits}),
+            Moment("the forward", forward),
+            Moment("the distributions", {"hidden states": self._hidden_bytes(rows), "logits of a chunk": logits}),
         ]
 
     @property
     def layout(self) -> Layout:
         """The features that a cache of them would have."""
-        assert isinstance(self.config, CachePlanConfig)
-        return Layout.of(self.config, self.target.config)
+        return Layout.of(self.config, self.model.config)
 
     def disk_bytes(self) -> int:
         """Return the bytes of a token in a cache, uncompressed."""
-        assert isinstance(self.config, CachePlanConfig)
         return self.layout.position_bytes if self.config.features else distribution_bytes(self.config.k)
 
-    def hidden_bytes(self, rows: int) -> float:
-        """Return the bytes of what the head sees of so many texts."""
-        weight = head_of(self.target).weight
-        return float(rows * self.length * weight.shape[1] * weight.element_size())
-
-    def total(self, rows: int) -> float:
-        """Return the most bytes at any time, the reserve left out."""
-        return sum(self.held.values()) + max(moment.total for moment in self.moments(rows))
-
-    def largest(self) -> int:
-        """Return the most texts of a batch that fit, up to 4,096; 0 if one does not."""
-        rows = 0
-        for step in (2**n for n in reversed(range(13))):
-            if rows + step <= 4096 and self.total(rows + step) <= self.capacity:
-                rows += step
-        return rows
+    def _hidden_bytes(self, rows: int) -> float:
+        """Return the bytes of what the head sees of a batch."""
+        weight = head_of(self.model).weight
+        return float(rows * self.batch.length * weight.shape[1] * weight.element_size())
 
     def bytes_of_a_step(self) -> float:
         """Return the bytes that writing one token of each text reads: the weights, and keys and values half grown."""
-        weight = head_of(self.target).weight
-        return Weights.of(self.target).all * weight.element_size() + self._cache(self.config.batch_size) / 2
+        weight = head_of(self.model).weight
+        return Weights.of(self.model).all * weight.element_size() + self._cache(self.setting.rows) / 2
+
+    def hours(self) -> float | None:
+        """Return the hours of `tokens` tokens; to write one of each text is mostly to read the weights."""
+        config, work = self.config, Work.of(self.model)
+        if work is None:
+            return None
+        each, copies, rows = work.forward(1, self.batch.length / 2, 1), config.gpus / self.spread, self.setting.rows
+        if not self.writes:
+            return float(config.tokens * each / self.speed() / copies / 3600)
+        reading = self.bytes_of_a_step() / (DEVICES[config.device].terabytes * 1e12 * READING)
+        step = max(reading, rows * each / self.speed())
+        return float(config.tokens / rows * step / copies / 3600)
+
+    def assumptions(self) -> list[str]:
+        """Add how fast weights are read."""
+        reading = f"weights read at {READING:.0%} of {DEVICES[self.config.device].terabytes:g} TB/s"
+        return super().assumptions() + [reading] * self.writes
+
+    def title(self) -> str:
+        """Return the machine and the batch."""
+        return f"{self.config.gpu_memory:g} GiB, {self.setting.rows} texts of {self.batch.length} tokens"
+
+    def remarks(self) -> list[str]:
+        """Return the size of a cache."""
+        if self.writes:
+            return []
+        size = self.disk_bytes()
+        return [f"on disk: at most {self.config.tokens * size / 1e9:,.0f} GB, {size} bytes a token"]

@@ -13,7 +13,6 @@ from torch import Tensor
 from draftsmith.decode import DraftModelProposer, InputError, ParallelDraftProposer, replay_acceptance
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig, DistillPlanConfig, DraftInit
-from draftsmith.distill.memory import MemoryPlan
 from draftsmith.distill.parallel.chains import kept_shares, most_masks
 from draftsmith.distill.parallel.trainer import ParallelTrainer
 from draftsmith.train import launch
@@ -247,10 +246,13 @@ def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
     held = {}
     kinds = {"plain": ["--parallel", "0"], "sdpa": [], "flex": ["--attn_implementation", "flex_attention"]}
     for name, options in kinds.items():
-        plan = MemoryPlan(parse_config(DistillPlanConfig, [*argv, *options]))
-        held[name] = plan.footprint(plan.setting).activations.kept(16)
-        assert getattr(plan.fed, "masks", 0) == (0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05)))
-    entries = plan.fed.entries
+        plan = parse_config(DistillPlanConfig, [*argv, *options]).memory_plan()
+        step = plan.step_bytes(plan.drafter(plan.setting), plan.draft_batch, plan.setting.precision, False)
+        held[name] = step.kept(16)
+        assert getattr(plan.draft_batch, "masks", 0) == (
+            0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05))
+        )
+    entries = plan.draft_batch.entries
     assert 1.5 * held["plain"] < held["flex"] < held["sdpa"]
     assert held["sdpa"] - held["flex"] >= 16 * 4 * entries**2  # in float32
 

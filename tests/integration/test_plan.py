@@ -1,6 +1,8 @@
 """The plan against what PyTorch allocates on a CPU: activations, the loss, and a whole step of the Trainer."""
 
 from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,7 @@ from transformers import (
 from draftsmith.decode.cache.kernels import AsOnCuda
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.config import DistillConfig, DistillPlanConfig
-from draftsmith.distill.footprint import Footprint
-from draftsmith.distill.memory import MemoryPlan
+from draftsmith.distill.memory import DraftPlan, trace_draft_loss
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.scripts.plan import command
 from draftsmith.train.cli import parse_config, run
@@ -33,14 +34,13 @@ from draftsmith.train.losses.objective import Objective
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.memory.activations import (
-    Affine,
     BatchShape,
     LiveBytes,
     shadow,
+    through_chunks,
     trace_cache,
-    trace_draft,
     trace_forward,
-    trace_loss,
+    trace_step,
 )
 from draftsmith.train.memory.states import Weights
 from draftsmith.train.models import load_model
@@ -100,7 +100,7 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, False), (True, True)])
 def test_activations_are_what_autograd_saves(amp, checkpointing):
-    planned = trace_draft(*faked(DEEP), BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
+    planned = trace_step(*faked(DEEP), BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
     saved = really_saved(LlamaForCausalLM(DEEP), amp, checkpointing)
     kept = planned.kept(ROWS)
     # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
@@ -113,7 +113,7 @@ def test_activations_are_what_autograd_saves(amp, checkpointing):
 def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
     mode, shape = fake
     precision = "autocast" if amp else "float32"
-    planned = trace_draft(mode, shape, BatchShape(LENGTH, ROWS), precision, checkpointing)
+    planned = trace_step(mode, shape, BatchShape(LENGTH, ROWS), precision, checkpointing)
     model = LlamaForCausalLM(SHALLOW).train()
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -159,7 +159,7 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
             )  # fmt: skip
             model = GPT2LMHeadModel(config)
         shadow(mode, model, half=True)
-        kept.append(trace_draft(mode, model, BatchShape(LENGTH, ROWS), "half", False).kept(ROWS))
+        kept.append(trace_step(mode, model, BatchShape(LENGTH, ROWS), "half", False).kept(ROWS))
     found = (kept[1] - kept[0]) / (ROWS * LENGTH * h)
     # Moments of the norms, and the log of the sums that attention keeps.
     assert 32 <= found <= 32.5
@@ -179,23 +179,18 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
 def test_the_loss_is_what_it_allocates(name, cached):
     """Chunks of 40 positions, parts of 5; two chunks are traced, further ones reckoned."""
     sizes = ChunkSizes(40 * 97, 5 * 97)
-    mode = FakeTensorMode()
-    with mode:
-        draft, target = tiny_llama(1, layers=1).requires_grad_(True), tiny_llama(0, layers=1)
-    objective = Objective({name: 1.0})
-    zero = Affine()
-    models = draft, None if cached else target
-    footprint = Footprint(mode, *models, objective, BatchShape(11, 20), "float32", None, zero, zero, {}, sizes, k=8)
-    positions = footprint.positions(20)
-    assert positions == 200
-    planned = footprint.loss_bytes(20)
+    mode, objective = FakeTensorMode(), Objective({name: 1.0})
 
+    def models():
+        return tiny_llama(1, layers=1).requires_grad_(True), None if cached else tiny_llama(0, layers=1)
+
+    with mode:
+        fakes = models()
+    traced = partial(trace_draft_loss, mode, objective, sizes, 8, *fakes, "float32")
+    planned = through_chunks(traced, 200, 80, 120, whole=80)
     # The same code on real tensors, all five chunks of it.
-    real, theirs = tiny_llama(1, layers=1).requires_grad_(True), None if cached else tiny_llama(0, layers=1)
-    found = trace_loss(nullcontext(), objective, real, theirs, positions, "float32", 8, sizes)
+    found = trace_draft_loss(nullcontext(), objective, sizes, 8, *models(), "float32", 200)
     assert planned == pytest.approx(found, rel=0.01)
-    if objective.needs_target and not cached:
-        assert footprint.teacher_bytes(20) == positions * 32 * 4
 
 
 @pytest.fixture(scope="module")
@@ -215,9 +210,9 @@ def flags(pair: Path, **options: object) -> list[str]:
     return [part for name, value in (values | options).items() for part in (f"--{name}", str(value))]
 
 
-def planned(pair: Path, **options: object) -> MemoryPlan:
+def planned(pair: Path, **options: object) -> DraftPlan:
     argv = [*flags(pair, **options), "--training.use_cpu", "true"]
-    return MemoryPlan(parse_config(DistillPlanConfig, argv))
+    return parse_config(DistillPlanConfig, argv).memory_plan()
 
 
 @pytest.mark.parametrize(("amp", "checkpointing"), [(False, True), (True, False)])
@@ -225,7 +220,6 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, token
     """Teacher, draft, loss and backward together, at their peak."""
     options = {"training.activation_checkpointing": checkpointing, "training.bf16": amp, "loss_chunk": 2**14}
     planner = planned(pair, **options)
-    footprint = planner.footprint(planner.setting)
 
     training = TrainingArguments(
         output_dir=str(pair / "out"), use_cpu=True, report_to=[], bf16=amp, activation_checkpointing=checkpointing,
@@ -249,10 +243,10 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, token
     batch = tree_leaves(inputs)
     with LiveBytes([*given, *(p.grad for p in draft.parameters()), *batch]) as live:
         trainer.training_step(model, inputs, torch.tensor(ROWS * (LENGTH - 1)))
-    peak = footprint.peak(ROWS)
+    peak = planner.peak(planner.setting)
     # Besides are masks of positions, and the loss of a few of them.
     assert peak.total == pytest.approx(live.peak, rel=0.002)
-    held = footprint.held
+    held = planner.held(planner.setting)
     assert held["target: weights in float32, whole"] == nbytes(target.parameters())
     assert held["draft: weights"] == nbytes(draft.parameters()) + nbytes(draft.buffers())
     assert held["draft: gradients"] == nbytes(p.grad for p in draft.parameters())
@@ -260,10 +254,10 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, token
 
 def test_the_largest_micro_batch_fits_and_the_next_does_not(pair):
     planner = planned(pair, gpu_memory=3.05)  # 51 MiB beside the reserve
-    footprint = planner.footprint(planner.setting)
     largest = planner.largest(planner.setting)
     assert largest > 1
-    assert footprint.total(largest) <= planner.capacity < footprint.total(largest + 1)
+    at, over = (planner.total(replace(planner.setting, rows=rows)) for rows in (largest, largest + 1))
+    assert at <= planner.capacity < over
 
 
 @pytest.fixture(scope="module")
@@ -309,29 +303,29 @@ def test_nothing_helps_a_pair_that_is_too_large(pair, capsys):
 def test_a_carved_draft_a_cache_and_adapters_are_planned(pair):
     plain = planned(pair)
     carved = planned(pair, draft="null", **{"init.layers": 1})
-    layers = carved.draft(False).config.num_hidden_layers
-    assert (layers, carved.draft(False).config.hidden_size) == (1, 192)
+    shape = carved.drafter(carved.setting).config
+    assert (shape.num_hidden_layers, shape.hidden_size) == (1, 192)
     narrow = planned(pair, draft="null", **{"init.layers": 2, "init.hidden_size": 64, "init.attention_heads": 2})
-    assert narrow.draft(False).config.hidden_size == 64
+    assert narrow.drafter(narrow.setting).config.hidden_size == 64
     random = planned(pair, draft="null", **{"init.config": '{"num_hidden_layers": 1, "intermediate_size": 32}'})
-    assert random.draft(False).config.intermediate_size == 32
+    assert random.drafter(random.setting).config.intermediate_size == 32
 
     cached = planned(pair, teacher_cache="[laws]")
-    held = cached.footprint(cached.setting).held
+    held = cached.held(cached.setting)
     assert not any(name.startswith("target") for name in held)
     assert cached.total(cached.setting) < plain.total(plain.setting)
 
     sizes = []
     for options in ({}, {"target_sharded": True}, {"target_quantization": "4bit"}, {"target_device": "cuda:1"}):
         other = planned(pair, gpus=8, **options)
-        footprint = other.footprint(other.setting)
-        sizes.append(sum(size for name, size in footprint.held.items() if name.startswith("target")))
-        assert (footprint.target_forward(1) == 0) == ("target_device" in options)
+        sizes.append(sum(size for name, size in other.held(other.setting).items() if name.startswith("target")))
+        assert (other.target_forward(other.setting) == {}) == ("target_device" in options)
     assert sizes[0] > sizes[2] > sizes[3] > 0 and len(set(sizes)) == 4
 
     lora = planned(pair, **{"init.lora.r": 4})
-    numbers = Weights.of(lora.draft(False))
-    adapters = [p for n, p in lora.draft(False).named_parameters() if "lora_" in n]
+    draft = lora.drafter(lora.setting)
+    numbers = Weights.of(draft)
+    adapters = [p for n, p in draft.named_parameters() if "lora_" in n]
     assert numbers.trained == sum(p.numel() for p in adapters) < 0.2 * numbers.all
     assert lora.total(lora.setting) < plain.total(plain.setting)
 
@@ -341,7 +335,7 @@ def test_spreading_a_draft_takes_less_of_each_gpu(pair, strategy):
     half = {"training.bf16": True, "gpus": 8}
     whole, spread = planned(pair, **half), planned(pair, strategy=strategy, **half)
     assert spread.setting.precision == "half" and whole.setting.precision == "autocast"
-    held = [sum(p.footprint(p.setting).held.values()) for p in (whole, spread)]
+    held = [sum(p.held(p.setting).values()) for p in (whole, spread)]
     assert held[1] < held[0]
     with pytest.raises(InputError, match=f"optimizer: expected trainer for a draft under {strategy}, found muon"):
         planned(pair, strategy=strategy, optimizer="muon")
@@ -351,10 +345,8 @@ def test_a_padded_vocabulary_is_counted(tmp_path):
     """The draft's 50304 rows become the target's 50432."""
     options = {"target": "EleutherAI/pythia-6.9b", "draft": "EleutherAI/pythia-160m"}
     options |= {"target_config": CONFIGS / "pythia-6.9b.json", "draft_config": CONFIGS / "pythia-160m.json"}
-    padded, plain = (
-        planned(tmp_path, **options, **{"init.pad_vocabulary": value}).draft(False).num_parameters()
-        for value in (True, False)
-    )
+    plans = [planned(tmp_path, **options, **{"init.pad_vocabulary": value}) for value in (True, False)]
+    padded, plain = (plan.drafter(plan.setting).num_parameters() for plan in plans)
     assert padded - plain == 2 * 128 * 768
 
 

@@ -15,18 +15,18 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.kept import KeptConfig, count
 from draftsmith.medusa.eagle.memory import EaglePlan
 from draftsmith.scripts import cli
-from draftsmith.scripts.plan.duration import PROCESS, host_bytes, hours
 from draftsmith.train import launch
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.collator import ahead_positions
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.memory.activations import BatchShape, LiveBytes
+from draftsmith.train.memory.plan import PROCESS
+from draftsmith.train.memory.setting import GIB
 from draftsmith.train.runs import save_model
 
 ROWS, LENGTH, STEPS = 4, 96, 3
 CONFIGS = Path(__file__).parents[1] / "golden" / "configs"
-GIB = 2**30
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def argv(target: Path, **options: object) -> list[str]:
 
 
 def planned(target: Path, **options: object) -> EaglePlan:
-    return EaglePlan(parse_config(EaglePlanConfig, [*argv(target, **options), "--training.use_cpu", "true"]))
+    return parse_config(EaglePlanConfig, [*argv(target, **options), "--training.use_cpu", "true"]).memory_plan()
 
 
 @pytest.mark.parametrize(
@@ -126,25 +126,25 @@ def test_what_is_planned_is_what_the_operators_of_cuda_keep():
 
 def test_hours_are_the_arithmetic_of_the_steps(target):
     plan = planned(target, tokens=1e9, gpus=4, mfu=0.5, device="A100")
-    heads = plan.heads("own", False)
+    heads = plan.drafter(plan.setting)
     teacher = Work.of(tiny_llama(0, plan.target("float32").config.vocab_size, layers=4, hidden=128))
     maps = {name: p.numel() for name, p in heads.named_parameters() if p.ndim == 2}
     fused, logits = maps.pop("fc.weight"), maps.pop("lm_head.weight")
     attended = 2 * 128 * LENGTH / 2  # scores and values, of all positions before
     each = 2 * (fused + STEPS * (sum(maps.values()) + attended + logits))
     speed = 0.5 * 312e12 * 4 * 3600
-    assert hours(plan) == pytest.approx(1e9 * (teacher.forward(1, LENGTH / 2, 1) + 3 * each) / speed)
+    assert plan.hours() == pytest.approx(1e9 * (teacher.forward(1, LENGTH / 2, 1) + 3 * each) / speed)
     again = planned(target, tokens=1e9, gpus=4, mfu=0.5, device="A100", **{"training.activation_checkpointing": True})
-    assert hours(again) > hours(plan)
+    assert again.hours() > plan.hours()
     numbers = sum(p.numel() for p in heads.parameters())
-    assert sum(host_bytes(plan).values()) == 4 * PROCESS + 4 * 4 * numbers
+    assert sum(plan.host_bytes().values()) == 4 * PROCESS + 4 * 4 * numbers
 
 
 def test_heads_to_go_on_from_are_planned_as_they_are(target, tokenizer, tmp_path):
     cut = EagleHeads.of_target(tiny_llama(0, len(tokenizer), layers=4, hidden=128), torch.arange(50), [1, 3])
     cut.save_pretrained(tmp_path / "heads")
     plan = planned(target, heads=tmp_path / "heads")
-    assert plan.note(plan.setting) == "3 steps of one layer, features after layers 1, 3, drafts among 50 of 300 tokens"
+    assert plan.notes() == ["3 steps of one layer, features after layers 1, 3, drafts among 50 of 300 tokens"]
     other = EagleHeads.of_target(tiny_llama(0, len(tokenizer), layers=4, hidden=64))
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(InputError, match="eagle: expected heads with the target's hidden_size 128, found 64"):
@@ -157,7 +157,7 @@ def test_a_cache_leaves_two_ends_of_the_target(target):
     assert held["target: embeddings and head"] == sum(
         p.nbytes for p in (model.lm_head.weight, model.model.embed_tokens.weight)
     )
-    assert cached.total(cached.setting) < live.total(live.setting) and hours(cached) < hours(live)
+    assert cached.total(cached.setting) < live.total(live.setting) and cached.hours() < live.hours()
 
 
 def test_what_does_not_fit_is_told_how_to(target, capsys):

@@ -1,6 +1,7 @@
 """Plans of heads, teacher caches and completions: what is held, against real tensors; hours, against the arithmetic."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,15 @@ from conftest import tiny_llama
 from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.config import MedusaPlanConfig
 from draftsmith.medusa.heads.memory import MedusaPlan, states_of_heads
+from draftsmith.medusa.memory import trace_losses
 from draftsmith.scripts import cli
 from draftsmith.scripts.plan import command as plan_command
 from draftsmith.scripts.plan.config import CachePlanConfig, PreparePlanConfig
-from draftsmith.scripts.plan.duration import PROCESS, READING, host_bytes, hours
-from draftsmith.scripts.plan.inference import InferencePlan
+from draftsmith.scripts.plan.inference import READING
 from draftsmith.train.cli import parse_config
 from draftsmith.train.job.flops import DEVICES, Work
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.memory.heads import trace_losses
+from draftsmith.train.memory.plan import PROCESS
 from draftsmith.train.runs import save_model
 
 LENGTH, ROWS, VOCAB = 64, 4, 300
@@ -39,7 +40,7 @@ def argv(target: Path, **options: object) -> list[str]:
 
 def heads_plan(target: Path, **options: object) -> MedusaPlan:
     values = {"sequence_length": LENGTH, "training.per_device_train_batch_size": ROWS, "num_heads": 3} | options
-    return MedusaPlan(parse_config(MedusaPlanConfig, [*argv(target, **values), "--training.use_cpu", "true"]))
+    return parse_config(MedusaPlanConfig, [*argv(target, **values), "--training.use_cpu", "true"]).memory_plan()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +88,7 @@ def test_adapters_train_little_and_all_of_a_backbone_much(target):
         held = plan.held(plan.setting)
         if backbone == "lora":
             adapters = sum(p.numel() for n, p in plan.target("float32").named_parameters() if "lora_" in n)
-            heads = sum(p.numel() for p in plan.heads("own", False).parameters())
+            heads = sum(p.numel() for p in plan.drafter(plan.setting).parameters())
             assert held["trained: gradients"] == 4 * (adapters + heads) and adapters > 0
         if backbone == "full":
             assert held["the target as it was: weights in float32, whole"] > 0
@@ -116,14 +117,14 @@ def test_hours_are_the_arithmetic_at_the_speed_that_is_assumed(target):
     speed = 0.5 * 312e12 * 4 * 3600
     work = Work.of(tiny_llama(0, VOCAB, layers=2, hidden=64))
     each = work.forward(1, LENGTH / 2, 1)
-    cache = InferencePlan(parse_config(CachePlanConfig, argv(target, output="o", **machines)))
-    assert hours(cache) == pytest.approx(1e9 * each / speed)
+    cache = parse_config(CachePlanConfig, argv(target, output="o", **machines)).memory_plan()
+    assert cache.hours() == pytest.approx(1e9 * each / speed)
     del machines["dtype"]
     plan = heads_plan(target, **machines, lm_heads="shared")
     of_heads = 3 * 2 * (64 * 64 + 64 * VOCAB) * 3  # forward and backward of three heads
-    assert hours(plan) == pytest.approx(1e9 * (each + of_heads) / speed)
-    numbers = sum(p.numel() for p in plan.heads("shared", False).parameters())
-    assert sum(host_bytes(plan).values()) == 4 * PROCESS + 4 * 4 * numbers
+    assert plan.hours() == pytest.approx(1e9 * (each + of_heads) / speed)
+    numbers = sum(p.numel() for p in plan.drafter(plan.setting).parameters())
+    assert sum(plan.host_bytes().values()) == 4 * PROCESS + 4 * 4 * numbers
 
 
 def test_short_times_are_said_in_smaller_units(target, capsys, monkeypatch):
@@ -145,21 +146,21 @@ def test_a_target_that_is_loaded_otherwise_here_is_told_of(target, capsys, monke
 def test_a_target_in_few_bits_or_over_several_gpus_takes_less_of_each(target):
     machines = {"sequence_length": LENGTH, "gpus": 4, "output": "o", "dtype": "bfloat16"}
     plans = {
-        name: InferencePlan(parse_config(CachePlanConfig, argv(target, **machines, **options)))
+        name: parse_config(CachePlanConfig, argv(target, **machines, **options)).memory_plan()
         for name, options in {
             "whole": {}, "4bit": {"target_quantization": "4bit"}, "auto": {"target_device": "auto"},
         }.items()
     }  # fmt: skip
-    held = {name: sum(plan.held.values()) for name, plan in plans.items()}
+    held = {name: sum(plan.held(plan.setting).values()) for name, plan in plans.items()}
     assert held["4bit"] < held["whole"] and held["auto"] == held["whole"] / 4
-    assert hours(plans["auto"]) == 4 * hours(plans["whole"])  # one copy, whose layers wait for each other
+    assert plans["auto"].hours() == 4 * plans["whole"].hours()  # one copy, whose layers wait for each other
 
 
 def test_features_are_planned_with_their_bytes_on_disk(target, capsys):
     flags = argv(target, output="o", sequence_length=LENGTH, dtype="bfloat16", features=True, layer_ids="[1, 2]")
-    plan = InferencePlan(parse_config(CachePlanConfig, flags))
+    plan = parse_config(CachePlanConfig, flags).memory_plan()
     assert plan.disk_bytes() == 3 * 64 * 2
-    (moment,) = plan.moments(ROWS)
+    (moment,) = plan.moments(replace(plan.setting, rows=ROWS))
     assert moment.parts["features"] == 2 * ROWS * LENGTH * 2 * 64 * 2  # two depths, apart and joined, in bfloat16
     assert cli.main(["plan", "--recipe", "cache", *flags, "--tokens", "1e9"]) == 0
     assert "on disk: at most 384 GB, 384 bytes a token" in capsys.readouterr().out
@@ -168,13 +169,13 @@ def test_features_are_planned_with_their_bytes_on_disk(target, capsys):
 def test_texts_are_written_at_the_speed_of_the_memory(target):
     flags = argv(target, output="o", prompts="p", sequence_length=LENGTH, dtype="bfloat16", batch_size=2, tokens=1e6)
     at = flags.index("--completions")
-    plan = InferencePlan(parse_config(PreparePlanConfig, flags[:at] + flags[at + 2 :]))
+    plan = parse_config(PreparePlanConfig, flags[:at] + flags[at + 2 :]).memory_plan()
     model = tiny_llama(0, VOCAB, layers=2, hidden=64)
     cache = 2 * 2 * 2 * 2 * 16 * LENGTH * 2  # k and v, rows, layers, key-value heads, width, positions, bytes
     read = 2 * sum(p.numel() for p in model.parameters()) + cache / 2
     assert plan.bytes_of_a_step() == pytest.approx(read, rel=0.02)
     seconds = plan.bytes_of_a_step() / (DEVICES["H100"].terabytes * 1e12 * READING)
-    assert hours(plan) == pytest.approx(1e6 / 2 * seconds / 3600)
+    assert plan.hours() == pytest.approx(1e6 / 2 * seconds / 3600)
 
 
 @pytest.mark.parametrize(

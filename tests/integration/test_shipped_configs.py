@@ -18,7 +18,6 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_
 
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DistillConfig, DistillPlanConfig
-from draftsmith.distill.memory import MemoryPlan
 from draftsmith.scripts import cli
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.plan import command as plan
@@ -98,7 +97,7 @@ def test_a_plan_takes_its_strategy_from_the_deepspeed_file():
         unset_hf_deepspeed_config()
         os.environ.clear()
         os.environ.update(environment)
-    assert planned.strategy == "zero2" and MemoryPlan(planned).setting.precision == "half"
+    assert planned.strategy == "zero2" and planned.memory_plan().setting.precision == "half"
 
 
 def shrunken(name: str, vocab_size: int, layers: int):

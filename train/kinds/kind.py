@@ -35,11 +35,22 @@ class Recipe:
     """What `accelerate launch -m` starts."""
     config: str
     """The dataclass of its fields, as "module:Class"."""
+    plan: str | None = None
+    """The dataclass of the fields of its plan, as "module:Class": a `train.memory.setting.TrainingMachines`."""
 
     def config_class(self) -> type[Any]:
         """Return the dataclass of its fields."""
-        module, _, name = self.config.partition(":")
-        return getattr(import_module(module), name)  # type: ignore[no-any-return]
+        return _imported(self.config)
+
+    def plan_class(self) -> type[Any]:
+        """Return the dataclass of the fields of its plan."""
+        assert self.plan is not None
+        return _imported(self.plan)
+
+
+def _imported(path: str) -> type[Any]:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)  # type: ignore[no-any-return]
 
 
 class DrafterKind(ABC):

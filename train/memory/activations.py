@@ -12,8 +12,8 @@ operations, and with packed rows a mask of 2·b·s² bytes a layer.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,13 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from draftsmith.decode.cache.kernels import AsOnCuda
-from draftsmith.decode.draft_models.cut_vocabulary import kept_tokens
-from draftsmith.train.losses.chunk_sizes import ChunkSizes
-from draftsmith.train.losses.chunked import chunked_sum
-from draftsmith.train.losses.cut_vocabulary import CutVocabulary
-from draftsmith.train.losses.distributions import CachedDistributions, LiveDistributions, TeacherDistributions
-from draftsmith.train.losses.objective import Objective
-from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden
+from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.memory.setting import Precision
 
 
@@ -94,20 +88,22 @@ class Affine:
         return cls(at_few - slope * few, slope)
 
     def __call__(self, rows: float) -> float:
-        """Return the bytes of so many rows."""
+        """Return the bytes at a number of rows."""
         return self.constant + self.per_row * rows
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a draft's step, weights and their gradients left out."""
+    """Bytes of a drafter's step, weights and their gradients left out."""
 
+    forward: Affine
+    """The most at any time of its forward."""
     in_loss: Affine
     """While the loss is taken: what is kept for the backward, and the copies of weights that autocast made."""
     kept: Affine
     """After it."""
     backward: Affine
-    """The most at any time of the decoder's backward, of which `kept` is a part."""
+    """The most at any time of its backward, of which `kept` is a part."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +137,11 @@ class BatchShape:
         """Return what a model's decoder makes of a batch, (B, L, H)."""
         return last_hidden(model, **inputs)
 
+    def decoded(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], Tensor]:
+        """Return the hidden states that the loss takes, and all of them, as a `Forward` does."""
+        whole = self.hidden(model, inputs)
+        return [self.chosen(whole)], whole
+
     def chosen(self, hidden: Tensor) -> Tensor:
         """Return the hidden states of all positions that have a next token, (N, H), as the loss takes them."""
         places = hidden.new_zeros(len(hidden) * (self.entries - 1), dtype=torch.long)
@@ -160,11 +161,13 @@ def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 if id(parameter) not in made:
-                    empty = torch.empty(parameter.shape, dtype=torch.bfloat16 if half else parameter.dtype)
+                    empty = torch.empty(
+                        parameter.shape, dtype=torch.bfloat16 if half else parameter.dtype, device="cpu"
+                    )
                     made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                 setattr(module, name, made[id(parameter)])
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype))
+                setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
 
 def precision_of(precision: Precision) -> torch.autocast:
@@ -173,21 +176,29 @@ def precision_of(precision: Precision) -> torch.autocast:
     return torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "autocast")
 
 
-def trace_forward(mode: FakeTensorMode, model: PreTrainedModel, batch: BatchShape, precision: Precision) -> Affine:
+Forward = Callable[[Any, dict[str, Tensor]], tuple[Sequence[Tensor], Any]]
+"""From a model and a batch to what the loss takes, and to what is there besides while it is taken."""
+
+
+def trace_forward(
+    mode: FakeTensorMode, model: nn.Module, batch: BatchShape, precision: Precision, forward: Forward | None = None
+) -> Affine:
     """Return the most bytes beyond its weights that a model's forward takes at any time without gradients.
 
     Args:
         mode: that the model was built in.
-        model: the target, or a draft that is evaluated.
+        model: the target, or a drafter that is evaluated.
         batch: what it is fed.
         precision: "autocast", or anything else for that of the weights.
+        forward: what is run; if None the decoder of a causal LM.
     """
+    forward = forward or batch.decoded
 
     def trace(rows: int) -> list[int]:
         with mode, torch.no_grad():
             inputs = batch.inputs(rows)
             with LiveBytes([*tensors_of(model), *inputs.values()]) as live, precision_of(precision):
-                batch.chosen(batch.hidden(model.eval(), inputs))
+                forward(model.eval(), inputs)
         return [live.peak]
 
     return batch.affine(trace)[0]
@@ -208,40 +219,47 @@ class StandInLoss(torch.autograd.Function):
         return tuple(torch.zeros_like(like, memory_format=torch.contiguous_format) for like in ctx.like)
 
 
-def trace_draft(
-    mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape, precision: Precision, checkpointing: bool
+def trace_step(
+    mode: FakeTensorMode,
+    model: Any,
+    batch: BatchShape,
+    precision: Precision,
+    checkpointing: bool,
+    forward: Forward | None = None,
 ) -> Activations:
-    """Return what a draft's training step holds, by running its forward and backward on fake tensors.
+    """Return what a training step holds, by running its forward and backward on fake tensors.
 
     Args:
-        mode: that the draft was built in.
-        draft: with `requires_grad` where it trains; in half precision for "half". Its attention must have no dropout:
+        mode: that the model was built in.
+        model: with `requires_grad` where it trains; in half precision for "half". Its attention must have no dropout:
             without a GPU that would run as separate operations.
         batch: what it is fed.
         precision: how it computes.
         checkpointing: recompute each layer's activations in the backward (Chen et al. 2016).
+        forward: what is run; if None the decoder of a causal LM.
     """
+    forward = forward or batch.decoded
 
     def trace(rows: int) -> list[int]:
         with mode:
-            draft.train()
+            model.train()
             if checkpointing:
-                draft.activation_checkpointing_enable({"use_reentrant": False})
-            hold_gradients(draft)
+                model.activation_checkpointing_enable({"use_reentrant": False})
+            hold_gradients(model)
             inputs = batch.inputs(rows)
-            with LiveBytes([*tensors_of(draft), *inputs.values()]) as live:
+            with LiveBytes([*tensors_of(model), *inputs.values()]) as live:
                 with precision_of(precision):
-                    whole = batch.hidden(draft, inputs)  # the loss is taken while the forward still has it
-                    hidden = batch.chosen(whole)
-                    in_loss = live.now
-                    total = StandInLoss.apply(hidden)
-                    del hidden, whole
+                    states, beside = forward(model, inputs)
+                    peak, in_loss = live.peak, live.now
+                    total = StandInLoss.apply(*states)
+                    del states, beside
                 kept = live.now
                 live.restart()
                 total.backward()
-            draft.activation_checkpointing_disable()
-            draft.zero_grad()
-        return [in_loss, kept, live.peak]
+            if checkpointing:
+                model.activation_checkpointing_disable()
+            model.zero_grad()
+        return [peak, in_loss, kept, live.peak]
 
     return Activations(*batch.affine(trace))
 
@@ -263,79 +281,41 @@ def trace_cache(mode: FakeTensorMode, draft: PreTrainedModel, batch: BatchShape,
 
 
 def trace_loss(
-    mode: FakeTensorMode,
-    objective: Objective,
-    draft: PreTrainedModel,
-    target: PreTrainedModel | None,
-    positions: int,
-    precision: Precision,
-    k: int = 32,
-    sizes: ChunkSizes | None = None,
+    given: Iterable[Tensor], loss: Callable[[], tuple[Tensor, Any]], precision: Precision
 ) -> tuple[float, float]:
-    """Return the most bytes that the loss takes in the forward, and in its own backward down to the hidden states.
-
-    The gradients to hidden states and head are part of both, the hidden states themselves of neither.
+    """Return the most bytes that a loss takes in the forward, and in its own backward down to the hidden states.
 
     Args:
-        mode: that the models were built in.
-        objective: what is minimised.
-        draft: as in `trace_draft`.
-        target: in its own dtype; None for distributions from a teacher cache.
-        positions: that the loss is taken over.
-        precision: how the draft computes.
-        k: tokens of a cached distribution.
-        sizes: of chunks; those of a CPU if None.
+        given: what is not counted.
+        loss: takes it, and returns what is there besides until its backward has ended.
+        precision: how the drafter computes.
     """
-    vocabulary, kept_D = common_vocabulary(draft, target), kept_tokens(draft.config)
-
-    def learned(head: OutputHead) -> OutputHead:
-        return head.cut(vocabulary) if kept_D is None else head.of(torch.arange(vocabulary))
-
-    sizes, objective = sizes or ChunkSizes.of(torch.device("cpu")), replace(objective, partial=kept_D is not None)
-    with mode:
-        cut: CutVocabulary | None = None
-        if kept_D is not None and target is not None:
-            cut = CutVocabulary(torch.arange(vocabulary), len(head_of(target).weight))
-            sizes = cut.training_sizes(sizes, objective)
-        q_hidden = _hidden(draft, positions, torch.float32 if precision == "autocast" else None).requires_grad_(True)
-        labels, weights = torch.zeros(positions, dtype=torch.long), torch.ones(positions, 1)
-        teacher: TeacherDistributions | None = None
-        if not objective.needs_target:
-            given = []
-        elif target is None:
-            teacher = CachedDistributions(
-                torch.zeros(positions, k, dtype=torch.int32),
-                torch.zeros(positions, k).half(),
-                *torch.zeros(2, positions),
-            )
-            given = [teacher.ids, teacher.log_p, teacher.log_tail]
-        else:
-            hidden, whole = _hidden(target, positions), head_of(target)
-            live_p = LiveDistributions(hidden, learned(whole) if cut is None else cut.teacher_head(whole, objective))
-            teacher = live_p if cut is None else cut.of_teacher(live_p, objective)
-            given = [*tensors_of(target), hidden]
-        hold_gradients(draft)
-        with LiveBytes([*tensors_of(draft), *given, q_hidden, labels, weights]) as live:
-            with precision_of(precision):
-                head = learned(head_of(draft))
-                total = chunked_sum(objective.features, weights, labels, q_hidden, head, teacher, sizes)[0]
-            forward = live.peak
-            live.restart()
-            total.backward()
-        draft.zero_grad()
+    with LiveBytes(given) as live:
+        with precision_of(precision):
+            total, _beside = loss()
+        forward = live.peak
+        live.restart()
+        total.backward()
     return float(forward), float(live.peak)
 
 
-def common_vocabulary(*models: PreTrainedModel | None) -> int:
-    """Return the number of tokens that the heads of all these models have, or propose; None is no model."""
-    given = [model for model in models if model is not None]
-    kept = [kept_tokens(model.config) for model in given]
-    return min(len(head_of(m).weight) if kept_D is None else len(kept_D) for m, kept_D in zip(given, kept, strict=True))
+def through_chunks(
+    traced: Callable[[int], tuple[float, float]], positions: int, few: int, many: int, whole: int
+) -> tuple[float, float]:
+    """Return `trace_loss` at any number of positions: it grows linearly with the chunks.
 
-
-def _hidden(model: PreTrainedModel, positions: int, dtype: torch.dtype | None = None) -> Tensor:
-    head = head_of(model).weight
-    return torch.zeros(positions, head.shape[1], dtype=dtype or head.dtype)
+    Args:
+        traced: of a number of positions.
+        positions: that the loss is taken over.
+        few: positions of whole chunks, at which it is traced.
+        many: more of them.
+        whole: positions up to which it is traced as it is.
+    """
+    if positions <= whole:
+        return traced(positions)
+    pairs = zip(traced(few), traced(many), strict=True)
+    forward, backward = (Affine.through(few, at_few, many, at_many)(positions) for at_few, at_many in pairs)
+    return forward, backward
 
 
 def hold_gradients(model: nn.Module) -> None:

@@ -4,7 +4,8 @@ Light: `--help` must not wait for torch.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, ClassVar, Literal
 
 from draftsmith.decode.errors import SHARE, InputError, at_least, finite, more_than, one_of, require
 from draftsmith.train.options import DTYPES
@@ -24,13 +25,20 @@ ZERO: tuple[Strategy, ...] = ("ddp", "zero1", "zero2", "zero3")
 """Strategies, each of which divides more than the one before it."""
 
 
+def gib(size: float) -> str:
+    """Format bytes as GiB."""
+    return f"{size / GIB:.2f}"
+
+
 @dataclass(kw_only=True)
 class Machines:
     """Planner-only settings: the machines."""
 
+    plan_class: ClassVar[str]
+    """What makes the plan of these settings, as "module:name"."""
+
     recipe: str = "distill"
-    """What is planned: a command that trains (distill, medusa, eagle), cache or prepare. All fields of that command are
-    read as there."""
+    """The command that is planned: one that trains drafters, cache or prepare. All its fields are read as there."""
     gpus: int = 1
     """GPUs that work together."""
     node_gpus: int = 8
@@ -64,6 +72,11 @@ class Machines:
         if self.gpu_memory <= self.reserve:
             raise InputError(f"gpu_memory: expected more than the reserve of {self.reserve}, found {self.gpu_memory}")
         require(self, at_least(2), "sequence_length")
+
+    def memory_plan(self) -> Any:
+        """Return the plan, a `train.memory.plan.MemoryPlan`."""
+        module, _, name = self.plan_class.partition(":")
+        return getattr(import_module(module), name)(self)
 
     def require_length(self, length: int | None) -> int:
         """Return the tokens of a sample.

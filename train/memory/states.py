@@ -42,8 +42,15 @@ class Weights:
     """Numbers that DeepSpeed reduces together, twice over: what the Trainer makes of "auto" (hidden size squared)."""
 
     @classmethod
+    def of_module(cls, module: nn.Module, hidden_size: int) -> "Weights":
+        """Count those of any module, which FSDP gathers all together."""
+        numbers = _count(module.parameters())
+        trained = _count(p for p in module.parameters() if p.requires_grad)
+        return cls(numbers, trained, sum(buffer.nbytes for buffer in module.buffers()), 0, numbers, hidden_size**2)
+
+    @classmethod
     def of(cls, model: PreTrainedModel) -> "Weights":
-        """Count a model's."""
+        """Count a causal LM's."""
         embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
         ends = {id(p) for end in (embeddings, head) for p in end.parameters()}
         layers = _layers(model)
@@ -76,7 +83,7 @@ def target_bytes(target: PreTrainedModel, placement: Placement, gpus: int) -> di
     Args:
         target: in its dtype.
         placement: as above.
-        gpus: over so many it is shared.
+        gpus: how many share it.
     """
     dtype, weights = head_of(target).weight.dtype, Weights.of(target)
     if placement == "whole":
@@ -110,7 +117,7 @@ def _layers(model: PreTrainedModel) -> list[nn.Module]:
     return [module for part in model.modules() if isinstance(part, nn.ModuleList) for module in part]
 
 
-def optimizer_bytes(model: PreTrainedModel, name: str, ends: Sequence[nn.Module] | None = None) -> int:
+def optimizer_bytes(model: nn.Module, name: str, ends: Sequence[nn.Module]) -> int:
     """Return the bytes of an optimiser's states for the parameters that train, not sharded.
 
     AdamW has two float32 moments and a step count for each tensor; "muon" (`MuonAdamW`) one momentum for matrices that
@@ -118,17 +125,16 @@ def optimizer_bytes(model: PreTrainedModel, name: str, ends: Sequence[nn.Module]
     moment, with a float32 scale a block of 256, but for embeddings and small tensors.
 
     Args:
-        model: the draft.
+        model: with `requires_grad` where it trains.
         name: one of `OPTIMIZERS`, as `training.optim` has it, or muon.
-        ends: the modules whose matrices are no hidden ones, as in `MuonAdamW`; embeddings and head if None.
+        ends: embeddings and heads, whose matrices are no hidden ones, as in `MuonAdamW`.
 
     Raises:
         InputError: another name.
     """
     if name not in (*OPTIMIZERS, "muon"):
         raise InputError(f"training.optim: expected one of {', '.join(OPTIMIZERS)}, found {name!r}")
-    outer = [model.get_input_embeddings(), model.get_output_embeddings()] if ends is None else ends
-    closed = {id(p) for end in outer for p in end.parameters()}
+    closed = {id(p) for end in ends for p in end.parameters()}
     total = 0
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -154,14 +160,16 @@ def step_bytes(name: str, trained: int, strategy: Strategy, gpus: int) -> float:
         name: as `training.optim` has it.
         trained: numbers that have gradients.
         strategy: how they are spread.
-        gpus: over so many.
+        gpus: how many share them.
     """
     copies = (name == "adamw_torch") + strategy.startswith("zero")
     return 4.0 * copies * trained / (1 if strategy == "ddp" else gpus)
 
 
-def held_bytes(weights: Weights, states: int, strategy: Strategy, gpus: int, precision: Precision) -> dict[str, float]:
-    """Return the bytes that a draft takes on each GPU at all times, by what they are for.
+def held_bytes(
+    weights: Weights, states: int, strategy: Strategy, gpus: int, precision: Precision, label: str
+) -> dict[str, float]:
+    """Return the bytes that what is trained takes on each GPU at all times, by what they are for.
 
     * DDP: everything whole, and buckets of the gradients' size to send them from (`gradient_as_bucket_view` is off).
     * ZeRO (Rajbhandari et al. 2020, section 5): working weights and gradients in the precision of computing, and
@@ -170,36 +178,37 @@ def held_bytes(weights: Weights, states: int, strategy: Strategy, gpus: int, pre
     * FSDP2: float32 weights, gradients and states divided; two layers gathered at a time, and head and norm always.
 
     Args:
-        weights: the draft's.
+        weights: of what is trained.
         states: `optimizer_bytes`.
-        strategy: how the draft is spread.
-        gpus: over so many.
+        strategy: how it is spread.
+        gpus: how many share them.
         precision: how it computes.
+        label: what it is called.
     """
     working = 2 if precision == "half" else 4
     if strategy == "ddp":
         return {
-            "draft: weights": 4 * weights.all + weights.buffers,
-            "draft: gradients": 4 * weights.trained,
-            "draft: DDP's buckets": 4 * weights.trained if gpus > 1 else 0,
-            "draft: optimiser states": states,
+            f"{label}: weights": 4 * weights.all + weights.buffers,
+            f"{label}: gradients": 4 * weights.trained,
+            f"{label}: DDP's buckets": 4 * weights.trained if gpus > 1 else 0,
+            f"{label}: optimiser states": states,
         }
     if strategy == "fsdp2":
         gathered = weights.tail + 2 * weights.largest_unit if gpus > 1 else 0
         return {
-            "draft: weights": 4 * weights.all / gpus + weights.buffers,
-            "draft: gradients": 4 * weights.trained / gpus,
-            "draft: optimiser states": states / gpus,
-            "draft: gathered weights": working * gathered,
-            "draft: gradients on their way": working * min(gathered, weights.trained),
+            f"{label}: weights": 4 * weights.all / gpus + weights.buffers,
+            f"{label}: gradients": 4 * weights.trained / gpus,
+            f"{label}: optimiser states": states / gpus,
+            f"{label}: gathered weights": working * gathered,
+            f"{label}: gradients on their way": working * min(gathered, weights.trained),
         }
     stage = int(strategy[-1])
     gathered = min(weights.all, LIVE_PARAMETERS) if stage == 3 and gpus > 1 else 0
     return {
-        "draft: weights": working * weights.all / (gpus if stage == 3 else 1) + weights.buffers,
-        "draft: float32 weights": 4 * weights.trained / gpus,
-        "draft: gradients": working * weights.trained / (gpus if stage >= 2 else 1),
-        "draft: optimiser states": states / gpus,
-        "draft: gathered weights": working * gathered,
-        "draft: ZeRO's buckets": 2 * working * min(weights.bucket, weights.trained),
+        f"{label}: weights": working * weights.all / (gpus if stage == 3 else 1) + weights.buffers,
+        f"{label}: float32 weights": 4 * weights.trained / gpus,
+        f"{label}: gradients": working * weights.trained / (gpus if stage >= 2 else 1),
+        f"{label}: optimiser states": states / gpus,
+        f"{label}: gathered weights": working * gathered,
+        f"{label}: ZeRO's buckets": 2 * working * min(weights.bucket, weights.trained),
     }

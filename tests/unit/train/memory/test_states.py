@@ -19,6 +19,10 @@ def nbytes(tensors) -> int:
     return sum(t.nbytes for t in {id(t): t for t in tensors}.values())
 
 
+def ends_of(model):
+    return [model.get_input_embeddings(), model.get_output_embeddings()]
+
+
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "muon", "adafactor", "sgd"])
 def test_weights_gradients_and_states_are_the_tensors(name):
     model = tiny_llama(layers=3, hidden=64).train().requires_grad_(True)
@@ -36,7 +40,7 @@ def test_weights_gradients_and_states_are_the_tensors(name):
     states = [v for half in halves for state in half.state.values() for v in state.values() if torch.is_tensor(v)]
     if name == "adafactor":  # a number for each tensor, the root mean square, is not counted
         states = [state for state in states if state.ndim]
-    held = held_bytes(Weights.of(model), optimizer_bytes(model, name), "ddp", 2, "float32")
+    held = held_bytes(Weights.of(model), optimizer_bytes(model, name, ends_of(model)), "ddp", 2, "float32", "draft")
     assert held["draft: weights"] == nbytes(model.parameters()) + nbytes(model.buffers())
     assert held["draft: gradients"] == held["draft: DDP's buckets"] == nbytes(p.grad for p in trained)
     assert held["draft: optimiser states"] == nbytes(states)
@@ -48,9 +52,9 @@ def test_eight_bits_are_a_byte_for_each_moment():
     large = [p.numel() for p in model.parameters() if p.numel() >= 4096 and id(p) not in ends]
     small = [p.numel() for p in model.parameters() if p.numel() < 4096 or id(p) in ends]
     expected = sum(2 * n + 8 * -(-n // 256) for n in large) + sum(8 * n + 4 for n in small)
-    assert large and small and optimizer_bytes(model, "adamw_bnb_8bit") == expected
+    assert large and small and optimizer_bytes(model, "adamw_bnb_8bit", ends_of(model)) == expected
     with pytest.raises(InputError, match=r"training\.optim: expected one of .*, found 'galore_adamw'"):
-        optimizer_bytes(model, "galore_adamw")
+        optimizer_bytes(model, "galore_adamw", ())
 
 
 @pytest.mark.parametrize(
@@ -60,7 +64,7 @@ def test_eight_bits_are_a_byte_for_each_moment():
 def test_stages_divide_as_in_the_paper(strategy, weights, master, gradients, states):
     """Rajbhandari et al. 2020, figure 1: of 2Ψ + 2Ψ + 12Ψ bytes stage 1 divides 12Ψ, stage 2 2Ψ more, stage 3 all."""
     numbers = Weights(all=1000, trained=1000, buffers=0, largest_unit=100, tail=50, bucket=16)
-    held = held_bytes(numbers, 8000, strategy, 8, "half")
+    held = held_bytes(numbers, 8000, strategy, 8, "half", "draft")
     assert held["draft: weights"] == 2000 / weights
     assert held["draft: gradients"] == 2000 / gradients
     assert held["draft: float32 weights"] + held["draft: optimiser states"] == 4000 / master + 8000 / states
@@ -93,7 +97,7 @@ def test_fsdp_gathers_two_layers_and_the_head():
     layer = 256 * (256 + 128 + 128 + 256) + 3 * 256 * 688 + 2 * 256
     assert (numbers.largest_unit, numbers.tail) == (4096 * 256, 4096 * 256 + 256)
     assert numbers.all == 4 * layer + 2 * 4096 * 256 + 256
-    held = held_bytes(numbers, 8 * numbers.all, "fsdp2", 8, "half")
+    held = held_bytes(numbers, 8 * numbers.all, "fsdp2", 8, "half", "draft")
     assert held["draft: weights"] == pytest.approx(4 * numbers.all / 8 + numbers.buffers)
     assert held["draft: optimiser states"] == numbers.all
     assert held["draft: gathered weights"] == 2 * (3 * 4096 * 256 + 256)

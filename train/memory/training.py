@@ -1,0 +1,266 @@
+"""Memory plans of training runs, of any kind of drafter.
+
+A kind says what it trains (`build`). Unless a step is one forward and one backward of that, the kind also says what a
+GPU holds at each moment of a step (`moments`).
+"""
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from draftsmith.train.job.flops import Work
+from draftsmith.train.losses.chunk_sizes import ChunkSizes
+from draftsmith.train.memory.activations import shadow, trace_step
+from draftsmith.train.memory.moments import Moment
+from draftsmith.train.memory.plan import MemoryPlan
+from draftsmith.train.memory.setting import GIB, ZERO, MemorySetting, gib, placement
+from draftsmith.train.memory.states import Weights, held_bytes, optimizer_bytes, step_bytes, target_bytes
+
+
+class TrainingPlan(MemoryPlan):
+    """A target and a drafter without data, and what a GPU holds that trains the drafter."""
+
+    most_rows = 1024
+    batch_name, row_name, dtype_field = "micro batch", "row", "target_dtype"
+    label: ClassVar[str] = "drafter"
+    """What the table calls what is trained."""
+
+    def __init__(self, config: Any):
+        training = config.training
+        setting = MemorySetting(
+            config.strategy or "ddp",
+            bool(training.bf16 or training.fp16),
+            bool(training.activation_checkpointing),
+            config.target_dtype,
+            placement(config),
+            int(training.per_device_train_batch_size),
+            getattr(config, "lm_heads", "own"),
+        )
+        super().__init__(config, setting, int(config.sequence_length or 0), config.packing)
+        self.eval_rows = int(training.per_device_eval_batch_size) if training.eval_strategy != "no" else 0
+        self.sizes = ChunkSizes.on_gpu(config.gpu_memory * GIB, config.loss_chunk)
+        self._drafters = lru_cache(self._drafter)
+        self._held = lru_cache(self._computed_held)
+        self.step_bytes = lru_cache(partial(trace_step, self.mode))
+
+    # What a kind of drafter says of itself.
+
+    @abstractmethod
+    def build(self, lm_heads: str) -> nn.Module:
+        """Return the drafter on the meta device in float32, with gradients where it trains.
+
+        Args:
+            lm_heads: `MemorySetting.lm_heads`.
+        """
+
+    def weights(self, drafter: Any) -> Weights:
+        """Count the drafter's numbers; by default FSDP gathers all of them together."""
+        return Weights.of_module(drafter, self.target_shape.get_text_config().hidden_size)
+
+    def ends(self, drafter: Any) -> Sequence[nn.Module]:
+        """Return the embeddings and heads, whose matrices are no hidden ones."""
+        return ()
+
+    def target_held(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the bytes that the target takes at all times; none with a teacher cache."""
+        if setting.target is None:
+            return {}
+        return target_bytes(self.target(setting.target_dtype), setting.target, self.config.gpus)
+
+    def moments(self, setting: MemorySetting) -> list[Moment]:
+        """Return those of a drafter whose step is a forward and a backward of `drafter(input_ids)`."""
+        step = self.step_bytes(self.drafter(setting), self.batch, setting.precision, False, _plain_forward)
+        logits = setting.rows * self.batch.length * self.target_shape.get_text_config().vocab_size
+        chunk = 10.0 * 4 * min(logits, self.sizes.part)  # see `ChunkSizes`
+        return [
+            Moment("the target's forward", self.target_forward(setting)),
+            Moment("the loss", {"activations": step.in_loss(setting.rows), "loss: logits of a chunk": chunk}),
+            Moment("the backward", {"activations": step.backward(setting.rows)}),
+            self.optimizer_step(setting),
+        ]
+
+    def work(self, setting: MemorySetting) -> Work:
+        """Return the arithmetic of the drafter."""
+        return Work.of_maps(self.drafter(setting))
+
+    def drafter_operations(self, setting: MemorySetting) -> float | None:
+        """Return the operations of a token that the drafter learns from, checkpointing's second forward included."""
+        work, seen = self.work(setting), self.batch.length / 2
+        return work.step(1, seen, 1) + (work.forward(1, seen, 0) if setting.checkpointing else 0.0)
+
+    def notes(self) -> list[str]:
+        """Return what is to be said of this kind of drafter beside the table."""
+        return []
+
+    # What follows from it.
+
+    @property
+    def joint(self) -> bool:
+        """Whether the target is trained too."""
+        return bool(self.config.trains_target)
+
+    def drafter(self, setting: MemorySetting) -> Any:
+        """Return the drafter as it computes under a setting, without data."""
+        return self._drafters(setting.precision == "half", setting.lm_heads)
+
+    def _drafter(self, half: bool, lm_heads: str) -> nn.Module:
+        with torch.device("meta"):
+            drafter = self.build(lm_heads)
+        shadow(self.mode, drafter, half)  # float16 takes the bytes of bfloat16
+        return drafter
+
+    def _trained(self, setting: MemorySetting) -> list[nn.Module]:
+        return [self.drafter(setting), *([self.target(setting.target_dtype)] if self.joint else [])]
+
+    def trained_numbers(self, setting: MemorySetting) -> int:
+        """Return the numbers that have gradients."""
+        parameters = {id(p): p for module in self._trained(setting) for p in module.parameters() if p.requires_grad}
+        return sum(parameter.numel() for parameter in parameters.values())
+
+    def optimizer(self, setting: MemorySetting) -> str:
+        """Return the optimiser, as `optimizer_bytes` names it."""
+        optim = self.config.training.optim
+        muon = self.config.uses_muon(sharded=setting.strategy != "ddp")
+        return "muon" if muon else str(getattr(optim, "value", optim))
+
+    def held(self, setting: MemorySetting) -> dict[str, float]:
+        """Return the bytes that a GPU holds at all times, by what they are for."""
+        return self._held(replace(setting, rows=0))
+
+    def _computed_held(self, setting: MemorySetting) -> dict[str, float]:
+        drafter, trained = self.drafter(setting), self.trained_numbers(setting)
+        weights = self.weights(drafter)
+        weights = replace(weights, all=trained if self.joint else weights.all, trained=trained)
+        name, ends = self.optimizer(setting), self.ends(drafter)
+        states = sum(optimizer_bytes(module, name, ends) for module in self._trained(setting))
+        label = "trained" if self.joint else self.label
+        own = held_bytes(weights, states, setting.strategy, self.config.gpus, setting.precision, label)
+        return self.target_held(setting) | own
+
+    def optimizer_step(self, setting: MemorySetting) -> Moment:
+        """Return what the optimiser takes for a moment."""
+        trained = self.trained_numbers(setting)
+        size = step_bytes(self.optimizer(setting), trained, setting.strategy, self.config.gpus)
+        return Moment("the optimiser's step", {"optimiser: temporary": size})
+
+    def target_forward(self, setting: MemorySetting) -> dict[str, float]:
+        """Return what the target's forward takes; nothing here where the target is elsewhere."""
+        if setting.target in (None, "elsewhere"):
+            return {}
+        forward = self.forward_bytes(self.target(setting.target_dtype), self.batch, "float32")
+        return {"target: activations": forward(setting.rows)}
+
+    def changes(self) -> Iterator[tuple[str, MemorySetting]]:
+        """Yield what would make a run fit that does not: each change that does alone, or else those that do together.
+
+        Cheap ones come first; a smaller micro batch with more accumulation is among them.
+        """
+        now = self.setting
+        known = self.known_changes()
+        alone = [(name, replace(now, **{field: value})) for name, field, value in known]
+        if rows := self.largest(now):
+            alone.insert(0, (f"training.per_device_train_batch_size {rows}", replace(now, rows=rows)))
+        fitting = [(name, setting) for name, setting in alone if self.fits(setting)]
+        yield from fitting
+        if fitting:
+            return
+        together, names = now, dict[str, str]()
+        for name, field, value in known:
+            together = replace(together, **{field: value})
+            names[field] = name  # of strategies and of places for the target the last is what counts
+            if rows := min(now.rows, self.largest(together)):
+                if rows < now.rows:
+                    names["rows"] = f"training.per_device_train_batch_size {rows}"
+                yield ", ".join(names.values()), replace(together, rows=rows)
+                return
+
+    def known_changes(self) -> list[tuple[str, str, Any]]:
+        """Return what may be changed: what the user is to write, the field of the setting, and its value."""
+        now, config = self.setting, self.config
+        known: list[tuple[str, str, Any]] = []
+        if not now.checkpointing:
+            known.append(("training.activation_checkpointing true", "checkpointing", True))
+        if not now.half:
+            known.append(("training.bf16 true", "half", True))
+        if now.target_dtype in ("float32", "float64") and now.target is not None:
+            known.append(("target_dtype bfloat16", "target_dtype", "bfloat16"))
+        if config.gpus > 1 and config.optimizer != "muon" and now.strategy in ZERO:
+            stronger = ZERO[ZERO.index(now.strategy) + 1 :]
+            known += [(f"strategy {strategy}", "strategy", strategy) for strategy in stronger]
+        if now.target == "whole":
+            if config.gpus > 1 and not self.joint:
+                known.append(("target_sharded true", "target", "sharded"))
+            known += [(f"target_quantization {bits}", "target", bits) for bits in ("8bit", "4bit")]
+        return known
+
+    def facts(self) -> list[str]:
+        """Return the other moments, what the kind of drafter has to say, and the size of a step."""
+        setting, config = self.setting, self.config
+        peak, accumulation = self.peak(setting).name, int(config.training.gradient_accumulation_steps)
+        others = [f"{m.name} {gib(m.total)}" for m in self.moments(setting) if m.name != peak and m.total]
+        samples = setting.rows * accumulation * config.gpus
+        return [
+            "other moments: " + ", ".join(others),
+            *self.notes(),
+            f"a step: {setting.rows} rows × {accumulation} accumulated × {config.gpus} GPUs = {samples} samples, at "
+            f"most {samples * self.batch.length:,} tokens",
+        ]
+
+    def remarks(self) -> list[str]:
+        """Say what is not counted."""
+        if self.setting.target != "elsewhere":
+            return []
+        return [f"of the target, on {self.config.target_device}, the head alone is counted"]
+
+    def advice(self) -> list[str]:
+        """Return what would make a run fit that does not, a line each."""
+        reserve = self.config.reserve * GIB
+        changes = [f"{name}: {gib(self.total(change) + reserve)} GiB" for name, change in self.changes()]
+        return changes or ["no change of this plan's makes it fit: shorter samples, or a smaller pair"]
+
+    def hours(self) -> float | None:
+        """Return the hours of `tokens` tokens, which are arithmetic; None where a model's is not known."""
+        drafter, target = self.drafter_operations(self.setting), self._target_operations()
+        if drafter is None or target is None:
+            return None
+        return self.config.tokens * (target + drafter) / self.speed() / self.config.gpus / 3600
+
+    def _target_operations(self) -> float | None:
+        setting = self.setting
+        if setting.target is None:
+            return 0.0
+        work = Work.of(self.target(setting.target_dtype))
+        if work is None:
+            return None
+        return 0.0 if setting.target == "elsewhere" else work.forward(1, self.batch.length / 2, 1)
+
+    def host_bytes(self) -> dict[str, float]:
+        """Add to the processes the models that they load."""
+        setting, processes = self.setting, self.processes
+        numbers = sum(parameter.numel() for parameter in self.drafter(setting).parameters())
+        parts = super().host_bytes() | {"what is trained, in float32, a copy a process": 4.0 * numbers * processes}
+        if setting.target is None:
+            return parts
+        target = self.target(setting.target_dtype)
+        whole = float(sum(p.numel() * p.element_size() for p in target.parameters()))
+        if setting.target == "sharded":
+            parts["the target, in the first process of all"] = whole
+        elif self.joint and setting.target == "whole":
+            parts["the target, a copy a process until it is wrapped"] = whole * processes
+        return parts
+
+    def title(self) -> str:
+        """Return machines, strategy and precision."""
+        config, setting = self.config, self.setting
+        checkpointing = "activation checkpointing" if setting.checkpointing else "no activation checkpointing"
+        spread = f"{config.gpus} × {config.gpu_memory:g} GiB, {setting.strategy}, {setting.precision}"
+        return f"{spread}, {checkpointing}"
+
+
+def _plain_forward(drafter: Any, inputs: dict[str, Tensor]) -> tuple[list[Tensor], None]:
+    return [drafter(inputs["input_ids"])], None
