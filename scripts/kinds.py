@@ -26,8 +26,13 @@ KINDS: list[DrafterKind] = [
 """All kinds. The first that recognises a directory has it: draft models, which are any model, come last."""
 STOCK, BASELINE = "stock", "baseline_draft"
 """What the draft to beat is called in reports, and as what: it is a draft model."""
+SERVER = "server"
+"""What reports call whatever drafts on a server that was measured from outside."""
 NONE = "none"
 """Names no drafter."""
+
+REPORTED: dict[str, DrafterKind | None] = {kind.name: kind for kind in KINDS} | {BASELINE: DraftModel(), SERVER: None}
+"""What kinds are called in reports; None of a drafter that nobody sees."""
 
 if TYPE_CHECKING:
     Drafters = list[str]
@@ -45,6 +50,12 @@ def kind_named(name: str) -> DrafterKind:
         if kind.name == ("draft" if name == BASELINE else name):
             return kind
     raise InputError(f"drafter: expected a kind out of {', '.join(kind.name for kind in KINDS)}, found {name}")
+
+
+def title_of(name: str) -> str:
+    """Return what sentences call a kind in a report."""
+    titles = {BASELINE: "stock draft", SERVER: "what drafts on the server"}
+    return titles.get(name) or next((kind.title for kind in KINDS if kind.name == name), name)
 
 
 def kind_of(directory: str) -> DrafterKind:

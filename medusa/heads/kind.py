@@ -31,6 +31,7 @@ class Medusa(HeadsKind):
         "draftsmith.medusa.heads.config:MedusaPlanConfig",
     )
     tree_key = "medusa_choices"
+    figures = ("heads", "tree_nodes")
     formats = ("own", "vllm", "fasterdecoding", "modelopt")
     launched, verifiable, drops_by_rank = ("vllm",), ("vllm", "fasterdecoding"), True
 

@@ -23,13 +23,12 @@ from draftsmith.scripts.measure.predictions import advice, costs_entry, curve_of
 from draftsmith.scripts.measure.rejections import rejections_of
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured, Method, Row
 from draftsmith.scripts.measure.verdict import candidates, comparisons, judge
+from draftsmith.scripts.report.cost_types import DrafterMemory, Memory
 from draftsmith.scripts.report.types import (
     SCHEMA,
     Baseline,
-    DrafterMemory,
     Environment,
     Gains,
-    Memory,
     PlainRun,
     Prompts,
     ProposerEntry,

@@ -8,8 +8,9 @@ from draftsmith.decode.measurement.intervals import Estimate, ratio
 from draftsmith.decode.measurement.replay import Replay
 from draftsmith.decode.planner import RoundCosts
 from draftsmith.scripts.measure.state import PROBABILISTIC, Group, Measured
-from draftsmith.scripts.report.types import Costs as CostsEntry
-from draftsmith.scripts.report.types import Curve, CurveCategory, PlannerCheck, Prediction, ProposerEntry, Run, Verifier
+from draftsmith.scripts.report.cost_types import Costs as CostsEntry
+from draftsmith.scripts.report.cost_types import PlannerCheck, Prediction
+from draftsmith.scripts.report.types import Curve, CurveCategory, ProposerEntry, Run, Verifier
 from draftsmith.train.kinds.drafter import Drafter
 
 WORTH_SAYING = 1.02

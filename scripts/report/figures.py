@@ -26,7 +26,7 @@ def has_value(estimate: Estimate | None) -> TypeGuard[Estimate]:
 
 
 def at_length(by_length: Mapping[int, Value], draft_length: int | None) -> Value | None:
-    """Return the entry of this γ; the only one of a drafter that has but one, as Medusa's trees do."""
+    """Return the entry of this γ; the only one of a drafter that has only one, as trees do."""
     if len(by_length) == 1:
         return next(iter(by_length.values()))
     return None if draft_length is None else by_length.get(draft_length)

@@ -16,6 +16,7 @@ from markupsafe import Markup
 
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.intervals import LEAST, Estimate, format_estimate
+from draftsmith.scripts.kinds import title_of
 from draftsmith.scripts.report import figures
 from draftsmith.scripts.report.figures import has_value
 from draftsmith.scripts.report.serving_types import Latency
@@ -28,9 +29,6 @@ BUCKETS = (0.05, 0.35, 0.65, 0.95)
 """Where one colour of a token's acceptance ends and the next begins."""
 MUCH_REPEATED = 0.25
 """The share of repeated n-grams from which the page warns: a quarter is more than code or tables have by themselves."""
-KINDS = {"draft": "draft model", "baseline_draft": "stock draft", "parallel_draft": "parallel draft"}
-KINDS |= {"medusa": "Medusa heads", "eagle": "EAGLE-3 heads", "prompt_lookup": "n-grams"}
-KINDS |= {"server": "what drafts on the server"}
 SERVERS = {"vllm": "vLLM", "sglang": "SGLang", "other": "a server"}
 SOURCES = {
     "answers": "each answer, counted by the server",
@@ -66,7 +64,7 @@ def render_page(report: Report) -> str:
         settings=list(dict.fromkeys((run.temperature, run.batch_size) for run in report.runs)),
         plain={(run.temperature, run.batch_size): run.tokens_per_second for run in report.plain_runs()},
         lossless=partial(lossless, report=report),
-        kinds=KINDS,
+        title_of=title_of,
         servers=SERVERS,
         sources=SOURCES,
         setting_words=partial(figures.setting_words, report),

@@ -5,6 +5,7 @@ development extra.
 """
 
 import json
+from dataclasses import fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from draftsmith.decode import Counts
 from draftsmith.decode.measurement.certificate import Certificate
 from draftsmith.decode.measurement.costs import CostTable, DraftCosts
 from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts.kinds import REPORTED
 from draftsmith.scripts.report.types import SCHEMA, Gate, ProposerEntry, Recommendation, Report, Speed
 
 PATH = Path(__file__).with_name("report.schema.json")
@@ -30,18 +32,27 @@ def _values(keywords: Keywords) -> Keywords:
     return {"additionalProperties": keywords}
 
 
+def _figures_of_kinds() -> list[Keywords]:
+    """Return, for each figure that some kinds of drafters have, who has it and who has not.
+
+    Nothing is said of a tree's nodes where a kind may draft one or not.
+    """
+    rules: list[Keywords] = []
+    for figure in (field.name for field in fields(ProposerEntry) if field.default is None):
+        having = [name for name, kind in REPORTED.items() if kind is not None and figure in kind.figures]
+        free = [
+            name for name, kind in REPORTED.items() if figure == "tree_nodes" and kind is not None and kind.tree_key
+        ]
+        lacking = [name for name in REPORTED if name not in having + free]
+        for names, value in ((having, NUMBER), (lacking, NULL)):
+            rules.append({"if": _properties(kind={"enum": names}), "then": _properties(**{figure: value})})
+    return rules
+
+
 RULES: dict[type, Keywords] = {
     Estimate: {"if": _properties(value=NULL), "then": _properties(ci95=NULL)},
     Speed: _properties(value=NUMBER | {"exclusiveMinimum": 0}),
-    ProposerEntry: {
-        "if": _properties(kind={"const": "medusa"}),
-        "then": _properties(heads=NUMBER, tree_nodes=NUMBER),
-        "else": {
-            **_properties(heads=NULL),
-            "if": _properties(kind={"enum": ["parallel_draft", "eagle"]}),
-            "else": _properties(tree_nodes=NULL),
-        },
-    },
+    ProposerEntry: {"allOf": _figures_of_kinds()},
     Certificate: {
         **_properties(
             prompts_identical=AT_LEAST_0, near_ties=AT_LEAST_0, departures=AT_LEAST_0, p_value=SHARE, tokens=AT_LEAST_0

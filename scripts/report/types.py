@@ -1,4 +1,4 @@
-"""What `report.json` holds: `scripts.measure` builds it; the table, the page and the summary read it.
+"""The contents of `report.json`: `scripts.measure` builds it; the table, the page and the summary read it.
 
 Names of fields are the keys of the file. A value that is missing is None, in the file null, never 0. After a change run
 `python -m draftsmith.scripts.report.schema`, which writes `report.schema.json` from these classes.
@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 from draftsmith.decode import Counts
 from draftsmith.decode.measurement.certificate import Certificate
-from draftsmith.decode.measurement.costs import CostTable
 from draftsmith.decode.measurement.intervals import Estimate
+from draftsmith.scripts.report.cost_types import Costs, Memory, PlannerCheck
 from draftsmith.scripts.report.entry import (
     AboveZero,
     ByNumber,
@@ -30,8 +30,6 @@ from draftsmith.scripts.report.serving_types import Serving
 SCHEMA: Literal["draftsmith.report/1"] = "draftsmith.report/1"
 
 
-Kind = Literal["draft", "baseline_draft", "parallel_draft", "medusa", "eagle", "prompt_lookup", "server"]
-"""server: whatever drafts on a server that was measured from outside."""
 Verifier = Literal["probabilistic", "greedy"]
 """probabilistic: of drafts drawn from q; greedy: of the draft's argmax, which servers draft by default. At T=0 they are
 the same, listed as probabilistic."""
@@ -112,15 +110,16 @@ class ProposerEntry(Entry):
     """A drafter."""
 
     name: Name
-    kind: Kind
+    kind: Annotated[str, Says(minLength=1)]
+    """The name of its kind; of the draft to beat `baseline_draft`, of whatever drafts on a server `server`."""
     path: str | None
     parameters: Count | None
     bytes: Count | None
     """Of its weights."""
     heads: Positive | None = None
-    """Of Medusa heads, how many there are."""
+    """Of several heads, how many there are."""
     tree_nodes: Positive | None = None
-    """Of Medusa heads, and of a parallel draft or EAGLE-3 heads with a tree, the nodes that are drafted."""
+    """Of a drafter with a tree of its own, a chain of several heads included, the nodes that are drafted."""
     prompt_lookup_min: Positive | None = None
     """Of prompt lookup, the shortest n-gram that it looks for."""
     prompt_lookup_max: Positive | None = None
@@ -239,67 +238,6 @@ class Comparison(Entry):
     alpha: Estimate
     more_prompts: Count | None
     """How many more would tell them apart; 0: told apart; null: equal, or too nearly so."""
-
-
-Seconds = ByNumber[NotNegative]
-"""By batch size, or by tokens."""
-Overheads = ByNumber[float]
-"""Seconds by batch size; below 0 where a loop is faster than its parts alone."""
-
-
-@dataclass(frozen=True)
-class Costs(Entry):
-    """Seconds on this machine, behind `context` tokens at the first temperature."""
-
-    context: Positive
-    target_seconds: ByNumber[Seconds]
-    """By batch size, then k: t(k), a forward over k tokens a row."""
-    draft_seconds: Mapping[str, ByNumber[Seconds]]
-    """By drafter, batch size, then γ: d(γ)."""
-    draft_seconds_per_token: Mapping[str, Seconds]
-    overhead_seconds: Mapping[str, Overheads]
-    """The rest of a round, by drafter."""
-    plain_overhead_seconds: Overheads
-    prefill_seconds: Seconds
-    tables: Some[CostTable]
-    """As they were measured: one for each context and temperature."""
-
-
-@dataclass(frozen=True)
-class Prediction(Entry):
-    """A run's predicted and measured speed-up."""
-
-    proposer: Name
-    draft_length: Positive
-    batch_size: Positive
-    temperature: Temperature
-    predicted: float
-    measured: AboveZero
-
-
-@dataclass(frozen=True)
-class PlannerCheck(Entry):
-    """How far predicted speed-ups are from measured ones."""
-
-    median_relative_error: NotNegative
-    points: Sequence[Prediction]
-
-
-@dataclass(frozen=True)
-class DrafterMemory(Entry):
-    """What a drafter adds to memory."""
-
-    weights_bytes: Count
-    cache_bytes_per_token: Count | None
-
-
-@dataclass(frozen=True)
-class Memory(Entry):
-    """What target and drafters take."""
-
-    target_bytes: Count
-    target_cache_bytes_per_token: Count | None
-    drafters: Mapping[str, DrafterMemory]
 
 
 @dataclass(frozen=True)

@@ -86,8 +86,8 @@ class DrafterKind(ABC):
     """Formats that `--verify vllm` decodes with."""
     drops_by_rank: ClassVar[bool] = False
     """Whether a format can leave out what changes logits but not their order."""
-    report: ClassVar[Mapping[str, Any]] = {}
-    """Further rules of the JSON Schema of its entries in a report."""
+    figures: ClassVar[tuple[str, ...]] = ()
+    """Numbers that its entries in reports have, and those of other kinds have not."""
 
     def recognises(self, config: Mapping[str, Any]) -> bool:
         """Return whether a directory with this config.json holds a drafter of this kind."""

@@ -10,6 +10,7 @@ class PromptLookup(DrafterKind):
 
     name, title, stored = "prompt_lookup", "n-grams", False
     flags, switch = ("prompt_lookup",), True
+    figures = ("prompt_lookup_min", "prompt_lookup_max")
     drafts_less = True
 
     def load(self, spec: DrafterSpec, loading: Loading) -> Drafter:
