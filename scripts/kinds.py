@@ -1,7 +1,6 @@
 """The kinds of drafters: the only list of them, which every command asks; and how `--drafter` names them."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -9,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from draftsmith.decode.errors import InputError, first_line
+from draftsmith.decode.errors import InputError
 from draftsmith.distill.kind import DraftModel, ReencodedDraft, RunAheadDraft
 from draftsmith.distill.parallel.kind import ParallelDraft
 from draftsmith.medusa.eagle.kind import Eagle
@@ -64,34 +63,18 @@ def kind_of(directory: str) -> DrafterKind:
     Raises:
         InputError: no config.json, or one that no kind recognises.
     """
-    config = _config_of(directory)
+    from transformers import PretrainedConfig
+
+    from draftsmith.train.checkpoint import reading, require_config
+
+    require_config(directory, "drafter")
+    with reading("drafter", f"a config.json in {directory}"):
+        config = PretrainedConfig.get_config_dict(directory)[0]
     for kind in KINDS:
         if kind.recognises(config):
             return kind
     names = ", ".join(kind.title for kind in KINDS if kind.stored)
     raise InputError(f"drafter: expected one of {names} in {directory}, found a config.json of none of them")
-
-
-def _config_of(directory: str) -> dict[str, Any]:
-    path = Path(directory) / "config.json"
-    if path.is_file():
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InputError(f"drafter: expected JSON in {path}, found: {first_line(error)}") from error
-        if not isinstance(config, dict):
-            raise InputError(f"drafter: expected fields and their values in {path}, found none")
-        return config
-    names = ", ".join(kind.name for kind in KINDS if not kind.stored)
-    expected = f"drafter: expected a directory with a config.json, a hub id or one of {names}, found"
-    if Path(directory).exists():
-        raise InputError(f"{expected} {directory}, which has no config.json")
-    from transformers import PretrainedConfig
-
-    try:
-        return PretrainedConfig.get_config_dict(directory)[0]
-    except (OSError, ValueError) as error:
-        raise InputError(f"{expected} {directory}: {first_line(error)}") from error
 
 
 def foreign_kind(directory: str) -> DrafterKind:
@@ -122,6 +105,8 @@ def parsed(text: str) -> tuple[str | None, DrafterKind, str | None]:
         if kinds[word].stored and not argument:
             raise InputError(f"drafter: expected {word}:DIR, found {text} without a directory")
         return name or None, kinds[word], argument or None
+    if "/" not in rest and not Path(rest).is_dir():
+        raise InputError(f"drafter: expected a directory, a hub id or one of {', '.join(kinds)}, found {text}")
     return name or None, kind_of(rest), rest
 
 

@@ -111,13 +111,13 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
         jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
     parser = jsonargparse.ArgumentParser(prog=prog, description=cls.__doc__, exit_on_error=False)
     parser.add_argument("--config", action="config", help="a YAML file with the fields below; flags override it")
+    trained_by = next((field for field in fields if field.name == "training"), None)
+    trains = trained_by is not None
+    parser.add_class_arguments(cls, skip={"training"} if trains else None)
     for aliases in aliased.values():
         for alias in aliases:
             types = bool if alias.kind is bool else str | list[str] | None
             parser.add_argument(f"--{alias.name}", type=types, help=f"alias {alias.says}")
-    trained_by = next((field for field in fields if field.name == "training"), None)
-    trains = trained_by is not None
-    parser.add_class_arguments(cls, skip={"training"} if trains else None)
     if trains and helps and "training" not in arguments:
         parser.epilog = "--training.NAME sets one of transformers' TrainingArguments: `--help training` lists them."
     elif trains and not whole:

@@ -517,7 +517,10 @@ def test_a_chat_template_is_used_if_asked_for(pair, tmp_path, capsys, tokenizer)
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"proposer": "oracle"}, "drafter: expected a directory with a config.json, a hub id or one of prompt_lookup,"),
+        (
+            {"proposer": "oracle"},
+            "drafter: expected a directory, a hub id or one of parallel_draft, medusa, eagle, draft,",
+        ),
         ({"proposer": "medusa"}, "drafter: expected medusa:DIR, found medusa without a directory"),
         ({"proposer": "medusa", "medusa": "nowhere"}, "Medusa heads: expected a model directory"),
         ({"proposer": "early_exit"}, "drafter: expected early_exit:N with at most the target's 2 layers, found none"),

@@ -217,7 +217,7 @@ def test_bad_input_is_one_line(pipeline, made, heads, tmp_path, capsys):
     error = refusal(tree_of(pipeline, made, heads, "--nodes", "4", "--limit", "3"), capsys)
     assert "completions: expected at least 4 different texts, found 3" in error
     error = refusal(tree_of(pipeline, made, tmp_path / "none"), capsys)
-    assert "drafter: expected a directory with a config.json" in error
+    assert "drafter: expected a model directory or a hub id" in error
     MedusaHeads.of_target(load_model(pipeline / "target"), 2, token_map=torch.arange(9)).save_pretrained(
         tmp_path / "wrong"
     )
