@@ -3,7 +3,6 @@
 Through attention in groups, and through the library's `sdpa`, which repeats the cache; by turns, on the same cache.
 """
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,10 +18,8 @@ from draftsmith.decode.cache import CachedModel, check_model
 from draftsmith.decode.cache.attention import NAME, attends_in_groups, grouped_attention
 from draftsmith.decode.clock import timed
 from draftsmith.decode.errors import InputError
-from draftsmith.scripts.bench.common import BenchmarkConfig, in_turns, run_benchmark
-from draftsmith.train.cli import run
+from draftsmith.scripts.bench.common import BenchmarkConfig, in_turns, main
 from draftsmith.train.models import load_model
-from draftsmith.train.provenance import environment
 
 
 @dataclass
@@ -52,7 +49,7 @@ def bench(config: BenchAttentionConfig) -> dict[str, Any]:
             f"target: expected a model whose query heads share key heads under sdpa, found {config.target}"
         )
     figures = {f"{context} tokens": _behind(model, context, config) for context in config.context}
-    return {"environment": environment(model.device, config.dtype), "config": vars(config), "forward": figures}
+    return {"forward": figures}
 
 
 @torch.inference_mode()
@@ -104,4 +101,4 @@ def _attending(in_groups: bool, seconds: list[float]) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchAttentionConfig, bench)))
+    main(BenchAttentionConfig, bench)

@@ -3,16 +3,19 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import (
+    Counts,
     DecodeOutput,
     DraftModelProposer,
     Proposer,
@@ -23,16 +26,18 @@ from draftsmith.decode.clock import timed_warm
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import Estimate, format_estimate
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.cli import parse_config
+from draftsmith.train.cli import parse_config, run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec
-from draftsmith.train.models import load_tokenizer
-from draftsmith.train.provenance import write_json
+from draftsmith.train.models import default_device, load_tokenizer
+from draftsmith.train.provenance import environment, write_json
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 MAX_PROMPT_TOKENS = 48
 
 T = TypeVar("T")
+Method = Callable[[Tensor], DecodeOutput]
+"""Decodes a prompt, (1, T)."""
 
 
 @dataclass(kw_only=True)
@@ -83,18 +88,27 @@ Figures = dict[str, Any]
 """A benchmark's results by name: numbers, estimates, words, and groups of them."""
 
 
+Shown = Callable[[Config, Figures], Figures]
+"""Returns what is printed of a benchmark's figures."""
+
+
+def main(config_class: type[Config], bench: Callable[[Config], Figures], shown: Shown[Config] | None = None) -> None:
+    """Run a benchmark as its module's command line says, and end the process."""
+    sys.exit(run(lambda: run_benchmark(config_class, bench, shown)))
+
+
 def run_benchmark(
     config_class: type[Config],
     bench: Callable[[Config], Figures],
-    shown: Callable[[Config, Figures], Figures] = lambda config, results: results,
+    shown: Shown[Config] | None = None,
     argv: Sequence[str] | None = None,
-) -> int:
-    """Parse the config, run a benchmark, write its figures and print them.
+) -> None:
+    """Parse the config, run a benchmark, write its figures with environment and config, and print them.
 
     Args:
         config_class: the benchmark's options.
-        bench: returns the figures.
-        shown: returns what is printed of them; environment and config are left out before.
+        bench: returns the figures; its own "environment" goes before that of the default device.
+        shown: returns what is printed of the figures; all if None.
         argv: the command line; the process's own if None.
     """
     called = Path(sys.argv[0])
@@ -102,20 +116,19 @@ def run_benchmark(
     config = parse_config(config_class, argv, prog=f"python -m draftsmith.scripts.bench.{name}")
     if config.threads:
         torch.set_num_threads(config.threads)
-    figures = bench(config)
+    results = bench(config)
+    where = results.pop("environment", None) or environment(default_device(), getattr(config, "dtype", "float32"))
     path = config.figures_path()
     if path is not None:
-        write_json(path, figures)
-    where = figures["environment"]
+        write_json(path, {"environment": where} | results | {"config": vars(config)})
     # Wide tables are to be read in files too, where rich would fold them to 80 columns.
     console = Console(width=None if sys.stdout.isatty() else 240, highlight=False)
     console.print(f"{where['device']}, {where['threads']} threads, {where['dtype']}")
-    results = shown(config, {name: value for name, value in figures.items() if name not in ("environment", "config")})
+    results = shown(config, results) if shown else results
     groups = {name: value for name, value in results.items() if isinstance(value, Mapping)}
     single = {name: value for name, value in results.items() if name not in groups}
     for name, value in (groups | ({"figures": single} if single else {})).items():
         console.print(_table(name, value))
-    return 0
 
 
 def _table(name: str, figures: Mapping[str, Any]) -> Table:
@@ -192,3 +205,28 @@ def in_turns(calls: Mapping[str, Callable[[], T]], turn: int) -> dict[str, tuple
     names = list(calls)
     first = turn % len(names)
     return {name: timed_warm(calls[name]) for name in names[first:] + names[:first]}
+
+
+class Decoded(NamedTuple):
+    """One decoded prompt."""
+
+    tokens: int
+    seconds: float
+    counts: Counts
+
+
+def decode_in_turns(methods: Mapping[str, Method], prompts: Sequence[Tensor]) -> dict[str, list[Decoded]]:
+    """Decode each prompt, (1, T), by every method before the next prompt's turn, in an order that rotates."""
+    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
+        decode(prompts[0])
+    results: dict[str, list[Decoded]] = {name: [] for name in methods}
+    for turn, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
+        calls = {name: partial(decode, ids) for name, decode in methods.items()}
+        for name, (seconds, output) in in_turns(calls, turn).items():
+            results[name].append(Decoded(output.sequences.numel() - ids.numel(), seconds, output.counts))
+    return results
+
+
+def tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[float]]:
+    """Return the columns of a speed."""
+    return [result.tokens for result in results], [result.seconds for result in results]

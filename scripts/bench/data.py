@@ -8,9 +8,7 @@ them, so that the memory of one is what a rank adds to that of its models.
 
 import json
 import multiprocessing
-import sys
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +21,7 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 
 from draftsmith.decode.clock import now
-from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, run_benchmark
-from draftsmith.train.cli import run
+from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, main
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.corpus import stdlib_modules
 from draftsmith.train.data.examples import TrainingData, training_examples
@@ -129,13 +126,8 @@ def bench(config: BenchDataConfig) -> dict[str, Any]:
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             figures[name] = pool.apply(read, (config, str(directory)))
     tokens = config.tokens / (figures["first"]["open_seconds"] - figures["mapped"]["open_seconds"])
-    return {
-        "environment": environment(torch.device("cpu"), "int32"),
-        "config": vars(config),
-        **figures,
-        "mapped_tokens_per_second": tokens,
-    }
+    return {"environment": environment(torch.device("cpu"), "int32"), **figures, "mapped_tokens_per_second": tokens}
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchDataConfig, bench)))
+    main(BenchDataConfig, bench)

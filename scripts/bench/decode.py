@@ -5,27 +5,31 @@ rotates. Plain decoding has the same options as what it is compared with: dtype,
 """
 
 import contextlib
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median_high
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from draftsmith.decode import Counts, DecodeOutput
 from draftsmith.decode.clock import now, timed
 from draftsmith.decode.measurement.intervals import Estimate, rate_ratio, ratio
 from draftsmith.decode.planner import verification_costs
-from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, in_turns, run_benchmark
+from draftsmith.scripts.bench.common import (
+    BenchmarkPair,
+    Decoded,
+    DecodingConfig,
+    Method,
+    decode_in_turns,
+    in_turns,
+    main,
+    tokens_and_seconds,
+)
 from draftsmith.scripts.pair import left_padded
-from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
-
-Method = Callable[[Tensor], DecodeOutput]
 
 
 @dataclass
@@ -40,14 +44,6 @@ class BenchDecodeConfig(DecodingConfig):
     """Also time compiled forwards, after minutes of compilation."""
 
 
-class Decoded(NamedTuple):
-    """One decoded prompt."""
-
-    seconds: float
-    tokens: int
-    counts: Counts
-
-
 def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     pair = BenchmarkPair.load(config)
@@ -58,10 +54,10 @@ def bench(config: BenchDecodeConfig) -> dict[str, Any]:
     if config.compiled:
         compiled["plain, compiled"] = partial(plain, compiled=True)
         compiled["speculative, compiled"] = partial(speculative, compiled=True)
-    results = _decode_in_turns(eager | compiled, pair.prompts)
+    results = decode_in_turns(eager | compiled, pair.prompts)
     speeds: dict[str, dict[str, Any]] = {
         name: {
-            "tokens_per_second": ratio(*_tokens_and_seconds(decoded)),
+            "tokens_per_second": ratio(*tokens_and_seconds(decoded)),
             "over_plain": _over(decoded, results["plain"]),
             "over_assisted_generation": _over(decoded, results["assisted generation"]),
             "mean_acceptance_length": _mean_acceptance_length(decoded),
@@ -73,43 +69,23 @@ def bench(config: BenchDecodeConfig) -> dict[str, Any]:
         with_compiled = results["speculative, compiled"], results["plain, compiled"]
         speeds["speculative, compiled"]["over_plain_compiled"] = _over(*with_compiled)
         limits["speculative, compiled"] = _limit(config, pair, *with_compiled, compiled=True)
+    ours, rows = ("plain", "speculative"), config.batch_size
+    alone, batches = [(ids,) for ids in pair.prompts[:4]], [_together(pair.prompts, rows)] * 4
     return {
         "environment": environment(pair.target.device, pair.dtype),
-        "config": vars(config),
         "methods": speeds,
         "outside_forwards": {
-            **{name: _share_outside_forwards(method, pair, pair.prompts[:4]) for name, method in eager.items()},
-            **{
-                f"{name}, batch of {config.batch_size}": _share_outside_forwards(
-                    eager[name], pair, [_together(pair.prompts, config.batch_size)] * 4
-                )
-                for name in ("plain", "speculative")
-            },
+            **{name: _share_outside_forwards(method, pair, alone) for name, method in eager.items()},
+            **{f"{name}, batch of {rows}": _share_outside_forwards(eager[name], pair, batches) for name in ours},
         },
         "limit": limits,
-        "batch": {name: _batch(config, eager[name], pair.prompts) for name in ("plain", "speculative")},
+        "batch": {name: _batch(config, eager[name], pair.prompts) for name in ours},
     }
-
-
-def _decode_in_turns(methods: Mapping[str, Method], prompts: list[Tensor]) -> dict[str, list[Decoded]]:
-    """Decode each prompt by every method before the next prompt's turn, in an order that rotates."""
-    for decode in tqdm(methods.values(), desc="warm up", unit="method"):
-        decode(prompts[0])
-    results: dict[str, list[Decoded]] = {name: [] for name in methods}
-    for turn, ids in enumerate(tqdm(prompts, desc="decode", unit="prompt")):
-        calls = {name: partial(decode, ids) for name, decode in methods.items()}
-        for name, (seconds, output) in in_turns(calls, turn).items():
-            results[name].append(Decoded(seconds, output.sequences.numel() - ids.numel(), output.counts))
-    return results
 
 
 def _over(results: Sequence[Decoded], others: Sequence[Decoded]) -> Estimate:
     """Return the ratio of two methods' tokens per second, with an interval over prompts."""
-    return rate_ratio(*_tokens_and_seconds(results), *_tokens_and_seconds(others))
-
-
-def _tokens_and_seconds(results: Sequence[Decoded]) -> tuple[list[int], list[float]]:
-    return [result.tokens for result in results], [result.seconds for result in results]
+    return rate_ratio(*tokens_and_seconds(results), *tokens_and_seconds(others))
 
 
 def _mean_acceptance_length(results: Sequence[Decoded]) -> float | None:
@@ -126,18 +102,17 @@ def _assisted(pair: BenchmarkPair, draft_length: int, ids: Tensor) -> DecodeOutp
 
 
 def _together(prompts: Sequence[Tensor], count: int) -> tuple[Tensor, Tensor]:
-    """Return so many prompts as one batch and its mask, (B, T) each."""
+    """Return `count` prompts as one batch and its mask, (B, T) each."""
     rows = (list(prompts) * count)[:count]
     return left_padded([ids[0].tolist() for ids in rows], rows[0].device)
 
 
 def _share_outside_forwards(
-    decode: Callable[..., DecodeOutput], pair: BenchmarkPair, prompts: Sequence[Tensor | tuple[Tensor, Tensor]]
+    decode: Callable[..., DecodeOutput], pair: BenchmarkPair, batches: Sequence[tuple[Tensor, ...]]
 ) -> float:
-    """Return the share of the time that is spent outside the models' eager forwards, the median over the prompts."""
+    """Return the share of the time that is spent outside the models' eager forwards, the median over batches."""
     shares = []
-    for prompt in prompts:
-        batch = (prompt,) if isinstance(prompt, Tensor) else prompt
+    for batch in batches:
         edges: list[float] = []  # where forwards begin and end, by turns
 
         def note(*_: Any, edges: list[float] = edges) -> None:
@@ -187,9 +162,7 @@ def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], promp
     together, alone = ([turn[name][0] for turn in turns] for name in calls)
     ratios = [apart / joint for joint, apart in zip(together, alone, strict=True)]
     texts = [row[-new:] for row in turns[-1]["together"][1].sequences]
-    same = sum(
-        torch.equal(text, one.sequences[0, -new:]) for text, one in zip(texts, turns[-1]["alone"][1], strict=True)
-    )
+    same = sum(map(torch.equal, texts, (one.sequences[0, -new:] for one in turns[-1]["alone"][1])))
     return {
         "tokens_per_second": count * new / median_high(together),
         "over_one_row_at_a_time": {"value": median_high(ratios), "range": [min(ratios), max(ratios)]},
@@ -198,4 +171,4 @@ def _batch(config: BenchDecodeConfig, decode: Callable[..., DecodeOutput], promp
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchDecodeConfig, bench)))
+    main(BenchDecodeConfig, bench)

@@ -6,7 +6,6 @@ is measured, on Linux with an allocator that hands back what is freed; that cost
 """
 
 import ctypes
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +17,10 @@ import torch
 from torch import Tensor
 
 from draftsmith.decode.errors import InputError, one_of, require
-from draftsmith.scripts.bench.common import BenchmarkConfig, in_turns, run_benchmark
-from draftsmith.train.cli import run
+from draftsmith.scripts.bench.common import BenchmarkConfig, in_turns, main
 from draftsmith.train.losses.chunked import lean_divergence
 from draftsmith.train.losses.divergences import NAMES, divergence
 from draftsmith.train.models import DTYPES, default_device
-from draftsmith.train.provenance import environment
 
 M_MMAP_THRESHOLD = -3  # of malloc.h
 HANDS_BACK, USUAL = 2**20, 2**25  # bytes; the second is what glibc's own threshold grows to
@@ -102,8 +99,6 @@ def bench(config: BenchDivergenceConfig) -> dict[str, Any]:
     seconds = {name: [turn[name][0] for turn in turns] for name in losses}
     ratios = [lean / eager for eager, lean in zip(*seconds.values(), strict=True)]
     return {
-        "environment": environment(device, config.dtype),
-        "config": vars(config),
         "seconds": {name: median(values) for name, values in seconds.items()},
         "time_ratio": {"median": median(ratios), "min": min(ratios), "max": max(ratios)},
         "peak_bytes": peaks,
@@ -142,4 +137,4 @@ def _peak(device: torch.device) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchDivergenceConfig, bench)))
+    main(BenchDivergenceConfig, bench)

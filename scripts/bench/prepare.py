@@ -4,7 +4,6 @@ Our own decoder, whose rows take the next prompt as they end, against the librar
 rows; on the same prompts, sorted by length as `prepare` sorts them, by turns.
 """
 
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import mean
@@ -16,13 +15,11 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import at_least, require
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, in_turns, run_benchmark
-from draftsmith.train.cli import run
+from draftsmith.scripts.bench.common import ASSETS, BenchmarkConfig, in_turns, main
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.data.decoding import by_library, complete, set_generation_config
 from draftsmith.train.data.samples import mixed_seed
 from draftsmith.train.models import load_model, load_tokenizer
-from draftsmith.train.provenance import environment
 
 
 @dataclass
@@ -88,8 +85,6 @@ def bench(config: BenchPrepareConfig) -> dict[str, Any]:
     )
     lengths = [length for turn in turns for _, written in turn.values() for length in written]
     return {
-        "environment": environment(model.device, config.dtype),
-        "config": vars(config),
         "prompt_tokens": f"{len(prompts[-1])} to {len(prompts[0])}",
         "completion_tokens": mean(lengths),
         "ended": mean(length < config.max_new_tokens for length in lengths),
@@ -101,4 +96,4 @@ def bench(config: BenchPrepareConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchPrepareConfig, bench)))
+    main(BenchPrepareConfig, bench)

@@ -9,7 +9,6 @@ rounds, which draws of one prompt differ by. The decoder's texts are replayed to
 alone as noise; a greedy draft throws none, and there the rounds of each text must be equal.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,10 +25,10 @@ from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import Replay, replay_acceptance
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, run_benchmark
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded
-from draftsmith.train.cli import Ints, numbers, run
+from draftsmith.train.cli import Ints, numbers
 from draftsmith.train.provenance import environment
 
 ESTIMATES = (
@@ -103,7 +102,6 @@ def bench(config: BenchReplayConfig) -> dict[str, Any]:
         greedy[drafter.name] = _greedy_part(pair, config, drafter.proposer, range(1, longest + 1))
     return {
         "environment": environment(target.device, pair.dtype),
-        "config": vars(config),
         "prompts": len(pair.prompts),
         "greedy": greedy,
         "sampled": {
@@ -217,4 +215,4 @@ def shown(config: BenchReplayConfig, figures: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchReplayConfig, bench, shown)))
+    main(BenchReplayConfig, bench, shown)

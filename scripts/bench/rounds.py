@@ -5,11 +5,9 @@ machine. A kernel is an operator of aten that is no view and allocates more than
 looks at a tensor's value, or makes a tensor of its own values: either waits for a GPU.
 """
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -24,10 +22,9 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.scripts.bench.common import BenchmarkConfig, run_benchmark
+from draftsmith.scripts.bench.common import BenchmarkConfig
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.cli import run
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
 
@@ -222,7 +219,6 @@ def bench(config: BenchRoundsConfig) -> dict[str, Any]:
     """Run the benchmark and return the figures."""
     target, drafters = random_drafts() if config.target is None else loaded_drafts(config)
     return {
-        "config": vars(config),
         "environment": environment(torch.device("cpu"), "float32"),
         "rounds": {
             f"{name}, B = {rows}, T = {temperature:g}": vars(
@@ -236,4 +232,4 @@ def bench(config: BenchRoundsConfig) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchRoundsConfig, bench)))
+    main(BenchRoundsConfig, bench)

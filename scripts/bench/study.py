@@ -8,10 +8,8 @@ over prompts. Finished runs are kept in results.json; a second call goes on from
 """
 
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -22,14 +20,13 @@ import torch
 from draftsmith.decode import replay_acceptance
 from draftsmith.decode.errors import InputError, one_of, require, require_some
 from draftsmith.decode.measurement.intervals import ratio, ratio_difference
-from draftsmith.scripts.bench.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, run_benchmark
+from draftsmith.scripts.bench.common import ASSETS, MAX_PROMPT_TOKENS, BenchmarkConfig, main
 from draftsmith.scripts.kinds import drafter_specs, recipes
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, load_completions, prepare
 from draftsmith.train.models import load_tokenizer
-from draftsmith.train.provenance import environment, write_json
+from draftsmith.train.provenance import write_json
 
 CONFIGS = ASSETS.parent / "configs"
 REPLAYED = {0: "replayed-greedy", 1: "replayed-sampled"}
@@ -108,7 +105,6 @@ def bench(config: BenchStudyConfig) -> dict[str, Any]:
         else:
             drafter = config.drafters[name]
         results.setdefault(name, {})[str(seed)] = _replayed(config, drafter)
-        results["environment"] = environment(torch.device("cpu"), "float32")
         write_json(path, results)
     return results
 
@@ -193,4 +189,4 @@ def _pooled(runs: Mapping[str, Any], figure: str) -> dict[str, list[float]]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchStudyConfig, bench, shown)))
+    main(BenchStudyConfig, bench, shown)

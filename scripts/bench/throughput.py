@@ -6,7 +6,6 @@ The bare loop is what one would write by hand: both models' forwards, the forwar
 backward, clipping, AdamW. The two take turns, round by round, from the same weights and in the same order of batches.
 """
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,15 +24,13 @@ from draftsmith.decode.clock import now
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.bench.common import PairConfig, in_turns, run_benchmark
-from draftsmith.train.cli import run
+from draftsmith.scripts.bench.common import PairConfig, in_turns
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData, training_examples
 from draftsmith.train.data.sampler import EpochSampler
 from draftsmith.train.losses.divergences import divergence
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.models import load_model, load_tokenizer
-from draftsmith.train.provenance import environment
 from draftsmith.train.trainer import texts
 
 WARMUP = 2
@@ -130,8 +127,6 @@ def bench(config: BenchThroughputConfig) -> dict[str, Any]:
     turns = [in_turns(calls, turn) for turn in tqdm(range(config.rounds), desc="rounds")]
     trainer, hand = ([turn[name][1] for turn in turns] for name in ("trainer", "by_hand"))
     return {
-        "environment": environment(target.device, "float32"),
-        "config": vars(config),
         "trainer": ratio(tokens, trainer),
         "by_hand": ratio(tokens, hand),
         "trainer_over_by_hand": rate_ratio(tokens, trainer, tokens, hand),
@@ -152,4 +147,4 @@ def _batches(train: TrainingData, config: BenchThroughputConfig) -> list[dict[st
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchThroughputConfig, bench)))
+    main(BenchThroughputConfig, bench)

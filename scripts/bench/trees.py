@@ -4,7 +4,6 @@ Trees of several sizes are searched on text that the target wrote, and priced as
 decodes the same other prompts, in turns with plain decoding, at temperature 0.
 """
 
-import sys
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -17,12 +16,17 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.measurement.intervals import rate_ratio
 from draftsmith.decode.measurement.tree_search import mean_acceptance_length, search_tree
 from draftsmith.decode.proposers.draft_tree import TreeProposer
-from draftsmith.scripts.bench.common import MAX_PROMPT_TOKENS, BenchmarkConfig, in_turns, run_benchmark
+from draftsmith.scripts.bench.common import (
+    MAX_PROMPT_TOKENS,
+    BenchmarkConfig,
+    decode_in_turns,
+    main,
+    tokens_and_seconds,
+)
 from draftsmith.scripts.configs import TreeConfig
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.tree import calibration_text, replayed_texts, round_costs
-from draftsmith.train.cli import run
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment
@@ -73,30 +77,22 @@ def bench(config: BenchTreesConfig) -> dict[str, Any]:
         methods[f"{len(tree)} nodes"] = partial(speculative_generate, target, drafter.with_tree(tree), **drafted)
     encoded = encoded_prompts(config.prompts, tokenizer, config.limit, MAX_PROMPT_TOKENS)
     prompts = [torch.tensor([ids], device=target.device) for ids in encoded]
-    for decode in methods.values():  # which compiles
-        decode(input_ids=prompts[0])
-    tokens: dict[str, list[int]] = {name: [] for name in methods}
-    seconds: dict[str, list[float]] = {name: [] for name in methods}
-    rounds = dict.fromkeys(methods, 0)
-    for turn, prompt in enumerate(prompts):
-        calls = {name: partial(decode, input_ids=prompt) for name, decode in methods.items()}
-        for name, (taken, out) in in_turns(calls, turn).items():
-            tokens[name].append(out.sequences.numel() - prompt.numel())
-            seconds[name].append(taken)
-            rounds[name] += out.counts.num_drafts
+    results = decode_in_turns(methods, prompts)
     figures = {}
     for tree, cost in zip(trees, costs, strict=True):
         name = f"{len(tree)} nodes"
-        there, here = mean_acceptance_length(texts, tree), sum(tokens[name]) / rounds[name]
+        decoded = results[name]
+        rounds = sum(each.counts.num_drafts for each in decoded)
+        there, here = mean_acceptance_length(texts, tree), sum(each.tokens for each in decoded) / rounds
         figures[name] = {
             "τ searched": there,
             "τ here": here,
             "predicted": cost.speedup(there, len(tree)),
             "predicted with τ of here": cost.speedup(here, len(tree)),
-            "measured": rate_ratio(tokens[name], seconds[name], tokens["plain"], seconds["plain"]),
+            "measured": rate_ratio(*tokens_and_seconds(decoded), *tokens_and_seconds(results["plain"])),
         }
-    return {"environment": environment(target.device, pair.dtype), "config": vars(config), "trees": figures}
+    return {"environment": environment(target.device, pair.dtype), "trees": figures}
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchTreesConfig, bench)))
+    main(BenchTreesConfig, bench)

@@ -1,19 +1,16 @@
 """Time requests with and without the coordinator in front."""
 
 import asyncio
-import sys
 from contextlib import AsyncExitStack
-from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from draftsmith.scripts.bench.common import Figures, run_benchmark
+from draftsmith.scripts.bench.common import Figures, main
 from draftsmith.scripts.bench.door import BenchDoorConfig
 from draftsmith.scripts.bench.door.stubs import door, stub, timed
-from draftsmith.train.cli import run
 from draftsmith.train.provenance import environment
 
 
@@ -40,8 +37,8 @@ async def measured(config: BenchDoorConfig) -> dict[str, dict[str, Any]]:
 def bench(config: BenchDoorConfig) -> Figures:
     """Time both ways."""
     found = asyncio.run(measured(config))
-    return {"environment": environment(torch.device("cpu")), "config": vars(config), "door": found}
+    return {"environment": environment(torch.device("cpu")), "door": found}
 
 
 if __name__ == "__main__":
-    sys.exit(run(partial(run_benchmark, BenchDoorConfig, bench)))
+    main(BenchDoorConfig, bench)
