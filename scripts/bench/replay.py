@@ -25,7 +25,7 @@ from draftsmith.decode.errors import at_least, require, require_some
 from draftsmith.decode.generation import DecodeOutput
 from draftsmith.decode.measurement.replay import Replay, replay_acceptance
 from draftsmith.decode.proposers.base import Proposer
-from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig
+from draftsmith.scripts.bench.common import BenchmarkPair, DecodingConfig, main
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import left_padded
 from draftsmith.train.cli import Ints, numbers

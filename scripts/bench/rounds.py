@@ -22,7 +22,7 @@ from draftsmith.decode.proposers.draft_model import DraftModelProposer
 from draftsmith.decode.rules import rule as rules
 from draftsmith.decode.speculative import speculative_generate
 from draftsmith.decode.tree import Tree
-from draftsmith.scripts.bench.common import BenchmarkConfig
+from draftsmith.scripts.bench.common import BenchmarkConfig, main
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
 from draftsmith.train.models import load_tokenizer

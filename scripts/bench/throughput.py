@@ -24,7 +24,7 @@ from draftsmith.decode.clock import now
 from draftsmith.decode.measurement.intervals import rate_ratio, ratio
 from draftsmith.distill.config import DistillConfig
 from draftsmith.distill.trainer import DistillTrainer
-from draftsmith.scripts.bench.common import PairConfig, in_turns
+from draftsmith.scripts.bench.common import PairConfig, in_turns, main
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData, training_examples
 from draftsmith.train.data.sampler import EpochSampler
