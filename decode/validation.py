@@ -116,12 +116,6 @@ def read(kind: type[T], path: Path, field: str = "") -> T:
     return parsed(kind, file_bytes(path), ": ".join(filter(None, [field, str(path)])))
 
 
-def read_lines(kind: type[T], path: Path) -> list[T]:
-    """Return what each line of a file of JSON lines says, as `parsed` does; raises as `read`, and names the line."""
-    lines = file_bytes(path).split(b"\n")
-    return [parsed(kind, line, f"{path}:{place}") for place, line in enumerate(lines, 1) if line.strip()]
-
-
 def file_bytes(path: Path) -> bytes:
     """Return a file's bytes.
 

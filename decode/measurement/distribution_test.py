@@ -23,7 +23,6 @@ from draftsmith.decode.cache import padded
 from draftsmith.decode.counts import Counts
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.generation import DecodeOutput, generate_arguments
-from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.pair_independence import Agreement, Pairs, PairTests
 from draftsmith.decode.measurement.uniformity import (
     BINS,
@@ -77,44 +76,6 @@ class DistributionTest:
         return asdict(self) | {"impossible": [list(place) for place in self.impossible]}
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A text that is not plain decoding's."""
-
-    prompt: int
-    """Which prompt."""
-    position: int
-    """The first token that differs, by its index in the text, prompt included; a text's length where it is only a
-    beginning of the other."""
-    plain: tuple[int, ...]
-    """Plain decoding's text, prompt included."""
-    found: tuple[int, ...]
-    """The other text."""
-
-
-@dataclass(frozen=True)
-class GreedyComparison:
-    """How many texts at T=0 are plain decoding's, token for token."""
-
-    num_prompts: int
-    differences: tuple[Difference, ...]
-    counts: Counts
-
-    @property
-    def num_identical(self) -> int:
-        """Prompts whose texts are the same to the last token."""
-        return self.num_prompts - len(self.differences)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the figures as plain JSON types, without the texts."""
-        return {
-            "num_prompts": self.num_prompts,
-            "num_identical": self.num_identical,
-            "differences": [{"prompt": d.prompt, "position": d.position} for d in self.differences],
-            "counts": self.counts.to_dict(),
-        }
-
-
 def plain_texts(
     target: PreTrainedModel, prompts: Iterable[Tensor], batch_size: int = 1, **generate_kwargs: Any
 ) -> list[Tensor]:
@@ -124,43 +85,13 @@ def plain_texts(
     return [text for batch in batches for (text, _), _ in _decode(decode, batch, **generate_kwargs)]
 
 
-def compare_greedy(
-    target: PreTrainedModel,
-    proposer: Proposer,
-    prompts: Sequence[Tensor],
-    plain: Sequence[Tensor] | None = None,
-    draft_length: int = 4,
-    batch_size: int = 8,
-    **generate_kwargs: Any,
-) -> GreedyComparison:
-    """Decode prompts at T=0 speculatively, and compare the texts with plain decoding's.
-
-    In float32 all must be identical. In half precision forwards of one token and of several round differently, and
-    near-ties may fall either way.
-
-    Args:
-        target: the model.
-        proposer: what drafts.
-        prompts: token ids, each (T,) int64, T ≥ 1.
-        plain: what `plain_texts` returned for them, to be compared with several proposers; decoded here if None.
-        draft_length: γ.
-        batch_size: prompts decoded together.
-        generate_kwargs: of `speculative_generate` and, save an `observer`, of `plain_texts`.
-    """
-    if plain is None:
-        plain = plain_texts(target, prompts, **{k: v for k, v in generate_kwargs.items() if k != "observer"})
-    texts, counts = [], Counts()
-    decode = partial(speculative_generate, target, proposer, do_sample=False, draft_length=draft_length)
-    for batch in _batched(prompts, batch_size, "speculative decoding"):
-        for (text, _), of_text in _decode(decode, batch, **generate_kwargs):
-            texts.append(text)
-            counts += of_text
-    differences = []
-    for i, (text, expected) in enumerate(zip(texts, plain, strict=True)):
-        position = first_difference(text.tolist(), expected.tolist())
-        if position is not None:
-            differences.append(Difference(i, position, tuple(expected.tolist()), tuple(text.tolist())))
-    return GreedyComparison(len(prompts), tuple(differences), counts)
+def speculative_texts(
+    target: PreTrainedModel, proposer: Proposer, prompts: Iterable[Tensor], batch_size: int = 1, **generate_kwargs: Any
+) -> list[Tensor]:
+    """Decode prompts as `plain_texts` does, but speculatively, with arguments of `speculative_generate`."""
+    decode = partial(speculative_generate, target, proposer, do_sample=False)
+    batches = _batched(prompts, batch_size, "speculative decoding")
+    return [text for batch in batches for (text, _), _ in _decode(decode, batch, **generate_kwargs)]
 
 
 def sample_texts(

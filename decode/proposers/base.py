@@ -112,6 +112,22 @@ class Drafts(list[Proposal]):
         super().__init__(proposals)
         self.tokens, self.probabilities = tokens, probabilities
 
+    @classmethod
+    def chains(
+        cls, lengths: Sequence[int], tokens_BK: Tensor, q_BKV: Tensor | None, confidence_BK: Tensor | None
+    ) -> "Drafts":
+        """Return chains of these lengths, K at most; q is None where they are deterministic."""
+        proposals = [
+            Proposal(
+                tokens_BK[row, :k],
+                q_BKV[row, :k] if k and q_BKV is not None else None,
+                Tree.chain(k),
+                None if confidence_BK is None else confidence_BK[row, :k],
+            )
+            for row, k in enumerate(lengths)
+        ]
+        return cls(proposals, tokens_BK, q_BKV)
+
 
 def tokens_of(proposals: Sequence[Proposal], width: int) -> Tensor:
     """Return the drafted tokens of a batch, (B, width); zeros beyond a shorter draft where they are not at hand."""

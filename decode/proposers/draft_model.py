@@ -244,17 +244,9 @@ class DraftModelProposer(Proposer):
         confidence_BK = q_BKV.amax(-1) if q_BKV is not None and self._wants_confidence else None
         # What was drafted last was not fed.
         self._fed = [[*range(k - 1), -1] if k else [] for k in lengths]
-        proposals = [
-            Proposal(
-                tokens_BK[row, :k],
-                q_BKV[row, :k] if drawn and k and q_BKV is not None else None,
-                Tree.chain(k),
-                None if confidence_BK is None else confidence_BK[row, :k],
-            )
-            for row, k in enumerate(lengths)
-        ]
         longest = max(lengths)
-        return Drafts(proposals, tokens_BK[:, :longest], q_BKV[:, :longest] if drawn and q_BKV is not None else None)
+        q_BKV = q_BKV[:, :longest] if drawn and q_BKV is not None else None
+        return Drafts.chains(lengths, tokens_BK[:, :longest], q_BKV, confidence_BK)
 
     def _static_trees(
         self, tree: Tree, contexts: Sequence[Tensor], draft_lengths: Sequence[int], logits: Tensor

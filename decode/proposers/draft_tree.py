@@ -100,52 +100,79 @@ def draft_static_tree(
         logits_after: the drafter.
     """
     tokens = contexts[0].new_zeros(len(contexts), len(tree))
-    places, of = torch.zeros_like(tokens), [0] * (len(tree) + 1)
+    siblings = _DrawnSiblings(tree, len(contexts)) if drawn and not tree.is_chain else None
     confidence: Tensor | None = None
-    distributions: list[Tensor] = []  # of each depth: (B, 1, V) of a chain, (B, F, M) of drawn siblings
-    supports: list[Tensor] = []  # the M tokens of each, (B, F, M)
+    distributions: list[Tensor] = []  # of each depth of a chain that is drawn, (B, 1, V)
     for depth, level in enumerate(tree.levels(tokens.device)):
         scores_BFV = _scores(tree, level, samplers, contexts, tokens, logits_after(level, tokens))
         parents = len(level.parents)
-        if not drawn:
-            candidates_BPW = scores_BFV.topk(level.widest).indices.expand(-1, parents, -1)
-        elif tree.is_chain:
+        if siblings is not None:
+            candidates_BPW = siblings.draw(level, scores_BFV, generators, [depth < k for k in draft_lengths])
+        elif drawn:
             distributions.append(scores_BFV.softmax(-1))
             u_B1 = uniforms(generators, [int(depth < k) for k in draft_lengths], scores_BFV.new_empty(0).double())
             candidates_BPW = draw_rows(distributions[-1][:, 0], u_B1[:, 0])[:, None, None]
         else:
-            best = scores_BFV.topk(min(max(SUPPORT, level.widest), scores_BFV.shape[-1]))
-            q_BFM, support_BFM = best.values.softmax(-1), best.indices
-            before, size = sum(q.shape[1] for q in distributions), q_BFM.shape[-1]
-            for place, parent in enumerate(level.parents):
-                of[parent + 1] = before + min(place, q_BFM.shape[1] - 1)
-            u = uniforms(generators, [parents * size * (depth < k) for k in draft_lengths], q_BFM)
-            order_BPW = draw_siblings(q_BFM, u.view(-1, parents, size), level.widest)
-            candidates_BPW = support_BFM.expand(-1, parents, -1).gather(-1, order_BPW)
-            places.index_copy_(1, level.children, order_BPW.flatten(1).index_select(1, level.candidates))
-            distributions.append(q_BFM)
-            supports.append(support_BFM)
+            candidates_BPW = scores_BFV.topk(level.widest).indices.expand(-1, parents, -1)
         tokens.index_copy_(1, level.children, candidates_BPW.flatten(1).index_select(1, level.candidates))
         if wants_confidence:
             confidence = scores_BFV.new_zeros(tokens.shape) if confidence is None else confidence
             likeliest_BP = scores_BFV.softmax(-1).amax(-1).expand(-1, parents)
             confidence.index_copy_(1, level.children, likeliest_BP.index_select(1, level.parent))
-    q_BKV = torch.cat(distributions, 1) if drawn and tree.is_chain else None
-    together = (torch.cat(supports, 1), torch.cat(distributions, 1)) if supports else None
-    drafts = []
-    for row, k in enumerate(draft_lengths):
-        siblings = None
-        if together is not None:
-            siblings = SiblingDraws(together[0][row], together[1][row], tuple(of), places[row])
-        draft = Proposal(
+    q_BKV = torch.cat(distributions, 1) if distributions else None
+    of_rows = [None] * len(contexts) if siblings is None else siblings.of_rows()
+    drafts = [
+        Proposal(
             tokens[row],
             None if q_BKV is None else q_BKV[row],
             tree,
             None if confidence is None else confidence[row],
-            siblings,
-        )
-        drafts.append(draft.pruned(k))
+            of_rows[row],
+        ).pruned(k)
+        for row, k in enumerate(draft_lengths)
+    ]
     return Drafts(drafts, tokens, q_BKV)
+
+
+class _DrawnSiblings:
+    """Draws the siblings of a tree for all rows, a depth at a time, and records what they were drawn from."""
+
+    def __init__(self, tree: Tree, rows: int):
+        self._nodes, self._rows = len(tree), rows
+        self._of = [0] * (len(tree) + 1)
+        self._places: Tensor | None = None  # (B, K)
+        self._q: list[Tensor] = []  # of each depth, (B, F, M)
+        self._supports: list[Tensor] = []  # the M tokens of each, (B, F, M)
+
+    def draw(
+        self,
+        level: Level,
+        scores_BFV: Tensor,
+        generators: Sequence[torch.Generator | None],
+        drawing: Sequence[bool],
+    ) -> Tensor:
+        """Return the W siblings of each parent, (B, P, W), and spend random numbers of the rows that are drawing."""
+        parents = len(level.parents)
+        best = scores_BFV.topk(min(max(SUPPORT, level.widest), scores_BFV.shape[-1]))
+        q_BFM, support_BFM = best.values.softmax(-1), best.indices
+        before, size = sum(q.shape[1] for q in self._q), q_BFM.shape[-1]
+        for place, parent in enumerate(level.parents):
+            self._of[parent + 1] = before + min(place, q_BFM.shape[1] - 1)
+        u = uniforms(generators, [parents * size * draws for draws in drawing], q_BFM)
+        order_BPW = draw_siblings(q_BFM, u.view(-1, parents, size), level.widest)
+        if self._places is None:
+            self._places = order_BPW.new_zeros(self._rows, self._nodes)
+        self._places.index_copy_(1, level.children, order_BPW.flatten(1).index_select(1, level.candidates))
+        self._q.append(q_BFM)
+        self._supports.append(support_BFM)
+        return support_BFM.expand(-1, parents, -1).gather(-1, order_BPW)
+
+    def of_rows(self) -> list[SiblingDraws]:
+        """Return what each row's siblings were drawn from."""
+        assert self._places is not None
+        of, supports, q = tuple(self._of), torch.cat(self._supports, 1), torch.cat(self._q, 1)
+        rows = zip(supports, q, self._places, strict=True)
+        return [SiblingDraws(support_FM, q_FM, of, places_K) for support_FM, q_FM, places_K in rows]
 
 
 def _scores(

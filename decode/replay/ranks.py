@@ -62,6 +62,11 @@ class TextRanks:
         """Which tokens of the text are drafted from each start, (N, K) bool."""
         return drafted_from(len(self), self.ranks.shape[1], self.limit, self.first)
 
+    @property
+    def agreement(self) -> Tensor:
+        """Whether the drafter's first choice is the token, 1 or 0 for each start that drafts it, (≤ N,) float32."""
+        return torch.from_numpy(self.ranks[:, 0] == 0).float()[torch.from_numpy(self.drafted[:, 0])]
+
     def nodes(self, tree: Tree) -> np.ndarray:
         """Return the node that the text reaches at each depth, from each start, (N, depth); `ROOT` once it has left.
 

@@ -142,13 +142,4 @@ class ParallelDraftProposer(TreeProposer, DraftModelProposer):
         confidence_BK: Tensor | None = None
         if self._wants_confidence:
             confidence_BK = scores.softmax(-1).amax(-1).view(logits_BKV.shape[:2])
-        proposals = [
-            Proposal(
-                tokens_BK[row, :k],
-                None if drawn_BKV is None or not k else drawn_BKV[row, :k],
-                Tree.chain(k),
-                None if confidence_BK is None else confidence_BK[row, :k],
-            )
-            for row, k in enumerate(draft_lengths)
-        ]
-        return Drafts(proposals, tokens_BK, drawn_BKV)
+        return Drafts.chains(draft_lengths, tokens_BK, drawn_BKV, confidence_BK)

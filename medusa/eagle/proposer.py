@@ -193,8 +193,7 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         # Behind the tree the most likely tokens, for servers that draft chains.
         widths, chains = [*tree.widths, *[1] * (depth - tree.depth)], self.tree is None
         ranks = [eagle_ranks(target, heads, text, sampler, widths, chains) for text in texts]
-        agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
-        return replay_by_start_ranks(ranks, tree, agrees)
+        return replay_by_start_ranks(ranks, tree, [r.agreement for r in ranks])
 
     def distributions_after(self, target: PreTrainedModel, sampler: Sampler) -> Distributions | None:
         """Return the first step's distribution of each token: what is drafted in a round that begins with that token.

@@ -151,8 +151,7 @@ class MedusaProposer(TreeProposer):
             ranks = [
                 replay_ranks(target, heads, t.sequence, t.prompt_length, task.sampler, widths, t.limit) for t in texts
             ]
-            agrees = [torch.from_numpy(r.ranks[:, 0] == 0).float()[torch.from_numpy(r.drafted[:, 0])] for r in ranks]
-            return replay_by_start_ranks(ranks, self.tree, agrees)
+            return replay_by_start_ranks(ranks, self.tree, [r.agreement for r in ranks])
         chains = [replay_heads(target, heads, t.sequence, t.prompt_length, task.sampler, t.limit) for t in texts]
         overlaps = [chain.overlap[:, 0][chain.drafted[:, 0]] for chain in chains]
         depth = self.tree.depth

@@ -13,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from draftsmith.decode import Proposer
 from draftsmith.decode.measurement.certificate import certify_greedy
-from draftsmith.decode.measurement.distribution_test import compare_greedy, plain_texts
+from draftsmith.decode.measurement.distribution_test import plain_texts, speculative_texts
 from draftsmith.decode.measurement.exactness import GREEDY
 from draftsmith.decode.measurement.replay import replay_drafters
 from draftsmith.decode.measurement.server_counts import ServerCounts, pooled, vllm_counts
@@ -122,12 +122,9 @@ class Checks:
 
     def decoded_here(self, draft_length: int) -> str:
         """Compare this decoder's text with the drafter with its own without."""
-        whole = [torch.cat([p, p.new_tensor(t)]) for p, t in zip(self.prompts, self.plain, strict=True)]
-        found = list(whole)
-        options = {"draft_length": draft_length, "batch_size": BATCH, "max_new_tokens": self.tokens}
-        for other in compare_greedy(self.target, self.proposer, self.prompts, whole, **options).differences:
-            found[other.prompt] = whole[other.prompt].new_tensor(other.found)
-        return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(found))
+        options = {"draft_length": draft_length, "max_new_tokens": self.tokens}
+        texts = speculative_texts(self.target, self.proposer, self.prompts, BATCH, **options)
+        return self.same("draftsmith with the drafter", "its text without", self.plain, self._texts(texts))
 
     def counted(self, served: Served, answer: Answer) -> str:
         """Compare what vLLM counted with what replay on its texts says that it must count."""

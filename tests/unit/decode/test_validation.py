@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from draftsmith.decode.errors import InputError
-from draftsmith.decode.validation import Amount, Count, Finite, Said, Share, parse_json, parsed, read, read_lines
+from draftsmith.decode.validation import Amount, Count, Finite, Said, Share, parse_json, parsed, read
 
 DEEP = "[" * 1000 + "]" * 1000
 
@@ -62,15 +62,10 @@ def test_a_key_is_not_shown_not_even_half_of_it():
     assert "sk" not in str(error.value) and "***" in str(error.value)
 
 
-def test_a_file_and_its_lines_are_named(tmp_path):
-    path = tmp_path / "it.jsonl"
+def test_a_file_is_named(tmp_path):
+    path = tmp_path / "it.json"
     with pytest.raises(FileNotFoundError):
         read(Record, path)
-    path.write_text('{"count": 1}\n\n{"count": 2}\n', encoding="utf-8")
-    assert read_lines(Record, path) == [Record(1), Record(2)]
-    path.write_text('{"count": 1}\n\n{"count": null}\n', encoding="utf-8")
-    with pytest.raises(InputError, match=r"it\.jsonl:3: count: expected a whole number, found None"):
-        read_lines(Record, path)
     with pytest.raises(InputError, match=r"expected a file that can be read, found: Is a directory"):
         read(Record, tmp_path)
     path.write_bytes(b'{"count": "\xff"}')

@@ -19,12 +19,13 @@ from draftsmith.decode import (
 )
 from draftsmith.decode.measurement import distribution_test as lossless
 from draftsmith.decode.measurement.distribution_test import (
-    compare_greedy,
     distribution_test,
     plain_texts,
     prepared_sampler,
     sample_texts,
+    speculative_texts,
 )
+from draftsmith.decode.measurement.exactness import first_difference
 from draftsmith.decode.measurement.uniformity import transform
 from draftsmith.decode.replay.texts import model_distributions
 from draftsmith.decode.sampling import Sampler
@@ -205,9 +206,8 @@ def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
     together = plain_texts(target, prompts, batch_size=3, max_new_tokens=12)
     assert all(torch.equal(text, expected) for text, expected in zip(together, plain, strict=True))
     for proposer in (DraftModelProposer(draft), PromptLookupProposer()):
-        found = compare_greedy(target, proposer, prompts, plain, batch_size=3, max_new_tokens=12)
-        assert found.num_identical == found.num_prompts == 4 and found.differences == ()
-        assert found.counts.num_emitted_tokens == 48
+        texts = speculative_texts(target, proposer, prompts, batch_size=3, max_new_tokens=12)
+        assert all(torch.equal(text, expected) for text, expected in zip(texts, plain, strict=True))
 
     real = speculative._verify
 
@@ -220,22 +220,17 @@ def test_greedy_texts_are_compared_with_plain_ones(models, monkeypatch):
         return logits
 
     monkeypatch.setattr(speculative, "_verify", shifted)
-    found = compare_greedy(target, PromptLookupProposer(3, 3), prompts, batch_size=3, max_new_tokens=12)
-    assert found.num_identical == 3
-    (difference,) = found.differences
-    assert difference.prompt == 1 and difference.position >= 8
-    assert difference.plain == tuple(plain[1].tolist()) and difference.found[:5] == difference.plain[:5]
-    shared = difference.position
-    assert difference.found[:shared] == difference.plain[:shared]
-    assert difference.found[shared] != difference.plain[shared]
-    assert found.to_dict()["differences"] == [{"prompt": 1, "position": shared}]
+    texts = speculative_texts(target, PromptLookupProposer(3, 3), prompts, batch_size=3, max_new_tokens=12)
+    places = [first_difference(text.tolist(), expected.tolist()) for text, expected in zip(texts, plain, strict=True)]
+    assert [place is None for place in places] == [True, False, True, True] and places[1] >= 8
 
 
 def test_a_text_that_ends_early_differs_where_it_ends(models):
     prompts = [text[:k] for text, k in ragged()]
     longer = plain_texts(models[0], prompts, max_new_tokens=8)
-    found = compare_greedy(models[0], PromptLookupProposer(), prompts, longer, max_new_tokens=6)
-    assert [(d.prompt, d.position) for d in found.differences] == [(i, len(p) + 6) for i, p in enumerate(prompts)]
+    texts = speculative_texts(models[0], PromptLookupProposer(), prompts, max_new_tokens=6)
+    places = [first_difference(text.tolist(), expected.tolist()) for text, expected in zip(texts, longer, strict=True)]
+    assert places == [len(prompt) + 6 for prompt in prompts]
 
 
 def test_sampled_texts_hold_emitted_tokens_alone(models):
