@@ -11,7 +11,7 @@ Shape suffixes: N positions, H hidden, V vocabulary, K features of a position; o
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -187,9 +187,7 @@ def chunked_sum(
     Returns:
         The sum, a float32 scalar that can be differentiated once, and the features, (N, K), without gradients.
     """
-    sizes = sizes or ChunkSizes.of(hidden_NH.device)
-    args = (features, (weights_NK,), labels_N, (head,), teacher, sizes)
-    return _ChunkedSum.apply(*args, hidden_NH, head.weight, head.bias)
+    return _chunked(features, labels_N, [(hidden_NH, head, weights_NK)], teacher, sizes)
 
 
 def chunked_sums(
@@ -209,10 +207,7 @@ def chunked_sums(
         teacher: p of the N positions; None as there.
         sizes: of chunks.
     """
-    states, heads, weights = zip(*learners, strict=True)
-    sizes = sizes or ChunkSizes.of(labels_N.device)
-    maps = [tensor for head in heads for tensor in (head.weight, head.bias)]
-    return _ChunkedSum.apply(features, weights, labels_N, heads, teacher, sizes, *states, *maps)[0]
+    return _chunked(features, labels_N, learners, teacher, sizes)[0]
 
 
 def chunked_features(
@@ -227,78 +222,104 @@ def chunked_features(
     return chunked_sum(features, None, labels_N, hidden_NH.detach(), head.detach(), teacher, sizes)[1]
 
 
+class _Learner(NamedTuple):
+    """A head of a chunked sum. What gradients flow to is named by its place among the sum's tensors."""
+
+    head: OutputHead
+    weights_NK: Tensor | None
+    seen: int
+    """What the head sees, (N, H)."""
+    weight: int
+    bias: int | None
+
+
+def _chunked(
+    features: Features,
+    labels_N: Tensor,
+    learners: Sequence[tuple[Tensor, OutputHead, Tensor | None]],
+    teacher: TeacherDistributions | None,
+    sizes: ChunkSizes | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of all learners, and the first one's features; a tensor that several share is handed over once."""
+    tensors = list[Tensor]()
+
+    def place(tensor: Tensor) -> int:
+        found = next((at for at, other in enumerate(tensors) if other is tensor), None)
+        if found is None:
+            tensors.append(tensor)
+        return len(tensors) - 1 if found is None else found
+
+    placed = [
+        _Learner(head, weights_NK, place(seen), place(head.weight), None if head.bias is None else place(head.bias))
+        for seen, head, weights_NK in learners
+    ]
+    sizes = sizes or ChunkSizes.of(labels_N.device)
+    return _ChunkedSum.apply(features, placed, labels_N, teacher, sizes, *tensors)
+
+
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         features: Features,
-        weights: Sequence[Tensor | None],
+        learners: Sequence[_Learner],
         labels_N: Tensor,
-        heads: Sequence[OutputHead],
         teacher: TeacherDistributions | None,
         sizes: ChunkSizes,
-        *tensors: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the sum and its gradients together; `chunked_sum` and `chunked_sums` say what the arguments are.
-
-        The tensors are what each head sees, then weight and bias of each; the features returned are the first head's.
-        """
-        states: Any = tensors[: len(heads)]
-        device, dtype = states[0].device.type, heads[0].weight.dtype
+        """Compute the sum and its gradients together; `chunked_sum` and `chunked_sums` say what the arguments are."""
+        first = learners[0]
+        head_dtype, device = tensors[first.weight].dtype, tensors[first.seen].device.type
         # What autocast would do to the matrix products, done by hand: it leaves products into a buffer alone.
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else head_dtype
+        operands = [tensor.to(dtype) for tensor in tensors]
         # Chunks add up in float32: in half precision a gradient loses what each adds to the sum of many.
-        wide = torch.promote_types(heads[0].weight.dtype, torch.float32)
-        computing: dict[int, Tensor] = {}
-        """By the identity of a tensor, which several heads may share, what is computed with."""
-        gradients: dict[int, Tensor] = {}
-        """Likewise."""
-        for place, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[6:], strict=True)):
-            if tensor is not None and id(tensor) not in computing:
-                computing[id(tensor)] = tensor.to(dtype)
-                if needed:
-                    sums = tensor.dtype if place < len(heads) else wide
-                    gradients[id(tensor)] = torch.zeros(tensor.shape, dtype=sums, device=tensor.device)
-        learns, total = bool(gradients), states[0].new_zeros((), dtype=torch.float32)
-        kept = list[Tensor]()
-        count, vocab_size = len(labels_N), len(heads[0].weight)
-        for at in sizes.chunks(count, vocab_size):
+        wide, states = torch.promote_types(head_dtype, torch.float32), {learner.seen for learner in learners}
+        gradients = [
+            torch.zeros(tensor.shape, dtype=tensor.dtype if at in states else wide, device=tensor.device)
+            if needed
+            else None
+            for at, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[5:], strict=True))
+        ]
+        learns = any(ctx.needs_input_grad[5:])
+        total, kept = tensors[first.seen].new_zeros((), dtype=torch.float32), list[Tensor]()
+        vocab_size = len(tensors[first.weight])
+        for at in sizes.chunks(len(labels_N), vocab_size):
             p_of = None if teacher is None else teacher.chunk(at)
-            for seen_NH, head, weights_NK in zip(states, heads, weights, strict=True):
+            for learner in learners:
                 with torch.autocast(device, enabled=False):
-                    h_CH, w_VH = computing[id(seen_NH)][at], computing[id(head.weight)]
-                    b_V = None if head.bias is None else computing[id(head.bias)]
+                    h_CH, w_VH = operands[learner.seen][at], operands[learner.weight]
+                    b_V = None if learner.bias is None else operands[learner.bias]
                     g_CV = torch.nn.functional.linear(h_CH, w_VH, b_V)  # the logits, until the loss has been through
                     for part in sizes.parts(len(g_CV), vocab_size):
                         with torch.set_grad_enabled(learns):
                             raw_PV = g_CV[part].requires_grad_(learns)
-                            logits_PV = head.finish(raw_PV)
+                            logits_PV = learner.head.finish(raw_PV)
                             p = p_of(part) if p_of else raw_PV.detach()
                             values_PK = features(p, logits_PV, labels_N[at][part])
+                            weights_NK = learner.weights_NK
                             loss = None if weights_NK is None else (values_PK * weights_NK[at][part]).sum()
-                        if head is heads[0]:
+                        if learner is first:
                             kept.append(values_PK.detach())
                         if loss is not None:
                             total += loss.detach()
                             if learns:
                                 g_CV[part] = torch.autograd.grad(loss, raw_PV)[0]
                         del raw_PV, logits_PV, p, values_PK, loss
-                    if (of_states := gradients.get(id(seen_NH))) is not None:
+                    if (of_states := gradients[learner.seen]) is not None:
                         of_states[at] += g_CV @ w_VH
-                    if (of_weight := gradients.get(id(head.weight))) is not None:
+                    if (of_weight := gradients[learner.weight]) is not None:
                         if of_weight.dtype == dtype:
                             torch.addmm(of_weight, g_CV.T, h_CH, out=of_weight)
                         else:
                             of_weight += g_CV.T @ h_CH
-                    if (of_bias := gradients.get(id(head.bias))) is not None:
+                    if learner.bias is not None and (of_bias := gradients[learner.bias]) is not None:
                         of_bias += g_CV.sum(0)
                     del g_CV
-        # A tensor that is there several times has its gradient once.
-        found = [gradients.pop(id(tensor), None) for tensor in tensors]
         ctx.gradients = [
-            None if gradient is None or tensor is None else gradient.to(tensor.dtype)
-            for gradient, tensor in zip(found, tensors, strict=True)
+            None if gradient is None else gradient.to(tensor.dtype)
+            for gradient, tensor in zip(gradients, tensors, strict=True)
         ]
         features_NK = torch.cat(kept)
         ctx.mark_non_differentiable(features_NK)
@@ -313,4 +334,4 @@ class _ChunkedSum(torch.autograd.Function):
         # In place: a copy of the head's gradient would be the largest tensor of all.
         gradients = [None if g is None else g.mul_(outer) for g in ctx.gradients]
         ctx.gradients = None
-        return (None, None, None, None, None, None, *gradients)
+        return (None, None, None, None, None, *gradients)

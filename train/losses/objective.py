@@ -7,6 +7,7 @@ or of cached distributions k tokens and their tail.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ NAMES = (*DIVERGENCE_NAMES, *BLOCK_TERMS)
 # These weigh a p or q of zero finitely. The others need q > 0 wherever p > 0: there q is not warped as p is. lk_hybrid
 # has a part of either kind; nla would have no gradient where p and q keep different tokens.
 BOUNDED = ("tvd", *BLOCK_TERMS)
+UNBOUNDED = tuple(name for name in DIVERGENCES if name not in (*BOUNDED, "lk_hybrid"))
 # These are acceptance, or weigh by it: where the draft's vocabulary is cut, p has what lies outside, as in decoding.
 ACCEPTANCE = ("nla", "lk_hybrid", *BOUNDED)
 LK_ALPHAS = ("position", "batch")
@@ -61,7 +63,7 @@ class Objective:
     """η of lk_hybrid."""
     lk_alpha: str = "position"
     """Which α weighs lk_hybrid: each position's own ("position"), or its mean over a "batch": what one process learns
-    from in one forward, of Medusa heads each head's own. This mean alone depends on how a step is split."""
+    from in one forward, of drafting heads each head's own. This mean alone depends on how a step is split."""
 
     partial: bool = False
     """Whether the text has tokens that the draft cannot propose, for its vocabulary is cut."""
@@ -124,14 +126,10 @@ class Objective:
     def features(self, p: Tensor | WholeLogits | CachedDistributions, q_logits_NV: Tensor, labels_N: Tensor) -> Tensor:
         """Return what `shortfall` sums: the weighted divergences, and where positions act on each other their parts.
 
-        Cached distributions bound them: divergences from below, the overlap from above; log a is exact. So with
-        lk_hybrid, which grows with TV too wherever KL ≥ 2 TV² (Pinsker); top-k and top-p warp the q of TV alone, and
-        promise nothing.
-
         Args:
-            p: the target's logits, (N, V), or its cached distributions, under this objective's temperature, top-k and
-                top-p; not looked at unless the objective `needs_target`. Of a draft with a cut vocabulary, whose tokens
-                are then meant by V, `WholeLogits`, or logits of its tokens alone if none `looks_outside`.
+            p: the target's logits, or its cached distributions under the same warping; anything where the objective
+                does not look at it (`needs_target`). Of a draft with a cut vocabulary, whose tokens are then meant by
+                V, `WholeLogits`, or logits of its tokens alone if none `looks_outside`.
             q_logits_NV: the draft's; gradients flow to them.
             labels_N: the text's tokens; −100 where the draft can't propose it: never accepted, and no example. Only an
                 objective that is `partial` looks for these.
@@ -146,52 +144,29 @@ class Objective:
             total_N = total_N + self.terms["cross_entropy"] * ce_N
         if not self.needs_target:
             return total_N[:, None]
-        # The divergences compare E outcomes, whichever they are. q is warped before it is bucketed.
-        log_mass_N: Tensor | None = None  # of what a draft with a cut vocabulary can propose
-        if isinstance(p, CachedDistributions):
-            log_p_NE, log_mass_N = p.bucketed(), p.log_mass if isinstance(p, CutDistributions) else None
-        elif isinstance(p, WholeLogits):
-            log_p_NE, log_mass_N = p.among(self._warped(p.logits.float() / self.temperature).log_softmax(-1))
-        else:
-            log_p_NE = self._warped(p.float() / self.temperature).log_softmax(-1)
-        accepted_p_NE = log_p_NE if log_mass_N is None else _with_outside(log_p_NE, log_mass_N)
-        q_scores_NV = q_logits_NV.float() / self.temperature
-        unbounded = [name for name in self.terms if name in DIVERGENCES and name not in BOUNDED]
-        if unbounded or not self.warps:
-            log_q_NV = q_scores_NV.log_softmax(-1)
-            log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
-        for name in unbounded:
-            if name != "lk_hybrid":
-                parameter = parameter_of(name, self.beta, self.alpha, self.eta)
-                pair = (accepted_p_NE, _like(accepted_p_NE, log_q_NE)) if name in ACCEPTANCE else (log_p_NE, log_q_NE)
-                value_N = _where_possible(DIVERGENCES[name](*pair, parameter), log_mass_N)
-                total_N = total_N + self.terms[name] * value_N
-        hybrid = "lk_hybrid" in self.terms
-        if hybrid:
-            kl_N = _where_possible(forward_kl(log_p_NE, log_q_NE), log_mass_N)
-        elif not any(name in self.terms for name in BOUNDED):
+        pair = Comparison(self, p, q_logits_NV)
+        for name in self.terms:
+            if name in UNBOUNDED:
+                log_p_NE, log_q_NE = pair.in_acceptance() if name in ACCEPTANCE else pair.among_drafted()
+                value_N = DIVERGENCES[name](log_p_NE, log_q_NE, parameter_of(name, self.beta, self.alpha, self.eta))
+                total_N = total_N + self.terms[name] * pair.where_possible(value_N)
+        kl_N = pair.where_possible(forward_kl(*pair.among_drafted())) if "lk_hybrid" in self.terms else None
+        if kl_N is None and not self.terms.keys() & set(BOUNDED):
             return total_N[:, None]
-        if self.warps:
-            log_q_NV = self._warped(q_scores_NV).log_softmax(-1)
-            log_q_NE = p.bucket(log_q_NV) if isinstance(p, CachedDistributions) else log_q_NV
-        accepted_q_NE = _like(accepted_p_NE, log_q_NE)
-        blended = hybrid and not self._has_mean_alpha
-        if "tvd" in self.terms or blended:
-            tv_N = tvd(accepted_p_NE, accepted_q_NE)
+        log_p_NE, log_q_NE = pair.in_acceptance(warped=True)
+        if "tvd" in self.terms or (kl_N is not None and not self._has_mean_alpha):
+            tv_N = tvd(log_p_NE, log_q_NE)
             total_N = total_N + self.terms.get("tvd", 0.0) * tv_N
-        if blended:
-            total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
+            if kl_N is not None and not self._has_mean_alpha:
+                total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
-        known_N = labels_N.clamp(min=0) if self.partial else labels_N
-        of_text_N = (
-            p.log_p_of_text.clamp(min=LOWEST) if isinstance(p, CachedDistributions) else _at(accepted_p_NE, known_N)
-        )
-        log_a_N = (_at(log_q_NV, known_N) - of_text_N).clamp(max=0.0)
-        if self.partial:
-            log_a_N = log_a_N.masked_fill(labels_N < 0, LOWEST)
-        overlap_N = torch.minimum(accepted_p_NE, accepted_q_NE).exp().sum(-1)
-        return torch.stack([total_N, log_a_N, overlap_N, *([kl_N] if self._has_mean_alpha else [])], dim=1)
+        overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
+        columns = [total_N, pair.log_accepted(labels_N), overlap_N]
+        if self._has_mean_alpha:
+            assert kl_N is not None
+            columns.append(kl_N)
+        return torch.stack(columns, dim=1)
 
     def shortfall(
         self,
@@ -225,13 +200,78 @@ class Objective:
                 total = total + self.terms[name] * (missed_N if starts_N is None else missed_N * starts_N).sum()
         return total
 
-    def _warped(self, scores_NV: Tensor) -> Tensor:
+    def warped(self, scores_NV: Tensor) -> Tensor:
+        """Return scores of which top-k and top-p leave the most probable tokens."""
         if self.top_k:
             return top_k_top_p(scores_NV, self.top_k, self.top_p, LOWEST)
         if self.top_p < 1:
             nothing: Any = None  # of the text this warper sees nothing
             return TopPLogitsWarper(self.top_p, filter_value=LOWEST)(nothing, scores_NV)
         return scores_NV
+
+
+class Comparison:
+    """p and q of some positions, as logarithms over the outcomes that terms compare.
+
+    These are the V tokens, or of cached distributions k tokens and their tail. Of a draft with a cut vocabulary they
+    are what it can propose, over which p is renormalised; in terms of acceptance p has all else as one outcome more.
+    """
+
+    def __init__(
+        self, objective: Objective, p: Tensor | WholeLogits | CachedDistributions, q_logits_NV: Tensor
+    ) -> None:
+        self._objective, self._p = objective, p
+        self._log_mass_N: Tensor | None = None
+        """Of p, the probability of what a draft with a cut vocabulary can propose."""
+        if isinstance(p, CachedDistributions):
+            self._log_p_NE = p.bucketed()
+            self._log_mass_N = p.log_mass if isinstance(p, CutDistributions) else None
+        else:
+            logits = p.logits if isinstance(p, WholeLogits) else p
+            log_p_NV = objective.warped(logits.float() / objective.temperature).log_softmax(-1)
+            self._log_p_NE = log_p_NV
+            if isinstance(p, WholeLogits):
+                self._log_p_NE, self._log_mass_N = p.among(log_p_NV)
+        self._scores_NV = q_logits_NV.float() / objective.temperature
+        self._log_q: dict[bool, tuple[Tensor, Tensor]] = {}
+
+    def among_drafted(self) -> tuple[Tensor, Tensor]:
+        """Return log p and log q over what the draft can propose, (N, E); q is not warped."""
+        return self._log_p_NE, self._q()[1]
+
+    def in_acceptance(self, warped: bool = False) -> tuple[Tensor, Tensor]:
+        """Return log p and log q as decoding compares them, (N, E); of a cut vocabulary (N, E + 1), q 0 outside."""
+        log_q_NE = self._q(warped)[1]
+        return self._accepted_p_NE, _like(self._accepted_p_NE, log_q_NE)
+
+    def where_possible(self, values_N: Tensor) -> Tensor:
+        """Return values, but 0 where all that the draft can propose has no probability: there it learns nothing."""
+        return values_N if self._log_mass_N is None else values_N.masked_fill(self._log_mass_N <= LOWEST / 2, 0.0)
+
+    def log_accepted(self, labels_N: Tensor) -> Tensor:
+        """Return log min(1, q(x) ÷ p(x)) of the text's tokens, (N,); `LOWEST` of those that the draft lacks."""
+        partial = self._objective.partial
+        known_N = labels_N.clamp(min=0) if partial else labels_N
+        if isinstance(self._p, CachedDistributions):
+            of_text_N = self._p.log_p_of_text.clamp(min=LOWEST)
+        else:
+            of_text_N = _at(self._accepted_p_NE, known_N)
+        log_a_N = (_at(self._q(warped=True)[0], known_N) - of_text_N).clamp(max=0.0)
+        return log_a_N.masked_fill(labels_N < 0, LOWEST) if partial else log_a_N
+
+    @cached_property
+    def _accepted_p_NE(self) -> Tensor:
+        return self._log_p_NE if self._log_mass_N is None else _with_outside(self._log_p_NE, self._log_mass_N)
+
+    def _q(self, warped: bool = False) -> tuple[Tensor, Tensor]:
+        """Return log q over all of the draft's tokens, and over the outcomes; made once each."""
+        warped = warped and self._objective.warps
+        if warped not in self._log_q:
+            scores_NV = self._objective.warped(self._scores_NV) if warped else self._scores_NV
+            log_q_NV = scores_NV.log_softmax(-1)
+            log_q_NE = self._p.bucket(log_q_NV) if isinstance(self._p, CachedDistributions) else log_q_NV
+            self._log_q = {warped: (log_q_NV, log_q_NE)}
+        return self._log_q[warped]
 
 
 def _with_outside(log_p_NE: Tensor, log_mass_N: Tensor) -> Tensor:
@@ -244,11 +284,6 @@ def _like(log_p_NE: Tensor, log_q_NE: Tensor) -> Tensor:
     """Return log q of the outcomes of p: where there is one more, outside of what is drafted, q is 0 there."""
     more = log_p_NE.shape[1] - log_q_NE.shape[1]
     return torch.nn.functional.pad(log_q_NE, (0, more), value=LOWEST) if more else log_q_NE
-
-
-def _where_possible(values_N: Tensor, log_mass_N: Tensor | None) -> Tensor:
-    """Return the values, but 0 where nothing that the draft can propose has a probability: there it learns nothing."""
-    return values_N if log_mass_N is None else values_N.masked_fill(log_mass_N <= LOWEST / 2, 0.0)
 
 
 def _at(log_p_NV: Tensor, tokens_N: Tensor) -> Tensor:
