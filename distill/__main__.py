@@ -68,8 +68,8 @@ class DistillRun(TrainingRun[DistillConfig]):
             set_attention(draft, config.attn_implementation)
         if init.draft_vocabulary is not None:
             ends = end_of_sequence_ids(draft.generation_config, self.tokenizer)
-            kept = frequent_tokens(self.data, init.draft_vocabulary, self.tokens, ends, "init.draft_vocabulary")
-            keep_tokens(draft, kept.tolist())
+            frequent = frequent_tokens(self.data, init.draft_vocabulary, self.tokens, ends, "init.draft_vocabulary")
+            keep_tokens(draft, frequent.tolist())
         return draft
 
     def choose_layers(self, ways: Sequence[list[int]], view: Callable[[list[int]], PreTrainedModel]) -> Carving:

@@ -45,7 +45,7 @@ def ways_to_keep(evenly: list[int], depth: int) -> list[list[int]]:
     """Return the layers that may be kept where their number was given: evenly spaced, the first, the first and last."""
     count = len(evenly)
     found = [evenly, list(range(count)), [*range(count - 1), depth - 1]]
-    return [kept for place, kept in enumerate(found) if kept not in found[:place]]
+    return [layers for place, layers in enumerate(found) if layers not in found[:place]]
 
 
 def choose(
@@ -64,22 +64,22 @@ def choose(
 
     def look() -> tuple[float, list[int], float, float]:
         found = []
-        for kept in ways:
-            model = view(kept)
+        for layers in ways:
+            model = view(layers)
             with torch.no_grad():
                 hidden = [last_hidden(model, input_ids=text.ids_T[None].to(model.device))[0] for text in texts]
             hidden_NH, labels_NK = stacked(texts, hidden, 1)
             losses = losses_of_scales(hidden_NH, head_of(model).cut(tokens), labels_NK)[:, 0].tolist()
             best = min(range(len(SCALES) if last_norm(model) else 1), key=losses.__getitem__)
-            found.append((losses[best], kept, SCALES[best], losses[0]))
+            found.append((losses[best], layers, SCALES[best], losses[0]))
         return min(found)
 
-    loss, kept, scale, plain = chosen_once(look)
+    loss, layers, scale, plain = chosen_once(look)
     say_once(
-        f"init: layers {', '.join(map(str, kept))}, the last norm × {scale:.2g}: the loss begins at {loss:.2f} "
+        f"init: layers {', '.join(map(str, layers))}, the last norm × {scale:.2g}: the loss begins at {loss:.2f} "
         f"({plain:.2f} without the factor, {math.log(tokens):.2f} if all {tokens:,} tokens were equally likely)"
     )
-    return Carving(kept, scale)
+    return Carving(layers, scale)
 
 
 def last_norm(model: PreTrainedModel) -> nn.Module | None:

@@ -90,8 +90,8 @@ def make_draft(
             )
             draft_tokenizer = stored if stored.get_vocab() == tokenizer.get_vocab() else tokenizer
             model = load_model(draft, field="draft", trust_remote_code=trust_remote_code, device="cpu")
-            if (known := kept_tokens(model.config)) is not None and init.draft_vocabulary is not None:
-                found = f"{init.draft_vocabulary} beside the draft's {len(known)}"
+            if (tokens_D := kept_tokens(model.config)) is not None and init.draft_vocabulary is not None:
+                found = f"{init.draft_vocabulary} beside the draft's {len(tokens_D)}"
                 raise InputError(f"init.draft_vocabulary: expected none for a draft that has one, found {found}")
         else:
             model = _carved(target, init, choose) if init.layers is not None else _random(target, init.config or {})
@@ -118,10 +118,10 @@ def layer_indices(layers: int | Sequence[int], depth: int) -> list[int]:
         if not 1 <= layers <= depth:
             raise InputError(f"init.layers: expected between 1 and the target's {depth}, found {layers}")
         return [round(i * (depth - 1) / max(layers - 1, 1)) for i in range(layers)]
-    kept = list(layers)
-    if not kept or kept != sorted(set(kept)) or kept[0] < 0 or kept[-1] >= depth:
-        raise InputError(f"init.layers: expected ascending indices between 0 and {depth - 1}, found {kept}")
-    return kept
+    indices = list(layers)
+    if not indices or indices != sorted(set(indices)) or indices[0] < 0 or indices[-1] >= depth:
+        raise InputError(f"init.layers: expected ascending indices between 0 and {depth - 1}, found {indices}")
+    return indices
 
 
 def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrainedModel:
@@ -145,14 +145,16 @@ def _carved(target: PreTrainedModel, init: DraftInit, choose: Any) -> PreTrained
     return draft
 
 
-def _view(target: PreTrainedModel, init: DraftInit, kept: list[int]) -> PreTrainedModel:
+def _view(target: PreTrainedModel, init: DraftInit, layers: list[int]) -> PreTrainedModel:
     """Return some of the target's layers, narrowed, as a model that shares its tensors where they are not cut."""
-    view = early_exit(target, kept)
+    view = early_exit(target, layers)
     config = view.config
-    if getattr(config, "scale_attn_by_inverse_layer_idx", False) and kept != list(range(len(kept))):
-        raise InputError(f"init.layers: expected the first {len(kept)}, as the target scales by depth, found {kept}")
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False) and layers != list(range(len(layers))):
+        raise InputError(
+            f"init.layers: expected the first {len(layers)}, as the target scales by depth, found {layers}"
+        )
     if getattr(config, "max_window_layers", None) is not None:  # Qwen 2: those from this one on have windows
-        config.max_window_layers = sum(index < config.max_window_layers for index in kept)
+        config.max_window_layers = sum(index < config.max_window_layers for index in layers)
     if init.hidden_size or init.attention_heads or init.intermediate_size:
         _narrow(view, init)
     return view

@@ -219,8 +219,10 @@ class DistillTrainer(RecipeTrainer):
         """Return the four features of replay, over all tokens, and behind them those of the loss."""
         cut, wide_PV = self.cut, q_logits_PV if self.cut is None else self.cut.widened(q_logits_PV)
         replayed_PK = replay_features(p, wide_PV, labels_P, self.sampler)
-        taught = p if cut is None else cut.of_distributions(p)
-        return torch.cat([replayed_PK, self.objective.features(taught, q_logits_PV, self.loss_labels(labels_P))], dim=1)
+        teacher = p if cut is None else cut.of_distributions(p)
+        return torch.cat(
+            [replayed_PK, self.objective.features(teacher, q_logits_PV, self.loss_labels(labels_P))], dim=1
+        )
 
     @property
     def evaluation_sizes(self) -> ChunkSizes:

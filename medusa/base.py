@@ -1,4 +1,4 @@
-"""What all drafting heads share: how they are loaded, which tokens they may draft, and whether they fit a target.
+"""The base of all drafting heads: how they are loaded, which tokens they may draft, and whether they fit a target.
 
 Shape suffixes: V the target's vocabulary, D the tokens that heads may draft.
 """

@@ -1,4 +1,4 @@
-"""What runs that train heads share."""
+"""The base of runs that train heads."""
 
 from abc import abstractmethod
 from typing import Any, TypeVar

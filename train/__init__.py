@@ -1,1 +1,1 @@
-"""What every recipe shares: prompts, target completions, masks, model loading, acceptance during training."""
+"""Shared by all recipes: prompts, target completions, masks, model loading, acceptance during training."""

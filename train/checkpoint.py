@@ -1,4 +1,4 @@
-"""What can be wrong with a model's files, told in one line: read before the weights are, and looked at after."""
+"""Checks of a model's files, before its weights are read and after; what is wrong is said in one line."""
 
 import json
 import logging
@@ -179,9 +179,11 @@ def _check_stored(cls: type[PreTrainedModel], path: str | Path, what: str) -> No
     with reading(str(path), f"a config of {what}"), torch.device("meta"):
         config: Any = cls.config_class
         empty = cls(config.from_pretrained(path)).state_dict()
-    known = {name: tensor for name, tensor in empty.items() if name in stored}
-    _refuse([name for name, tensor in known.items() if stored[name][1] != tensor.shape], path, what, "of another shape")
-    for name, tensor in known.items():
+    present = {name: tensor for name, tensor in empty.items() if name in stored}
+    _refuse(
+        [name for name, tensor in present.items() if stored[name][1] != tensor.shape], path, what, "of another shape"
+    )
+    for name, tensor in present.items():
         if stored[name][0] not in STORED_AS.get(tensor.dtype, STORED_FLOATS):
             raise InputError(f"{path}: expected {name} of {what} in {_kind_of(tensor)}, found {stored[name][0]}")
 
@@ -224,8 +226,8 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
             f"{field}: expected weights of the shapes in config.json in {path}, found {name} of {tuple(found)} "
             f"in place of {tuple(expected)}"
         )
-    known = {of_any_layer(name) for name in model.state_dict()}
-    if beyond := [name for name in unused if of_any_layer(name) in known]:
+    present = {of_any_layer(name) for name in model.state_dict()}
+    if beyond := [name for name in unused if of_any_layer(name) in present]:
         layers = model.config.get_text_config().num_hidden_layers
         raise InputError(
             f"{field}: expected weights of the {layers} layers that config.json in {path} names, found {_first(beyond)}"

@@ -349,8 +349,8 @@ def run(main: Callable[[], int | None], say: Callable[[str, int], None] = to_std
         line, code = "", BROKEN_PIPE
     except (OSError, RuntimeError, MemoryError) as error:
         if lacks_memory(error):
-            asked = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
-            found = f"too little for {asked[1]}" if asked else "too little"
+            size = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+            found = f"too little for {size[1]}" if size else "too little"
             line = f"error: memory: expected enough for this run, found {found}; try a smaller batch, length or model"
         elif isinstance(error, OSError) and error.errno in REFUSED:
             where = "standard output" if error.filename is None else error.filename

@@ -289,7 +289,7 @@ def identity(path: str, weights: bool = True, trust_remote_code: bool = False) -
     for name in ("config.json", "generation_config.json"):
         if (directory / name).is_file():
             digests[name] = hashlib.sha256((directory / name).read_bytes()).hexdigest()
-    patterns = ("*.safetensors", "pytorch_model*.bin", "medusa_lm_head*.pt") if weights else ()
+    patterns = ("*.safetensors", "pytorch_model*.bin", "*lm_head*.pt") if weights else ()
     for file in sorted(file for pattern in patterns for file in directory.glob(pattern)):
         size, digest = file.stat().st_size, hashlib.sha256()
         with file.open("rb") as content:

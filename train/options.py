@@ -1,4 +1,4 @@
-"""What several commands are told in the same words. Light: nothing here imports torch."""
+"""Options that several commands share. Light: nothing here imports torch."""
 
 import re
 from dataclasses import dataclass, field
@@ -105,12 +105,12 @@ class TemplateOptions(ModelOptions):
 
     @property
     def template(self) -> dict[str, Any]:
-        """What `mask_conversation` is told."""
+        """Arguments of `mask_conversation`."""
         return {"system_prompt": self.system_prompt, "variables": self.chat_template_kwargs}
 
     @property
     def encoding(self) -> dict[str, Any]:
-        """What `encode_prompt` is told."""
+        """Arguments of `encode_prompt`."""
         return self.template | {"max_tokens": self.max_prompt_tokens}
 
 
@@ -119,7 +119,7 @@ class PromptOptions(TemplateOptions):
     """Which prompts are completed, and how far."""
 
     limit: int | None = None
-    """Read the first so many prompts only."""
+    """Read only the first N prompts."""
     max_new_tokens: int = 128
     """Tokens of a completion at most."""
     seed: int = 0

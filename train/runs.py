@@ -1,4 +1,4 @@
-"""What a training run leaves on disk, how the next run finds it, and the lines that serve it."""
+"""Files of a training run: how they are written, how the next run finds them, and the lines that serve them."""
 
 import json
 import shlex
@@ -110,10 +110,10 @@ def full_disk_reported(directory: Path) -> Iterator[None]:
     except Exception as error:
         if no_room(error) is None:
             raise
-        kept = last_checkpoint(str(directory))
+        last = last_checkpoint(str(directory))
         raise InputError(
             f"training.output_dir: no space left for a checkpoint in {directory}; the last whole one is "
-            f"{Path(kept).name if kept else 'none'}; free some space and run the same command again"
+            f"{Path(last).name if last else 'none'}; free some space and run the same command again"
         ) from error
 
 
@@ -126,7 +126,7 @@ def vllm_command(target: str, speculative: dict[str, Any], overrides: dict[str, 
 
 
 def sglang_command(target: str, draft: str, draft_length: int, algorithm: str = "STANDALONE") -> str:
-    """Return the shell command by which SGLang serves a target with a draft, which drafts so many tokens a round."""
+    """Return the shell command by which SGLang serves a target with a draft of `draft_length` tokens a round."""
     flags = {
         "--model-path": target,
         "--speculative-algorithm": algorithm,

@@ -1,4 +1,4 @@
-"""The Trainer that both recipes share: a frozen target beside the model in training, and checkpoints that are whole.
+"""The Trainer of all recipes: a frozen target beside the model in training, and checkpoints that are whole.
 
 Five methods that are overridden here are private in the library's Trainer. It has no public way to give a sampler
 (`_get_train_sampler`), to save a checkpoint under another name first (`_save_checkpoint`, `_get_output_dir`), to change
@@ -155,8 +155,8 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Make Muon where the recipe says so, or what `training.optim` says."""
         if self.optimizer is None and self.muon:
-            trained: Any = self.model
-            self.optimizer = MuonAdamW(trained, self.args.learning_rate, self.args.weight_decay, self.ends)
+            module: Any = self.model
+            self.optimizer = MuonAdamW(module, self.args.learning_rate, self.args.weight_decay, self.ends)
         return super().create_optimizer(model)
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -406,7 +406,7 @@ def _with_all_labels(batch: dict[str, Any]) -> dict[str, Any]:
     ids_BT, positions = batch["input_ids"], batch["text_positions"]
     labels_BT, labelled_N = torch.full_like(ids_BT, IGNORED), positions[0] + 1
     labels_BT.view(-1)[labelled_N] = ids_BT.flatten()[labelled_N]
-    changed = {**batch, "labels": labels_BT, "positions": positions}
+    labelled = {**batch, "labels": labels_BT, "positions": positions}
     if "host" in batch:
-        changed["host"] = batch["host"] | {"positions": batch["host"]["text_positions"]}
-    return changed
+        labelled["host"] = batch["host"] | {"positions": batch["host"]["text_positions"]}
+    return labelled

@@ -1,4 +1,4 @@
-"""Which masks stand behind a text's tokens, and what each of them learns (PARD, arXiv 2504.18583).
+"""The masks behind a text's tokens, and the token that each learns (PARD, arXiv 2504.18583).
 
 Every place where a loss is taken is an anchor. Behind anchor a stand masks j = 1, 2, … at positions a + j, and mask j
 learns the token after its position, x_{a+j+1}, as the place a + j of the text does. An anchor and its masks are a
@@ -29,7 +29,7 @@ from draftsmith.train.losses.distributions import (
 )
 
 ALIGNED = 8
-"""Rows with masks have a multiple of so many entries, as matrix kernels like it."""
+"""Rows with masks have a multiple of this many entries, which matrix kernels prefer."""
 
 
 def kept_shares(length: int, retention: float, minimum: float) -> np.ndarray:
@@ -47,7 +47,7 @@ def drawn_lengths(count: int, shares: np.ndarray, *seeds: int | str) -> np.ndarr
 
 
 def most_masks(tokens: int, shares: np.ndarray) -> int:
-    """Return the masks of a row of so many tokens that all carry a loss: the mean and three standard deviations."""
+    """Return the masks of a row of `tokens` that all carry a loss: the mean and three standard deviations."""
     mean = shares.sum()
     squares = (shares * (2 * np.arange(len(shares)) + 1)).sum()  # E[l²] = Σ_j (2j − 1) P(l ≥ j)
     return math.ceil(tokens * mean + 3 * math.sqrt(tokens * (squares - mean**2)))

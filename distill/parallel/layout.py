@@ -91,16 +91,16 @@ def visible_entries(
         anchors_BL: the position of the last token of the text that an entry sees: its own of a token of the text, and
             less than its position of a mask.
         texts_BL: which text each entry belongs to, where a row has several.
-        last: ask for the last so many entries alone, (B, last, L): the keys of those before are known already.
+        last: only the last `last` entries are queries, (B, last, L): those before are cached.
     """
-    asked = slice(0 if last is None else positions_BL.shape[1] - last, None)
+    queries = slice(0 if last is None else positions_BL.shape[1] - last, None)
     is_text_BL = anchors_BL == positions_BL
-    of_positions, of_anchors = positions_BL[:, asked, None], anchors_BL[:, asked, None]
+    of_positions, of_anchors = positions_BL[:, queries, None], anchors_BL[:, queries, None]
     of_text = is_text_BL[:, None, :] & (positions_BL[:, None, :] <= of_anchors)
-    same_draft = ~is_text_BL[:, None, :] & ~is_text_BL[:, asked, None] & (anchors_BL[:, None, :] == of_anchors)
+    same_draft = ~is_text_BL[:, None, :] & ~is_text_BL[:, queries, None] & (anchors_BL[:, None, :] == of_anchors)
     visible = of_text | (same_draft & (positions_BL[:, None, :] <= of_positions))
     if texts_BL is not None:
-        visible &= texts_BL[:, None, :] == texts_BL[:, asked, None]
+        visible &= texts_BL[:, None, :] == texts_BL[:, queries, None]
     return visible
 
 

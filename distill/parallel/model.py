@@ -47,11 +47,11 @@ def make_parallel(
         InputError: no such token, or no unused one.
     """
     config = draft.config.get_text_config()
-    known, embeddings = getattr(config, MASK_TOKEN, None), cast(Any, draft.get_input_embeddings())
+    own_token, embeddings = getattr(config, MASK_TOKEN, None), cast(Any, draft.get_input_embeddings())
     embeddings.padding_idx = None  # the row of padding, which may serve as mask, would have no gradient
     setattr(config, LENGTH, length)
     config.__dict__.pop(TREE, None)
-    if known is not None and token is None:
+    if own_token is not None and token is None:
         mask_token_of(draft)
         return
     if isinstance(token, str):
@@ -63,7 +63,7 @@ def make_parallel(
         token = unused_token(tokenizer, config.vocab_size)
     setattr(config, MASK_TOKEN, token)
     mask_token_of(draft)
-    if token != known:
+    if token != own_token:
         with torch.no_grad():
             embeddings.weight[token] = embeddings.weight[: token_count(tokenizer, config)].float().mean(0)
 

@@ -1,4 +1,4 @@
-"""What a parallel draft proposes from every start of a text, in one pass: the text's keys are computed once.
+"""Proposals of a parallel draft from every start of a text, in one pass: the text's keys are computed once.
 
 Of the text's tokens x_0 … x_{N−1}, a round that starts at s knows x_{<s}. The logits of x_{s−1}, or of the prompt's
 last token, are of the draft for x_s, and those of the j-th mask behind it of the draft for x_{s+j}: what is drafted

@@ -1,4 +1,4 @@
-"""How EAGLE-3 heads begin: at random, or as the target's last layer, on the deepest features.
+"""The first weights of EAGLE-3 heads: random ones, or the target's last layer, on the deepest features.
 
 Shape suffix: H hidden.
 """
@@ -70,8 +70,8 @@ def beginning(config: EagleTrainingConfig, heads: EagleHeads, target: PreTrained
         raise InputError(f"init: expected auto or random for a target like this, found last_layer, and {reason}")
     if config.init == "auto" and reason is None:
         # The copy is exact where it sees features as the layer does, and hands on what the layer does.
-        changed = [name for name in SHAPE if getattr(config, name)]
-        reason = f"{changed[0]}, which the target's last layer has not" if changed else None
+        variants = [name for name in SHAPE if getattr(config, name)]
+        reason = f"{variants[0]}, which the target's last layer has not" if variants else None
     if config.init == "random" or reason is not None:
         return "random", "begun at random" + (f", for {reason}" if reason else "")
     return "last_layer", "begun as the target's last layer"

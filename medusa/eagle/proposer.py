@@ -135,10 +135,10 @@ class EagleProposer(TreeProposer, DraftModelProposer):
         self._layer.draft_for(task.target)
         self._block = task.draft_length + 1  # places that a round gives features to at most
         largest = super().start(task)
-        known, widest = self.heads.config.draft_vocab_size, self._widest(task.draft_length)
-        if widest > known:
+        vocabulary, widest = self.heads.config.draft_vocab_size, self._widest(task.draft_length)
+        if widest > vocabulary:
             raise InputError(
-                f"tree: expected at most {known} siblings, as many as the heads have tokens, found {widest}"
+                f"tree: expected at most {vocabulary} siblings, as many as the heads have tokens, found {widest}"
             )
         self._states: list[Tensor] = []  # of each row, (L, H): fused, and not fed yet
         return largest

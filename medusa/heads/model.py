@@ -81,7 +81,7 @@ class MedusaConfig(NamedConfig):
 
 
 def check_depth(tree: Tree, num_heads: int) -> Tree:
-    """Return a tree that so many heads can draft, or raise an InputError."""
+    """Return a tree that `num_heads` heads can draft, or raise an InputError."""
     if not 1 <= tree.depth <= num_heads:
         raise InputError(f"tree: expected a depth between 1 and the {num_heads} heads, found {tree.depth}")
     return tree
@@ -168,11 +168,11 @@ class MedusaHeads(DraftingHeads):
         )
         heads = cls(config)
         with torch.no_grad():
-            kept = head if token_map is None else head.of(token_map)
+            rows = head if token_map is None else head.of(token_map)
             for lm_head in heads.all_lm_heads:
-                lm_head.weight.copy_(kept.weight)
-                if kept.bias is not None:
-                    lm_head.bias.copy_(kept.bias)
+                lm_head.weight.copy_(rows.weight)
+                if rows.bias is not None:
+                    lm_head.bias.copy_(rows.bias)
             if heads.token_map is not None and token_map is not None:
                 heads.token_map.copy_(token_map)
         return heads

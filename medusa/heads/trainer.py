@@ -128,11 +128,13 @@ class MedusaTrainer(HeadsTrainer):
             p = None
             if objective.needs_target and original is not None:
                 p = LiveDistributions(positions.take(original[0]), original[1])
-            trained = head_of(joint.backbone).cut(self.vocab_size)
+            backbone_head = head_of(joint.backbone).cut(self.vocab_size)
             labels = positions.next_tokens(inputs["input_ids"])
             with self.clock.phase("loss"):
-                kept = chunked_objective(objective, positions.take(hidden), trained, p, labels, sizes=self.sizes)
-            return total + config.backbone_weight * kept
+                backbone_loss = chunked_objective(
+                    objective, positions.take(hidden), backbone_head, p, labels, sizes=self.sizes
+                )
+            return total + config.backbone_weight * backbone_loss
 
         return joint.inside_head(hidden, losses)
 

@@ -26,10 +26,10 @@ class BegunShard:
     def __init__(self, output: Path, batch: Batch):
         """Take up what is kept of a shard in a directory of completions; a damaged file is none."""
         self.file, self.names = output / f"begun-{batch.index:05d}.parquet", batch.names
-        kept = read_shard(self.file, COLUMNS)
+        stored = read_shard(self.file, COLUMNS)
         self.texts: list[list[int]] = [[] for _ in self.names]
-        if kept is not None and kept["id"].to_pylist() == self.names:
-            self.texts = kept["input_ids"].to_pylist()
+        if stored is not None and stored["id"].to_pylist() == self.names:
+            self.texts = stored["input_ids"].to_pylist()
 
     @property
     def tokens(self) -> int:

@@ -104,8 +104,8 @@ def encoded_prompts(
     Args:
         source: prompts, as `read_prompts` takes them; held-out modules of the standard library if None.
         tokenizer: the target's.
-        limit: take the first so many; all if None, or 128 of the standard library.
-        max_tokens: keep the last so many tokens of a longer prompt.
+        limit: take the first `limit`; all if None, or 128 of the standard library.
+        max_tokens: keep this many tokens at the end of a longer prompt.
         vocab_size: how many logits the target has, which its tokens must be among; not looked at if None.
 
     Raises:

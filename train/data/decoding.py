@@ -77,7 +77,7 @@ def complete(
 
 
 def refills_rows(model: PreTrainedModel, longest: int) -> bool:
-    """Say whether our own decoder can decode texts of so many tokens with a model."""
+    """Say whether our own decoder can decode texts of `longest` tokens with a model."""
     try:
         check_model(model, "target")
     except InputError:

@@ -1,4 +1,4 @@
-"""What a run learns from: which samples of its completions, cut and packed how, and which it is measured on."""
+"""The samples of a run's completions: those to train on, cut and packed, and those to measure on."""
 
 import hashlib
 import os
@@ -261,8 +261,8 @@ def frequent_tokens(
     at_least(len(always)).check(field, count)
     counts = np.zeros(size, dtype=np.int64)
     for at in range(0, len(data), 1024):
-        kept = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
-        counts += np.bincount(kept[kept != IGNORED], minlength=size)
+        labels = np.concatenate([data[row]["labels"] for row in range(at, min(at + 1024, len(data)))])
+        counts += np.bincount(labels[labels != IGNORED], minlength=size)
     counts[list(always)] = np.iinfo(np.int64).max
     if (found := np.count_nonzero(counts)) < count:
         logger.warning("%s: the completions hold %d different tokens, which are drafted, not %d", field, found, count)

@@ -1,4 +1,4 @@
-"""How loud what begins with a target's weights should be: a look at a few texts before the first step.
+"""The scale of weights that are copied from a target: chosen by a look at a few texts before the first step.
 
 A draft of some of the target's layers, and heads that guess further ahead, are as sure as the target was and less often
 right, so that they begin above the loss of uniform distributions. One number for all logits mends that: as it goes to
@@ -69,8 +69,8 @@ def few_texts(data: TrainingData) -> list[Text]:
     for row in torch.linspace(0, len(data) - 1, min(TEXTS, len(data))).long().tolist():
         sample = data[row]
         labels = torch.tensor(sample["labels"])
-        learned = (labels != IGNORED).nonzero()
-        end = int(learned[0, 0]) + POSITIONS if len(learned) else 0
+        places = (labels != IGNORED).nonzero()
+        end = int(places[0, 0]) + POSITIONS if len(places) else 0
         piece = slice(max(0, end - CONTEXT), end)
         texts.append(Text(torch.tensor(sample["input_ids"])[piece], labels[piece], sample, piece.start))
     return [text for text in texts if len(text.ids_T) > 1]
@@ -104,10 +104,10 @@ def stacked(texts: Sequence[Text], values: Sequence[Tensor], reach: int) -> tupl
         values: of the positions of each, (T, …).
         reach: K; guess k is the token 1 + k further.
     """
-    kept, labels = [], []
+    chosen, labels = [], []
     for text, value in zip(texts, values, strict=True):
         labels_TK = torch.stack([text.ahead(1 + k) for k in range(reach)], dim=1).to(value.device)
         some = (labels_TK != IGNORED).any(1)
-        kept.append(value[some])
+        chosen.append(value[some])
         labels.append(labels_TK[some])
-    return torch.cat(kept), torch.cat(labels)
+    return torch.cat(chosen), torch.cat(labels)

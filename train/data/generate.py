@@ -166,8 +166,10 @@ def other_target(path: str, target: str, trust_remote_code: bool = False) -> str
         trust_remote_code: run configuration code that the repository ships.
     """
     written = (read_manifest(Path(path)) or {}).get("target", {})
-    known = identity(target, trust_remote_code=trust_remote_code)
-    differs = any(written[name] != known[name] for name in written.keys() & known.keys() - {"generation_config.json"})
+    current = identity(target, trust_remote_code=trust_remote_code)
+    differs = any(
+        written[name] != current[name] for name in written.keys() & current.keys() - {"generation_config.json"}
+    )
     return str(written.get("path")) if differs else None
 
 

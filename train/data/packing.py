@@ -74,7 +74,7 @@ def best_fit_decreasing(sizes: Sequence[int] | np.ndarray, capacity: int) -> tup
     descending = np.argsort(-items, kind="stable")
     bin_of = np.empty(len(items), np.int64)  # of the items in that order
     spaces: list[int] = []  # those that some open bin has left, ascending
-    having: dict[int, list[int]] = defaultdict(list)  # the bins that have so much space left
+    having: dict[int, list[int]] = defaultdict(list)  # the bins that have this much space left
     at = bins = 0
     for size, count in zip(*(each[::-1].tolist() for each in np.unique(items, return_counts=True)), strict=True):
         end = at + count

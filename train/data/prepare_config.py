@@ -27,7 +27,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
     split: str = "train"
     """The split of a directory or hub id."""
     limit: int | None = None
-    """Read the first so many prompts only."""
+    """Read only the first N prompts."""
     max_new_tokens: int | None = None
     """Tokens of a completion at most; 1,024 if not given, or half of the target's positions if it has fewer than twice
     as many."""
@@ -95,7 +95,7 @@ class PrepareConfig(Sampling, TemplateOptions, TargetOptions):
             checked_url(self.endpoint, "endpoint", "http://localhost:8000/v1")
 
     def new_tokens(self, positions: int | None = None) -> int:
-        """Return the tokens of a completion at most, by a target of so many positions."""
+        """Return the tokens of a completion at most, by a target of `positions` positions."""
         most = MAX_NEW_TOKENS if positions is None else min(MAX_NEW_TOKENS, max(1, positions // 2))
         return self.max_new_tokens or most
 

@@ -75,7 +75,7 @@ def read_prompts(
             a line, empty lines skipped); or a directory or a hub id, `NAME` or `NAME:CONFIG`, that
             `datasets.load_dataset` reads.
         split: the split of a directory or hub id.
-        limit: read the first so many prompts only.
+        limit: read only the first `limit` prompts.
         answers: "dropped": conversations end with their last user turn. "required": they hold a user turn and end with
             an assistant turn, in `messages`; a `prompt` has its `completion` or `response` beside it, and both are two
             strings, or two lists of messages. "kept": as "required" where there is an answer, as "dropped" elsewhere.
@@ -149,8 +149,8 @@ def encode_prompt(
 
         def render(messages: Sequence[Mapping[str, str]]) -> list[int]:
             with reading(name, "messages that the chat template renders"):
-                asked = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-                return list(tokenizer.apply_chat_template(messages, **variables, **asked))  # type: ignore[arg-type]
+                options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+                return list(tokenizer.apply_chat_template(messages, **variables, **options))  # type: ignore[arg-type]
 
         messages = for_template(prompt.messages, tokenizer, name, system_prompt, variables)
         ids = render(messages) if max_tokens is None else trimmed(messages, tokenizer, name, max_tokens, render)
@@ -351,8 +351,8 @@ def _messages(value: list[Any], where: str, field: str) -> list[dict[str, str]]:
             raise InputError(f"{where}: {field}[{i}]: expected an object, found {_kind(message)}")
         role, content = message.get(role_key), message.get(content_key)
         if not isinstance(role, str) or role not in ROLES:
-            known, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else _kind(role)
-            raise InputError(f"{where}: {field}[{i}].{role_key}: expected one of {known}, found {found}")
+            roles, found = ", ".join(ROLES), repr(role) if isinstance(role, str) else _kind(role)
+            raise InputError(f"{where}: {field}[{i}].{role_key}: expected one of {roles}, found {found}")
         # An empty system or assistant turn is odd but says something; an empty question does not.
         required = ROLES[role] == "user"
         content = _text(content, where, f"{field}[{i}].{content_key}", may_be_empty=not required)

@@ -1,4 +1,4 @@
-"""How texts are sampled, in the words of the servers' API: vLLM's and SGLang's."""
+"""Sampling options in the words of the servers' API: vLLM's and SGLang's."""
 
 from typing import Any
 

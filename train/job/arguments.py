@@ -1,4 +1,4 @@
-"""What the library's TrainingArguments may be: it takes numbers that no run can have, and trains on them, or fails."""
+"""Ranges of the library's TrainingArguments: it takes numbers that no run can have, and trains on them, or fails."""
 
 from collections.abc import Mapping
 from typing import Any

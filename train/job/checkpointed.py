@@ -101,9 +101,9 @@ class CheckpointedTrainer(Trainer):
             return
 
         def rename(module: nn.Module, state: dict[str, Tensor], *_: Any) -> None:
-            trained = as_trained(module, state)
+            renamed = as_trained(module, state)
             state.clear()
-            state.update(trained)
+            state.update(renamed)
 
         handle = model.register_load_state_dict_pre_hook(rename)
         try:

@@ -1,7 +1,7 @@
-"""How a kind of drafter is trained where the user does not say: what trains well at the first try.
+"""The optimizer and learning rate of a kind of drafter where the user gives none: what trains well at the first try.
 
-Nothing here imports torch. Each recipe's config says which of these is its own (`RecipeConfig.defaults`), and what a
-user gives wins, field by field. Measured on three targets in `docs/log/defaults.md`.
+Nothing here imports torch. Each recipe's config has its own (`RecipeConfig.defaults`), and what a user gives wins,
+field by field. Measured on three targets in `docs/log/defaults.md`.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""How much arithmetic a forward or a step takes, and how much a device could do: for use rates and for plans.
+"""The arithmetic of a forward or a step, and the peak of a device: for use rates and for plans.
 
 The usual count (Kaplan et al. 2020, section 2.1; Chowdhery et al. 2022, appendix B): two operations a multiply-add, the
 matrix products and attention alone, a causal one at half its square; what checkpointing computes twice counts once.

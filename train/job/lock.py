@@ -69,8 +69,8 @@ def _locked_file(path: Path, field: str) -> IO[str] | None:
                 break
         file.close()  # it was removed meanwhile
     file.truncate(0)
-    begun = time.strftime("%Y-%m-%d %H:%M:%S")
-    json.dump({"process": os.getpid(), "host": socket.gethostname(), "begun": begun, "command": sys.argv}, file)
+    start = time.strftime("%Y-%m-%d %H:%M:%S")
+    json.dump({"process": os.getpid(), "host": socket.gethostname(), "begun": start, "command": sys.argv}, file)
     file.flush()
     return file
 

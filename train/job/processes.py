@@ -127,13 +127,13 @@ def launched() -> Iterator[Processes]:
         return
     # Each holds a whole model of its own, whatever accelerate is configured for: the library would read it on one.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
-    begun = distributed.is_initialized()
-    if not begun:
+    was_initialized = distributed.is_initialized()
+    if not was_initialized:
         distributed.init_process_group("gloo", timeout=LONGEST)
     ranks.watch("cpu")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     yield Processes(distributed.get_rank(), distributed.get_world_size())
     ranks.finish()
-    if not begun:
+    if not was_initialized:
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How the processes of one job end: after a failure all of them, at once, with one message, of the first that failed.
+"""The end of a job's processes: after a failure all end at once, with the message of the first that failed.
 
 A process that waits for another in a collective learns nothing of its end, on NCCL for minutes. So each holds a socket
 to the first process: however a process ends, by a kill too, its socket closes, and the others end as well.

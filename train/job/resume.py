@@ -1,4 +1,4 @@
-"""Which checkpoint a job goes on from, and whether it can: decided once, for all of its processes alike."""
+"""The checkpoint that a job resumes from, and whether it can: decided once for all of its processes."""
 
 import dataclasses
 import secrets
@@ -22,7 +22,7 @@ AGAIN = "give that, or resume false and another training.output_dir"
 
 @dataclass(frozen=True)
 class Job:
-    """What a checkpoint can be gone on from by: the order of the samples, how many a step takes, and who holds what."""
+    """What a run must share with the one that it resumes: data and their order, samples a step, and who holds what."""
 
     samples: int
     """Rows of the data that are trained on."""
@@ -125,11 +125,11 @@ def newest_checkpoint(output_dir: str) -> Path | None:
     """
     seen = gather_object([(socket.gethostname(), [path.name for path in checkpoints(output_dir)])])
     common = set.intersection(*(set(names) for _, names in seen))
-    if not common and (kept := [host for host, names in seen if names]):
-        lacking = next((host for host, names in seen if not names), kept[-1])
+    if not common and (hosts := [host for host, names in seen if names]):
+        lacking = next((host for host, names in seen if not names), hosts[-1])
         raise InputError(
             f"training.output_dir: expected the same checkpoints on all machines, found some in {output_dir} on "
-            f"{kept[0]} and not on {lacking}; copy them there, or give resume false"
+            f"{hosts[0]} and not on {lacking}; copy them there, or give resume false"
         )
     return next((path for path in reversed(checkpoints(output_dir)) if path.name in common), None)
 

@@ -1,4 +1,4 @@
-"""What a person watches while a model trains: speed, where the time goes, memory, and the time that is left."""
+"""Figures of a run for the person who watches: speed, shares of time, memory, and the time that is left."""
 
 import time
 from collections import defaultdict, deque

@@ -1,1 +1,1 @@
-"""What training minimises: divergences and objectives, in full and in bounded memory."""
+"""Losses: divergences and objectives, in full and in bounded memory."""

@@ -1,4 +1,4 @@
-"""How many logits are held at a time: by the device's memory or by one setting, which `draftsmith plan` reads too."""
+"""The number of logits held at a time, by the device's memory or by one setting, which `draftsmith plan` reads too."""
 
 from dataclasses import dataclass
 
@@ -19,14 +19,14 @@ class ChunkSizes:
 
     @classmethod
     def of(cls, device: torch.device, logits: int | None = None) -> "ChunkSizes":
-        """Return the sizes on a device; those of chunks of so many logits where that is given."""
+        """Return the sizes on a device; those of chunks of `logits` where that is given."""
         if device.type == "cuda":
             return cls.on_gpu(torch.cuda.get_device_properties(device).total_memory, logits)
         return ON_CPU if logits is None else cls(logits, max(1, logits // PARTS))
 
     @classmethod
     def on_gpu(cls, memory: float, logits: int | None = None) -> "ChunkSizes":
-        """Return the sizes on a GPU with so many bytes of memory: one part a chunk.
+        """Return the sizes on a GPU with `memory` bytes: one part a chunk.
 
         A kernel takes some microseconds to launch, in which an H100 works through 10⁷ logits. So chunks are as large as
         memory allows: the ten tensors of one take a fifteenth of it. 2²⁷ of 80 GiB, 880 positions of 152k tokens.
@@ -35,11 +35,11 @@ class ChunkSizes:
         return cls(size, size)
 
     def chunks(self, count: int, vocab_size: int) -> list[slice]:
-        """Return the slices of so many positions that chunks are."""
+        """Return the chunks of `count` positions, as slices."""
         return slices(count, self.chunk // vocab_size)
 
     def parts(self, count: int, vocab_size: int) -> list[slice]:
-        """Return the slices of a chunk of so many positions that its parts are."""
+        """Return the parts of a chunk of `count` positions, as slices."""
         return slices(count, self.part // vocab_size)
 
 
@@ -47,6 +47,6 @@ ON_CPU = ChunkSizes(2**24, 2**24 // PARTS)
 
 
 def slices(count: int, size: int) -> list[slice]:
-    """Return the slices of so many each, at least one; a single one, which is empty, of none."""
+    """Return slices of `size` each, at least 1, over `count`; a single empty one of none."""
     size = max(1, size)
     return [slice(start, start + size) for start in range(0, max(count, 1), size)]

@@ -283,7 +283,7 @@ class _ChunkedSum(torch.autograd.Function):
             for at, (tensor, needed) in enumerate(zip(tensors, ctx.needs_input_grad[5:], strict=True))
         ]
         learns = any(ctx.needs_input_grad[5:])
-        total, kept = tensors[first.seen].new_zeros((), dtype=torch.float32), list[Tensor]()
+        total, first_features = tensors[first.seen].new_zeros((), dtype=torch.float32), list[Tensor]()
         vocab_size = len(tensors[first.weight])
         for at in sizes.chunks(len(labels_N), vocab_size):
             p_of = None if teacher is None else teacher.chunk(at)
@@ -301,7 +301,7 @@ class _ChunkedSum(torch.autograd.Function):
                             weights_NK = learner.weights_NK
                             loss = None if weights_NK is None else (values_PK * weights_NK[at][part]).sum()
                         if learner is first:
-                            kept.append(values_PK.detach())
+                            first_features.append(values_PK.detach())
                         if loss is not None:
                             total += loss.detach()
                             if learns:
@@ -321,7 +321,7 @@ class _ChunkedSum(torch.autograd.Function):
             None if gradient is None else gradient.to(tensor.dtype)
             for gradient, tensor in zip(gradients, tensors, strict=True)
         ]
-        features_NK = torch.cat(kept)
+        features_NK = torch.cat(first_features)
         ctx.mark_non_differentiable(features_NK)
         return total, features_NK
 

@@ -1,4 +1,4 @@
-"""Learning with a cut vocabulary: which tokens it has, and what a loss compares among them.
+"""Training with a cut vocabulary: its tokens, and what a loss compares among them.
 
 Terms that are acceptance, or weigh by it, take p as decoding does, with all that the draft can't propose; in the others
 p is renormalised over these tokens, for they would be infinite. A position whose text has another token is no example
@@ -68,7 +68,7 @@ class CutVocabulary:
         return head if objective.looks_outside else self.of_head(head)
 
     def of_teacher(self, p: LiveDistributions, objective: Objective) -> LiveDistributions | WholeDistributions:
-        """Return what an objective is taught by, of the distributions that `teacher_head` makes."""
+        """Return the distributions that an objective compares with, of those that `teacher_head` makes."""
         return WholeDistributions(p, self.tokens_D) if objective.looks_outside else p
 
     def training_sizes(self, sizes: ChunkSizes, objective: Objective) -> ChunkSizes:
@@ -81,6 +81,6 @@ class CutVocabulary:
         return nothing.index_copy(1, self.tokens_D, logits_ND)
 
     def sizes(self, sizes: ChunkSizes) -> ChunkSizes:
-        """Return chunks for a head of D logits beside which all V are held: so many times fewer positions."""
+        """Return chunks for a head of D logits beside which all V are held: V ÷ D times fewer positions."""
         share = len(self.tokens_D) / self.vocab_size
         return ChunkSizes(max(1, int(sizes.chunk * share)), max(1, int(sizes.part * share)))

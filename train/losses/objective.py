@@ -1,4 +1,4 @@
-"""What training minimises: a weighted sum of divergences, and of the expected acceptance length's shortfall.
+"""Objectives of training: a weighted sum of divergences, and of the expected acceptance length's shortfall.
 
 Everything is reduced over the tokens of a global batch, so that the split of a batch over steps and processes does not
 change it. Shape suffixes: N positions, V vocabulary, K features of a position, E the outcomes compared: the V tokens,
@@ -161,8 +161,9 @@ class Objective:
                 total_N = total_N + self.terms["lk_hybrid"] * lk_blend(kl_N, tv_N, self.eta)
         if not self.couples:
             return total_N[:, None]
-        overlap_N = torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)
-        columns = [total_N, pair.log_accepted(labels_N), overlap_N]
+        # The overlap comes last, for its tensors are the larger ones, and gradients are taken from the last on.
+        log_a_N = pair.log_accepted(labels_N)
+        columns = [total_N, log_a_N, torch.minimum(log_p_NE, log_q_NE).exp().sum(-1)]
         if self._has_mean_alpha:
             assert kl_N is not None
             columns.append(kl_N)

@@ -1,1 +1,1 @@
-"""What the target says of texts: of a model in memory, or from a cache on disk."""
+"""Caches of the target's distributions and features on disk."""

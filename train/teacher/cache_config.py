@@ -1,4 +1,4 @@
-"""What `draftsmith cache` is told, and what a training run may not be told beside a cache."""
+"""Settings of `draftsmith cache`, and those that a training run refuses beside a cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +22,9 @@ OF_DISTRIBUTIONS = {"k": 32, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
 
 @dataclass
 class CacheConfig(ModelOptions, TargetOptions):
-    """Write down what a target says of its completions, for training without it; resumable.
+    """Write what a target makes of its completions to disk, for training without it; resumable.
 
-    Its distributions, which drafts are distilled from, or the features that EAGLE-3 heads learn from.
+    Its distributions, which drafts are distilled from, or the features that some drafting heads learn from.
     """
 
     target: str
@@ -69,7 +69,7 @@ class CacheConfig(ModelOptions, TargetOptions):
 
 
 def refuse_beside_cache(config: RecipeConfig) -> None:
-    """Require that a training run that reads a cache is not told what only a target in memory can do.
+    """Require that a training run that reads a cache asks for nothing that only a target in memory can do.
 
     Raises:
         InputError: names the field.

@@ -123,15 +123,15 @@ def read_manifests(
     Raises:
         InputError: a cache is missing, malformed, or of another target, vocabulary or schema.
     """
-    known, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
+    current, manifests = identity(config.target, config.trust_remote_code), dict[str, dict[str, Any]]()
     for path in caches:
         manifest = read_manifest(Path(path), schema, kind)
         if manifest is None:
             raise InputError(f"teacher_cache: expected a cache written by draftsmith cache, found none at {path}")
         if manifest["vocab_size"] != vocab_size:
             raise InputError(f"teacher_cache: expected {vocab_size} tokens, found {manifest['vocab_size']} in {path}")
-        for name in known.keys() & manifest["target"].keys():
-            if known[name] != manifest["target"][name]:
+        for name in current.keys() & manifest["target"].keys():
+            if current[name] != manifest["target"][name]:
                 raise InputError(
                     f"teacher_cache: expected a cache of {config.target}, found in {path} one of "
                     f"{manifest['target'].get('path')}, whose {name} is another"

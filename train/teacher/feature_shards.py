@@ -1,4 +1,4 @@
-"""The target's features on its completions, as a cache holds them: EAGLE-3 heads learn from them without the target.
+"""The target's features on its completions, as a cache holds them: drafting heads learn from them without the target.
 
 Of each token but a text's last, a shard has the hidden states behind the layers of `Layout.layer_ids`, and those that
 the target's head sees: with the head, which lies beside the shards, they are the exact distribution at any temperature,

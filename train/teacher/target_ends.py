@@ -1,7 +1,7 @@
-"""What training needs of a target whose features are on disk: its embeddings, its norm and head, and its last layer.
+"""The parts of a target that training needs beside its features on disk: embeddings, last layer, norm and head.
 
-Embeddings are seen by EAGLE-3 heads, the head makes distributions of the last hidden states, and the last layer and
-norm are what the heads may begin as. They are written where the features are, so that nothing else of the target's
+Drafting heads see the embeddings, the head makes distributions of the last hidden states, and the heads may begin as
+the last layer and the norm. They are written where the features are, so that nothing else of the target's
 weights need be there; of Qwen3-8B in bfloat16 they are 2.9 GB of 16.
 """
 
@@ -78,10 +78,10 @@ def _ends(target: PreTrainedModel, last_layer: bool) -> Iterator[tuple[str, Tens
     """Yield the parameters and buffers by their names in the model, tied ones once."""
     decoder: Any = target.get_decoder()
     last = decoder_layers(target)[-1]
-    kept: list[Any] = [target.get_input_embeddings(), decoder.norm, target.get_output_embeddings()]
+    parts: list[Any] = [target.get_input_embeddings(), decoder.norm, target.get_output_embeddings()]
     if last_layer:
-        kept.append(last)
-    inside = {part for module in kept for part in module.modules()}
+        parts.append(last)
+    inside = {part for module in parts for part in module.modules()}
     seen = set[int]()
     for prefix, module in target.named_modules():
         if module not in inside:
