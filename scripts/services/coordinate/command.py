@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from draftsmith.scripts.services.http_server import listening
     except ImportError as error:
         raise InputError(
-            f"coordinate: expected Ray Serve, found none ({error}): pip install 'draftsmith[coordinator]'"
+            f"coordinate: expected Ray Serve, found none ({error}): pip install -e '.[coordinator]' in the clone"
         ) from error
     built = application(config)
     listening(config.host, config.port).close()  # seconds before Ray is up, and a replica wants it

@@ -83,5 +83,5 @@ def _re2(name: str) -> Any:
     try:
         import re2  # type: ignore[import-untyped]
     except ImportError as error:
-        raise InputError(f"{name}: expected RE2, found none: pip install 'draftsmith[coordinator]'") from error
+        raise InputError(f"{name}: expected RE2, found none: pip install -e '.[coordinator]' in the clone") from error
     return re2

@@ -80,7 +80,7 @@ def serve(config: ServeDraftConfig) -> int:
         from draftsmith.scripts.services.http_server import bounded_server, listening
         from draftsmith.scripts.services.serve_draft.app import DraftApp
     except ModuleNotFoundError as error:
-        raise InputError(f"serve-draft: expected `pip install draftsmith[serve]`, found no {error.name}") from error
+        raise InputError(f"serve-draft: expected `pip install -e '.[serve]'`, found no {error.name}") from error
     key = api_key(config.key_env, "key_env") or ""
     if config.threads:
         torch.set_num_threads(config.threads)
