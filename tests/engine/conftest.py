@@ -5,8 +5,10 @@ from collections.abc import Iterator
 
 import fated
 import pytest
+import torch
 from draft_service import DraftedFor, start_draft_service
 from engine import DRAFT, ROOT, TARGET, Served, end, free_port, vllm_server, wait_for
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 fated.end_with_make()
 
@@ -24,18 +26,35 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The embedded pair: the stock draft's argmax, γ = 4. Under sampling this build is wrong: see `mended`."""
-    with vllm_server(TARGET, tmp_path_factory.mktemp("speculating") / "log", DRAFTING) as server:
+    """The embedded pair: the stock draft's argmax, γ = 4, each answer counted.
+
+    Its build samples rightly: see `tests/support/engine_plugins`.
+    """
+    log = tmp_path_factory.mktemp("speculating") / "log"
+    plugins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "engine_plugins")}
+    counting = "--per-request-spec-decode-metrics", "summary"
+    with vllm_server(TARGET, log, DRAFTING, *counting, environment=plugins) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def mended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """The same, of a build that samples rightly (`tests/support/engine_plugins`), and that counts each answer."""
-    log = tmp_path_factory.mktemp("mended") / "log"
-    plugins = {"PYTHONPATH": str(ROOT / "tests" / "support" / "engine_plugins")}
-    counting = "--per-request-spec-decode-metrics", "summary"
-    with vllm_server(TARGET, log, DRAFTING, *counting, environment=plugins) as server:
+def astray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with three faults: its target is quantised, it has a chat template, and its build samples wrongly.
+
+    Beside it lies `target`, the weights that it has: 4 bits, a scale for each row.
+    """
+    folder = tmp_path_factory.mktemp("astray")
+    model = AutoModelForCausalLM.from_pretrained(TARGET)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 2 and "embed" not in name:
+                scale = parameter.abs().amax(1, keepdim=True) / 7
+                parameter.copy_((parameter / scale).round() * scale)
+    model.save_pretrained(folder / "target")
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(folder / "target")
+    (folder / "template.jinja").write_text("{% for m in messages %}User: {{ m['content'] }}{% endfor %}")
+    flags = "--chat-template", str(folder / "template.jinja")
+    with vllm_server(folder / "target", folder / "log", DRAFTING, *flags) as server:
         yield server
 
 

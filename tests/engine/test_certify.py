@@ -20,9 +20,9 @@ def prompts(tmp_path_factory):
     return path
 
 
-def certify(url, prompts, output, temperature, *more):
+def certify(url, prompts, output, temperature, *more, target=TARGET):
     """Return the exit code, the certificate, and its laws by temperature."""
-    argv = ["certify", "--server", url, "--target", str(TARGET), "--prompts", str(prompts), "--output", str(output)]
+    argv = ["certify", "--server", url, "--target", str(target), "--prompts", str(prompts), "--output", str(output)]
     argv += ["--temperature", temperature, "--max-prompt-tokens", "40", "--max-new-tokens", "16", "--threads", "1"]
     argv += ["--sampled-tokens", "2400", "--concurrency", "8", "--false-alarm", str(FALSE_ALARM), *more]
     code = cli.main(argv)
@@ -38,9 +38,10 @@ def test_plain_decoding_passes(plain, prompts, tmp_path):
     assert found["servers"]["server"]["counters"]["num_drafts"] == 0
 
 
-def test_a_build_that_samples_wrongly_fails(speculating, prompts, tmp_path):
+def test_a_build_that_samples_wrongly_fails(astray, prompts, tmp_path):
     """This one verifies drafts at a temperature that nobody set: see `tests/support/engine_plugins`."""
-    code, found, laws = certify(speculating.url, prompts, tmp_path / "out", "0,0.05")
+    own = astray.log.parent / "target"
+    code, found, laws = certify(astray.url, prompts, tmp_path / "out", "0,0.05", target=own)
     assert code == 3 and not found["passed"]
     assert found["greedy"]["identical"] and found["greedy"]["prompts_identical"] == 16
     assert found["greedy"]["again"]["identical"]
@@ -49,9 +50,9 @@ def test_a_build_that_samples_wrongly_fails(speculating, prompts, tmp_path):
     assert found["servers"]["server"]["counters"]["num_drafts"] > 0
 
 
-def test_the_mended_build_passes(mended, prompts, tmp_path):
+def test_the_mended_build_passes(speculating, prompts, tmp_path):
     """All temperatures in one batch, too, and with the draft to look for what leans towards it."""
-    code, found, laws = certify(mended.url, prompts, tmp_path / "out", "0,1", "--mixed", "--draft", str(DRAFT))
+    code, found, laws = certify(speculating.url, prompts, tmp_path / "out", "0,1", "--mixed", "--draft", str(DRAFT))
     assert code == 0 and found["greedy"]["identical"]
     assert all(law["passed"] and len(law["tests"]) == 17 for law in laws.values())
     assert found["servers"]["server"]["counters"]["num_accepted_tokens"] > 0

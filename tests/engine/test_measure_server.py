@@ -15,13 +15,13 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 COUNT, NEW = 10, 32
 
 
-def test_one_and_four_at_once_beside_plain_decoding(mended, plain, tmp_path, capsys):
+def test_one_and_four_at_once_beside_plain_decoding(speculating, plain, tmp_path, capsys):
     """Acceptance does not depend on the load, every token is ours, and every text is plain decoding's."""
     jsonschema = pytest.importorskip("jsonschema")
     write_prompts(tmp_path / "prompts.jsonl", stdlib_prompts(COUNT, heldout=True))
     argv = ["measure", "--config", str(ROOT / "configs" / "measure" / "server.yaml"), "--target", str(TARGET)]
     argv += ["--prompts", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out"), "--ignore-eos", "true"]
-    argv += ["--server", mended.url, "--baseline-server", plain.url, "--max-new-tokens", str(NEW)]
+    argv += ["--server", speculating.url, "--baseline-server", plain.url, "--max-new-tokens", str(NEW)]
     assert cli.main(argv) == 0  # no gate was asked for
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     jsonschema.validate(report, report_schema())

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from engine import DRAFT, TARGET, vllm_server
+from engine import DRAFT, TARGET
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from draftsmith.scripts.cli import main
@@ -12,7 +12,6 @@ from draftsmith.train.data.corpus import stdlib_prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 PROMPTS, TOKENS, GAMMA = 32, 64, 4
-DRAFTING = {"method": "draft_model", "num_speculative_tokens": GAMMA}
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +26,18 @@ def prompts(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def report(prompts, tmp_path_factory):
-    """A local measurement of the pair: a few prompts decoded, all replayed."""
-    output = tmp_path_factory.mktemp("local") / "report"
+def local(prompts, draft, output):
+    """Measure the pair here: a few prompts decoded, all replayed."""
     flags = ["--dtype", "float32", "--threads", "1", "--compiled", "false", "--measure-costs", "false", "--limit", "5"]
     flags += ["--replay-limit", str(PROMPTS), "--temperature", "0,1", "--draft-length", str(GAMMA)]
-    flags += ["--target", str(TARGET), "--draft", str(DRAFT), "--prompts", str(prompts)]
+    flags += ["--target", str(TARGET), "--draft", str(draft), "--prompts", str(prompts)]
     assert main(["measure", *flags, "--max-new-tokens", str(TOKENS), "--output", str(output)]) in (0, 3)
     return output
+
+
+@pytest.fixture(scope="module")
+def report(prompts, tmp_path_factory):
+    return local(prompts, DRAFT, tmp_path_factory.mktemp("local") / "report")
 
 
 def reconciled(server, report, prompts, output, *flags, temperature="0"):
@@ -57,29 +59,12 @@ def test_the_servers_counters_are_those_expected(speculating, report, prompts, t
         assert one["counted"]["num_accepted_tokens"] > 1000
 
 
-def test_sampled_counters_are_within_the_interval_of_the_right_verifier(mended, report, prompts, tmp_path):
+def test_sampled_counters_are_within_the_interval_of_the_right_verifier(speculating, report, prompts, tmp_path):
     """A false alarm has a probability of 1 % at most; the seeds are fixed."""
     flags = "--target", str(TARGET), "--expect-verifier", "greedy"
-    code, (found,) = reconciled(mended, report, prompts, tmp_path / "out", *flags, temperature="1")
+    code, (found,) = reconciled(speculating, report, prompts, tmp_path / "out", *flags, temperature="1")
     assert found["agrees"] and not found["exact"] and code == 0
     assert found["counted"]["num_drafts"] > 0 and all(shares["difference"] for shares in found["positions"])
-
-
-@pytest.fixture(scope="module")
-def astray(tmp_path_factory):
-    """A server with another revision of the draft, and a chat template that the target does not have."""
-    folder = tmp_path_factory.mktemp("astray")
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_pretrained(DRAFT)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.2)
-    model.save_pretrained(folder / "draft")
-    AutoTokenizer.from_pretrained(DRAFT).save_pretrained(folder / "draft")
-    (folder / "template.jinja").write_text("{% for m in messages %}User: {{ m['content'] }}{% endfor %}")
-    speculative = DRAFTING | {"model": str(folder / "draft")}
-    with vllm_server(TARGET, folder / "log", speculative, "--chat-template", str(folder / "template.jinja")) as server:
-        yield server
 
 
 def test_another_template_is_named(astray, report, prompts, tmp_path):
@@ -89,24 +74,23 @@ def test_another_template_is_named(astray, report, prompts, tmp_path):
     assert (found["departure"]["what"], found["departure"]["token"]) == ("prompt", 0)
 
 
-def test_another_revision_of_the_draft_is_named(astray, report, prompts, tmp_path):
-    code, (found,) = reconciled(astray, report, prompts, tmp_path / "out", "--target", str(TARGET))
+def test_another_revision_of_the_draft_is_named(speculating, prompts, tmp_path):
+    """The report's draft is another one than the server's."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(DRAFT)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * parameter.std() * 0.2)
+    model.save_pretrained(tmp_path / "draft")
+    AutoTokenizer.from_pretrained(DRAFT).save_pretrained(tmp_path / "draft")
+    report = local(prompts, tmp_path / "draft", tmp_path / "report")
+    code, (found,) = reconciled(speculating, report, prompts, tmp_path / "out", "--target", str(TARGET))
     assert code == 3 and found["same_texts"] == PROMPTS and found["exact"]
     assert found["causes"][0]["name"] == "draft" and found["first_position"] == 1
     assert found["departure"]["what"] == "round"
 
 
-def test_a_quantised_target_is_named(report, prompts, tmp_path):
-    """Weights of 4 bits, a scale for each row."""
-    model = AutoModelForCausalLM.from_pretrained(TARGET)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 2 and "embed" not in name:
-                scale = parameter.abs().amax(1, keepdim=True) / 7
-                parameter.copy_((parameter / scale).round() * scale)
-    model.save_pretrained(tmp_path / "target")
-    AutoTokenizer.from_pretrained(TARGET).save_pretrained(tmp_path / "target")
-    with vllm_server(tmp_path / "target", tmp_path / "log", DRAFTING | {"model": str(DRAFT)}) as server:
-        code, (found,) = reconciled(server, report, prompts, tmp_path / "out", "--target", str(TARGET))
+def test_a_quantised_target_is_named(astray, report, prompts, tmp_path):
+    code, (found,) = reconciled(astray, report, prompts, tmp_path / "out", "--target", str(TARGET))
     assert code == 3 and found["same_texts"] < PROMPTS and found["same_prompts"] == PROMPTS
     assert found["causes"][0]["name"] == "target" and found["departure"]["what"] == "text"

@@ -1,4 +1,4 @@
-"""The coordinator in front of real servers: one that decodes plainly, one that drafts, one whose draft is a service."""
+"""The coordinator in front of real servers: one decodes plainly, the draft of the other is a service."""
 
 import asyncio
 import json
@@ -22,20 +22,20 @@ TOKENS, LONG = 48, 400
 
 
 @pytest.fixture(scope="module")
-def door(plain, speculating, pair, tmp_path_factory) -> Iterator[str]:
+def door(plain, pair, tmp_path_factory) -> Iterator[str]:
     def served(name: str, url: str) -> dict:
         return {"name": name, "models": ["code"], "endpoints": [url], "server_model": str(TARGET)}
 
     config = {
         "pairs": [
             served("plain", plain.url),
-            served("speculating", speculating.url),
             served("serviced", pair.server.url),
+            served("by-keyword", pair.server.url),
         ],
         "rules": [
             {"pair": "plain", "category": ["prose"]},
             {"pair": "serviced", "category": ["code"]},
-            {"pair": "speculating", "keywords": ["class "]},
+            {"pair": "by-keyword", "keywords": ["class "]},
             {"pair": "serviced", "load_of": "serviced", "load_below": 2},
             {"pair": "plain"},
         ],
@@ -74,8 +74,8 @@ async def accepted_tokens(url: str) -> int:
         return (await client.counters()).num_accepted_tokens
 
 
-def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, speculating, pair, prompts):
-    urls = {"plain": plain.url, "speculating": speculating.url, "serviced": pair.server.url}
+def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, pair, prompts):
+    urls = {"plain": plain.url, "serviced": pair.server.url}
     before = {name: asyncio.run(drafts(url)) for name, url in urls.items()}
     texts = {}
     for name, fields in (("plain", {"metadata": {"category": "prose"}}), ("serviced", {})):
@@ -84,11 +84,11 @@ def test_the_same_texts_by_every_pair_routed_by_rule(door, plain, speculating, p
         texts[name] = [text for _, text in answers]
     marked = [f"class A: pass\n{prompt}" for prompt in prompts]  # the rule's word stands in the prompt
     drafted = [ask(door, prompt) for prompt in marked]
-    assert {found for found, _ in drafted} == {"speculating"}
+    assert {found for found, _ in drafted} == {"by-keyword"}
     assert [text for _, text in drafted] == [ask(door, p, metadata={"category": "prose"})[1] for p in marked]
     assert texts["serviced"] == texts["plain"]
     counted = {name: asyncio.run(drafts(url)) - before[name] for name, url in urls.items()}
-    assert counted["plain"] == 0 and counted["speculating"] > 0 and counted["serviced"] > 0
+    assert counted["plain"] == 0 and counted["serviced"] > 0
 
 
 def test_a_pair_that_is_loaded_leaves_the_next_request_to_another(door, prompts):
