@@ -65,7 +65,7 @@ class BenchReplayConfig(DecodingConfig):
 
 
 @dataclass
-class Decoded:
+class DecodedPrompts:
     """What a decoder made of all prompts."""
 
     seconds: float
@@ -77,9 +77,9 @@ class Decoded:
 
 def _decoded(
     pair: BenchmarkPair, config: BenchReplayConfig, decode: Callable[..., DecodeOutput], seed: int = 0, **sampling: Any
-) -> Decoded:
+) -> DecodedPrompts:
     """Decode every prompt, by every method in the same batches."""
-    result = Decoded(0.0, [], [])
+    result = DecodedPrompts(0.0, [], [])
     for first in range(0, len(pair.prompts), config.batch_size):
         rows = pair.prompts[first : first + config.batch_size]
         ids, mask = left_padded([row[0].tolist() for row in rows], rows[0].device)

@@ -33,7 +33,7 @@ from draftsmith.scripts.services.draft_protocol import (
     decode_drafts,
     encode_request,
 )
-from draftsmith.scripts.services.row_texts import KnownText, RowTexts
+from draftsmith.scripts.services.row_texts import KnownText, KnownTexts
 
 LOGGER = logging.getLogger("vllm.draftsmith")
 """Below vLLM's own logger, which alone has a handler there."""
@@ -66,7 +66,7 @@ class RemoteDraft:
         self._max_length = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._client = uuid.uuid4().hex
-        self._texts = RowTexts(max(64, 2 * int(vllm_config.scheduler_config.max_num_seqs)))
+        self._texts = KnownTexts(max(64, 2 * int(vllm_config.scheduler_config.max_num_seqs)))
         self._plain = self._failures = 0  # since the last answer
         self._line: DraftLine | None = None
         try:

@@ -35,7 +35,7 @@ class KnownText:
         self._tokens = tokens.copy()
 
 
-class RowTexts:
+class KnownTexts:
     """Finds for each row the text that it goes on with.
 
     Args:

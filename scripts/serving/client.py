@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
 from draftsmith.scripts.serving.counters import ServerMetrics, read_metrics
-from draftsmith.train.endpoint.answers import Delta, ModelList, Part
+from draftsmith.train.endpoint.answers import Delta, ModelList, StreamPart
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
 
@@ -152,7 +152,7 @@ class Client(HttpClient):
 
     def _add(self, answer: StreamedCompletion, data: str, path: str) -> None:
         """Add one part of a stream to an answer."""
-        now, part = time.perf_counter(), self.said(Part, data, path)
+        now, part = time.perf_counter(), self.said(StreamPart, data, path)
         if part.error is not None:
             raise self.no_completion(path, server_words(data.encode()))
         for choice in part.choices or ():

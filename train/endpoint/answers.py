@@ -80,7 +80,7 @@ class AnswerMetrics(Said):
     speculative_decoding: Drafted | None = None
 
 
-class Part(Said):
+class StreamPart(Said):
     """A part of a completion or a chat, as it streams in."""
 
     error: Any = None
@@ -90,7 +90,7 @@ class Part(Said):
     metrics: AnswerMetrics | None = None
 
 
-class WholeCompletion(Part):
+class WholeCompletion(StreamPart):
     """A completion in one piece."""
 
     choices: Annotated[Sequence[Choice], Field(min_length=1)]

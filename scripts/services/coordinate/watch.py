@@ -13,7 +13,7 @@ STALE = 15.0
 """Seconds after which the last word of Serve's controller is too old to go by."""
 
 
-class Watch:
+class ReplicaWatch:
     """Says what becomes of the replicas.
 
     Args:
@@ -103,7 +103,7 @@ def watch(
     there: Callable[[], bool],
     every: float = 2.0,
 ) -> list[str]:
-    """Watch until stopped, or until a deployment stays away; return those that do.
+    """ReplicaWatch until stopped, or until a deployment stays away; return those that do.
 
     Args:
         wanted: replicas of each deployment.
@@ -113,7 +113,7 @@ def watch(
         there: says whether the coordinator's own port answers.
         every: seconds between two looks.
     """
-    status, replicas = Status(application, every), Watch(wanted)
+    status, replicas = Status(application, every), ReplicaWatch(wanted)
     while not stopped.wait(every):
         running = status.running()
         for line in replicas.look(running, time.monotonic(), running is not None or there()):

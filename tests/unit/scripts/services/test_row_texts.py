@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from draftsmith.scripts.services.row_texts import RowTexts
+from draftsmith.scripts.services.row_texts import KnownTexts
 
 
 def rows(*texts: list[int]) -> list[tuple[int, np.ndarray]]:
@@ -16,19 +16,19 @@ def ids(found) -> list[int]:
 
 
 def test_a_row_goes_on():
-    texts = RowTexts(8)
+    texts = KnownTexts(8)
     first = ids(texts.find(rows([1, 2], [3])))
     assert first[0] != first[1] and ids(texts.find(rows([1, 2, 9], [3, 4, 5]))) == first
 
 
 def test_rows_that_change_places_are_told_apart():
-    texts = RowTexts(8)
+    texts = KnownTexts(8)
     a, b = ids(texts.find(rows([1, 2], [3, 4])))
     assert ids(texts.find(rows([3, 4, 5], [1, 2, 6]))) == [b, a]
 
 
 def test_an_ended_row_s_place_is_another_text():
-    texts = RowTexts(8)
+    texts = KnownTexts(8)
     a, b = ids(texts.find(rows([1, 2, 3], [4, 5])))
     again = ids(texts.find(rows([1, 2, 4], [4, 5, 6])))
     assert again[0] not in (a, b) and again[1] == b
@@ -36,19 +36,19 @@ def test_an_ended_row_s_place_is_another_text():
 
 
 def test_equal_texts_are_two():
-    texts = RowTexts(8)
+    texts = KnownTexts(8)
     found = ids(texts.find(rows([1, 2], [1, 2])))
     assert len(set(found)) == 2 and set(ids(texts.find(rows([1, 2, 3], [1, 2, 3])))) == set(found)
 
 
 def test_the_longest_beginning_is_taken():
-    texts = RowTexts(8)
+    texts = KnownTexts(8)
     _, longer = ids(texts.find(rows([1], [1, 2, 3])))
     assert ids(texts.find([(7, np.array([1, 2, 3, 4]))])) == [longer]
 
 
 def test_only_so_many_are_remembered_but_all_of_the_batch():
-    texts = RowTexts(2)
+    texts = KnownTexts(2)
     first = ids(texts.find(rows([1], [2], [3])))
     assert texts.ended() == []
     second = ids(texts.find(rows([4])))
@@ -59,7 +59,7 @@ def test_only_so_many_are_remembered_but_all_of_the_batch():
 def test_random_batches():
     """Texts whose tokens all differ, in rows that are shuffled each round: always the text that it is."""
     rng = random.Random(0)
-    texts, running, of, fresh = RowTexts(4), {}, {}, iter(range(10**6))
+    texts, running, of, fresh = KnownTexts(4), {}, {}, iter(range(10**6))
     for _ in range(200):
         for key in [key for key in running if rng.random() < 0.1]:
             del running[key]
@@ -75,7 +75,7 @@ def test_random_batches():
 
 
 def test_what_is_told_is_a_copy():
-    texts, tokens = RowTexts(8), np.array([1, 2, 0, 0])
+    texts, tokens = KnownTexts(8), np.array([1, 2, 0, 0])
     (text,) = texts.find([(0, tokens[:2])])
     tokens[:2] = 9  # the engine's batch is written in place
     assert texts.find([(0, np.array([1, 2, 3]))]) == [text]

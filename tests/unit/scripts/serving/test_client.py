@@ -100,7 +100,7 @@ def test_what_no_completion_says_is_refused_in_one_line(part, field, monkeypatch
 @pytest.mark.parametrize(
     ("kind", "said", "read"),
     [
-        (answers.Part, '{"choices": null, "usage": {"completion_tokens": 3}}', {"choices": None}),
+        (answers.StreamPart, '{"choices": null, "usage": {"completion_tokens": 3}}', {"choices": None}),
         (answers.ModelCard, '{"id": "m", "max_model_len": 0}', {"max_model_len": None}),
         (answers.ModelCard, '{"id": "m", "max_model_len": -1}', {"max_model_len": None}),
         (answers.ModelCard, '{"id": "m", "max_model_len": 4096}', {"max_model_len": 4096}),

@@ -4,13 +4,13 @@ import asyncio
 
 from local_server import answering
 
-from draftsmith.scripts.services.coordinate.watch import AWAY, Watch, answers
+from draftsmith.scripts.services.coordinate.watch import AWAY, ReplicaWatch, answers
 
 WHOLE = {"ingress": 2, "dispatcher": 1}
 
 
 def test_what_changes_is_said_once():
-    watch = Watch(WHOLE)
+    watch = ReplicaWatch(WHOLE)
     assert watch.look(WHOLE, 0) == []
     assert watch.look({"ingress": 1, "dispatcher": 1}, 2) == ["coordinator: 1 of 2 replicas of ingress run"]
     assert watch.look({"ingress": 1, "dispatcher": 1}, 4) == []
@@ -18,7 +18,7 @@ def test_what_changes_is_said_once():
 
 
 def test_it_ends_where_a_deployment_stays_away_and_not_before():
-    watch = Watch(WHOLE)
+    watch = ReplicaWatch(WHOLE)
     watch.look({"ingress": 2}, 0)
     assert watch.lost(AWAY - 1) == []
     watch.look(WHOLE, AWAY - 1)
@@ -28,14 +28,14 @@ def test_it_ends_where_a_deployment_stays_away_and_not_before():
 
 
 def test_a_controller_that_does_not_answer_says_nothing_of_the_replicas():
-    watch = Watch(WHOLE)
+    watch = ReplicaWatch(WHOLE)
     assert watch.look(None, 0) == ["coordinator: Ray Serve's controller does not answer"]
     assert watch.look(None, AWAY) == [] and watch.lost(2 * AWAY) == []
     assert watch.look(WHOLE, 2 * AWAY) == ["coordinator: Ray Serve's controller answers again"]
 
 
 def test_it_ends_where_neither_the_controller_nor_the_port_answers():
-    watch = Watch(WHOLE)
+    watch = ReplicaWatch(WHOLE)
     watch.look(None, 0, answers=False)
     assert watch.lost(AWAY - 1) == []
     watch.look(None, AWAY - 1, answers=True)
@@ -45,7 +45,7 @@ def test_it_ends_where_neither_the_controller_nor_the_port_answers():
 
 
 def test_a_deployment_that_was_away_stays_away_while_the_controller_is_silent():
-    watch = Watch(WHOLE)
+    watch = ReplicaWatch(WHOLE)
     watch.look({"ingress": 2}, 0)
     watch.look(None, AWAY / 2)
     assert watch.lost(AWAY) == ["dispatcher"]
