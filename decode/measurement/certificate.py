@@ -110,41 +110,29 @@ def certify_greedy(
             f"texts: expected as many plain and other ones as prompts, at least one, found {len(plain)} and "
             f"{len(other)} for {len(prompts)} prompts"
         )
+    texts = [_text(prompt, tokens) for prompt, tokens in zip(prompts, plain, strict=True)]
     mismatches = {}
-    compared = list(zip(prompts, plain, other, strict=True))
-    for i, (prompt, *completions) in enumerate(each(compared, "texts beside plain decoding's", "texts")):
-        expected, text = (torch.cat([prompt, prompt.new_tensor(list(tokens))]) for tokens in completions)
-        mismatch = first_mismatch(target, expected, text, len(prompt), sampler)
+    compared = list(zip(texts, other, strict=True))
+    for i, ((ids, length), tokens) in enumerate(each(compared, "texts beside plain decoding's", "texts")):
+        mismatch = first_mismatch(target, ids, _text(ids[:length], tokens)[0], length, sampler)
         if mismatch is not None:
-            mismatches[i] = replace(mismatch, position=mismatch.position - len(prompt))
+            mismatches[i] = replace(mismatch, position=mismatch.position - length)
     near = [i for i, mismatch in mismatches.items() if mismatch.is_tie]
     if near and same_kernels:
-        texts = [(torch.cat([prompts[i], prompts[i].new_tensor(list(plain[i]))]), len(prompts[i])) for i in near]
-        noise = TIE_DEVIATIONS * _rounding(target, texts[:TEXTS_FED_AGAIN], sampler)
+        noise = TIE_DEVIATIONS * _rounding(target, [texts[i] for i in near[:TEXTS_FED_AGAIN]], sampler)
         for i in near:
             least, most = mismatches[i].tolerance / TIE_ULPS, mismatches[i].tolerance
             mismatches[i] = replace(mismatches[i], tolerance=min(max(noise, least), most))
     ties = {i: mismatch for i, mismatch in mismatches.items() if mismatch.is_tie}
     many = None
     if len(ties) > 1 and not same_kernels:  # a single one says little, whatever its probability
-        ends = {i: mismatch.position for i, mismatch in mismatches.items()}
         shared = [
-            (torch.cat([prompt, prompt.new_tensor(list(text)[: ends[i] + 1 if i in ends else None])]), len(prompt))
-            for i, (prompt, text) in enumerate(zip(prompts, plain, strict=True))
-            if len(text)
+            (ids[: length + mismatches[i].position + 1] if i in mismatches else ids, length)
+            for i, (ids, length) in enumerate(texts)
+            if len(ids) > length
         ]
         unit = max(mismatch.tolerance for mismatch in ties.values()) / TIE_ULPS
-        turned = _turned_by_rounding(target, shared, sampler, unit)
-        probability, own = float(turned[len(ties) :].sum()), ""
-        if turned[plain_ties:].sum() < TIES_DOUBT:
-            probability = max(probability, _as_many(len(ties), plain_ties))
-            own = f", and than the plain server's {plain_ties}"
-        if probability < TIES_ALARM:
-            expected_ties = float(turned @ torch.arange(len(turned), dtype=turned.dtype))
-            many = (
-                f"{len(ties)} near ties are more than rounding explains, which turns {expected_ties:.2g} texts{own} "
-                f"(p = {probability:.1g})"
-            )
+        many = _too_many(len(ties), plain_ties, _turned_by_rounding(target, shared, sampler, unit))
     departures = {i: mismatch for i, mismatch in mismatches.items() if i not in ties}
     return Certificate(
         identical=not mismatches,
@@ -319,6 +307,31 @@ def _turned_by_rounding(target: PreTrainedModel, texts: Sequence[Text], sampler:
         stays, turns = torch.nn.functional.pad(counts, (0, 1)) * held, torch.nn.functional.pad(counts, (1, 0))
         counts = stays + turns * (1 - held)
     return counts
+
+
+def _text(prompt: Tensor, tokens: Sequence[int]) -> Text:
+    return torch.cat([prompt, prompt.new_tensor(list(tokens))]), len(prompt)
+
+
+def _too_many(ties: int, plain_ties: int, turned: Tensor) -> str | None:
+    """Return why there are more near-ties than rounding explains; None where it explains them.
+
+    Args:
+        ties: their number.
+        plain_ties: those of a plain server.
+        turned: how likely rounding turns 0, 1, … texts.
+    """
+    probability, own = float(turned[ties:].sum()), ""
+    if turned[plain_ties:].sum() < TIES_DOUBT:
+        probability = max(probability, _as_many(ties, plain_ties))
+        own = f", and than the plain server's {plain_ties}"
+    if probability >= TIES_ALARM:
+        return None
+    expected = float(turned @ torch.arange(len(turned), dtype=turned.dtype))
+    return (
+        f"{ties} near ties are more than rounding explains, which turns {expected:.2g} texts{own} "
+        f"(p = {probability:.1g})"
+    )
 
 
 def _as_many(ties: int, plain_ties: int) -> float:

@@ -42,7 +42,7 @@ from draftsmith.decode.speculative import speculative_generate
 Text = tuple[Tensor, int]
 """A text's tokens (T,) int64, and how many of them are its prompt, at least one."""
 ENTRIES = 2**25  # of logits held at a time; what is computed from them takes a few times their memory
-PLACES_KEPT = 16
+PLACES_NAMED = 16
 PLACES_SEED = 2**31
 """Beyond the seeds that texts are drawn with: a point that chose a token is no longer random given it."""
 
@@ -188,57 +188,77 @@ def distribution_test(
     if not sampler.do_sample:
         raise InputError("sampler: expected sampling, found T=0, where texts are compared token for token")
     generator = torch.Generator().manual_seed(PLACES_SEED + seed)
-    names = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
-    uniform = torch.zeros(len(names), BINS, dtype=torch.long)
-    successive = torch.zeros(len(names), PAIR_BINS**2, dtype=torch.long)
-    count = num_impossible = num_texts = 0
-    impossible: list[tuple[int, int]] = []
-    pair_tests = PairTests(pairs or {}, names)
+    size = target.config.get_text_config().vocab_size
+    orders = ["id", "p"] if drafter is None else ["id", "p", "q − p"]
+    law_tests, pair_tests = _LawTests(orders), PairTests(pairs or {}, orders)
     for batch in _batched(texts, batch_size, "test of the law"):
-        pair_tests.begin(num_texts, len(batch))
+        pair_tests.begin(law_tests.num_texts, len(batch))
         ids_BT, wanted_BT = _aligned(batch)
-        size = target.config.get_text_config().vocab_size
+        wanted_TB = wanted_BT.T.cpu()
         columns = max(1, ENTRIES // (len(batch) * size))
-        u = torch.zeros(len(names), *wanted_BT.T.shape, dtype=torch.float64)
+        u_KTB = torch.zeros(len(orders), *wanted_TB.shape, dtype=torch.float64)
         places_BT = torch.zeros(wanted_BT.shape, dtype=torch.float64)
         # Text by text: the same points whatever the batches.
-        places_BT[wanted_BT.cpu()] = torch.rand(int(wanted_BT.sum()), generator=generator, dtype=torch.float64)
+        places_BT[wanted_TB.T] = torch.rand(int(wanted_BT.sum()), generator=generator, dtype=torch.float64)
         q_blocks = repeat(None) if drafter is None else drafter(ids_BT, wanted_BT, columns)
         p_blocks = model_distributions(target, sampler)(ids_BT, wanted_BT, columns)
-        for start, p, q in zip(range(1, ids_BT.shape[1], columns), p_blocks, q_blocks, strict=False):
-            block_CB = wanted_BT[:, start : start + columns].T
-            tokens = ids_BT[:, start : start + columns].T[block_CB]
-            if not len(tokens):
+        for start, p_NV, q_NV in zip(range(1, ids_BT.shape[1], columns), p_blocks, q_blocks, strict=False):
+            block_CB, chosen_CB = wanted_BT[:, start : start + columns].T, wanted_TB[start : start + columns]
+            tokens_N = ids_BT[:, start : start + columns].T[block_CB]
+            if not len(tokens_N):
                 continue
-            keys = [torch.arange(p.shape[1], device=p.device).expand_as(p), p, *([] if q is None else [q - p])]
-            chosen = block_CB.cpu()
-            places = places_BT[:, start : start + columns].T[chosen].to(p.device)
-            for k, key in enumerate(keys):
-                u[k, start : start + len(chosen)][chosen] = transform(p, key, tokens, places).cpu()
-            pair_tests.add_block(p, tokens, block_CB)
-            ruled_out = (p.gather(1, tokens[:, None])[:, 0] == 0).cpu()
-            num_impossible += int(ruled_out.sum())
-            for column, text in chosen.nonzero()[ruled_out][: PLACES_KEPT - len(impossible)].tolist():
-                impossible.append((num_texts + text, start + column))
-        wanted = wanted_BT.T.cpu()
-        both = wanted[:-1] & wanted[1:]
-        for k in range(len(names)):
-            uniform[k] += bins(u[k][wanted], BINS).bincount(minlength=BINS)
-            cells = bins(u[k, :-1][both], PAIR_BINS) * PAIR_BINS + bins(u[k, 1:][both], PAIR_BINS)
-            successive[k] += cells.bincount(minlength=PAIR_BINS**2)
-        pair_tests.end(u, wanted)
-        count += int(wanted.sum())
-        num_texts += len(batch)
-    if count < 20 * PAIR_BINS**2:
-        raise InputError(f"texts: expected at least {20 * PAIR_BINS**2} tokens, found {count}")
-    tests: dict[str, ChiSquare | Agreement] = {}
-    for k, name in enumerate(names):
-        tests[f"uniform by {name}"] = uniformity(uniform[k])
-        tests[f"independent by {name}"] = independence(successive[k].view(PAIR_BINS, PAIR_BINS))
-    if pairs is not None:
-        tests |= pair_tests.tests()
-    result = DistributionTest(count, 0.0, tests, num_impossible, tuple(impossible))
-    return result if num_impossible else replace(result, p_value=result.combined)
+            keys = [torch.arange(p_NV.shape[1], device=p_NV.device).expand_as(p_NV), p_NV]
+            keys += [] if q_NV is None else [q_NV - p_NV]
+            places_N = places_BT[:, start : start + columns].T[chosen_CB].to(p_NV.device)
+            for k, key_NV in enumerate(keys):
+                u_KTB[k, start : start + columns][chosen_CB] = transform(p_NV, key_NV, tokens_N, places_N).cpu()
+            pair_tests.add_block(p_NV, tokens_N, block_CB)
+            law_tests.add_impossible((p_NV.gather(1, tokens_N[:, None])[:, 0] == 0).cpu(), chosen_CB, start)
+        pair_tests.end(u_KTB, wanted_TB)
+        law_tests.add(u_KTB, wanted_TB)
+    return law_tests.result({} if pairs is None else pair_tests.tests())
+
+
+class _LawTests:
+    """The tests of all texts' numbers, by each of K orders of the vocabulary, and the tokens of probability zero."""
+
+    def __init__(self, orders: Sequence[str]):
+        self._orders = orders
+        self._uniform = torch.zeros(len(orders), BINS, dtype=torch.long)
+        self._successive = torch.zeros(len(orders), PAIR_BINS**2, dtype=torch.long)
+        self._num_tokens = self._num_impossible = self.num_texts = 0
+        self._impossible: list[tuple[int, int]] = []
+
+    def add_impossible(self, ruled_out_N: Tensor, chosen_CB: Tensor, start: int) -> None:
+        """Add tokens that the target rules out, of a batch's columns from `start` on, before the batch is added."""
+        self._num_impossible += int(ruled_out_N.sum())
+        for column, text in chosen_CB.nonzero()[ruled_out_N][: PLACES_NAMED - len(self._impossible)].tolist():
+            self._impossible.append((self.num_texts + text, start + column))
+
+    def add(self, u_KTB: Tensor, wanted_TB: Tensor) -> None:
+        """Add a batch's numbers."""
+        both_TB = wanted_TB[:-1] & wanted_TB[1:]
+        for k, u_TB in enumerate(u_KTB):
+            self._uniform[k] += bins(u_TB[wanted_TB], BINS).bincount(minlength=BINS)
+            cells = bins(u_TB[:-1][both_TB], PAIR_BINS) * PAIR_BINS + bins(u_TB[1:][both_TB], PAIR_BINS)
+            self._successive[k] += cells.bincount(minlength=PAIR_BINS**2)
+        self._num_tokens += int(wanted_TB.sum())
+        self.num_texts += wanted_TB.shape[1]
+
+    def result(self, further: dict[str, ChiSquare | Agreement]) -> DistributionTest:
+        """Return the tests of all batches, and further ones.
+
+        Raises:
+            InputError: too few tokens.
+        """
+        if self._num_tokens < 20 * PAIR_BINS**2:
+            raise InputError(f"texts: expected at least {20 * PAIR_BINS**2} tokens, found {self._num_tokens}")
+        tests: dict[str, ChiSquare | Agreement] = {}
+        for k, order in enumerate(self._orders):
+            tests[f"uniform by {order}"] = uniformity(self._uniform[k])
+            tests[f"independent by {order}"] = independence(self._successive[k].view(PAIR_BINS, PAIR_BINS))
+        result = DistributionTest(self._num_tokens, 0.0, tests | further, self._num_impossible, tuple(self._impossible))
+        return result if self._num_impossible else replace(result, p_value=result.combined)
 
 
 Item = TypeVar("Item")
