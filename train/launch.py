@@ -22,7 +22,7 @@ from draftsmith.train.data.generate import other_target
 from draftsmith.train.data.packing import pack, require_packing
 from draftsmith.train.data.shards import completion_files
 from draftsmith.train.job import ranks
-from draftsmith.train.job.checkpointed import Progress
+from draftsmith.train.job.checkpointed import StepsTaken
 from draftsmith.train.job.lock import locked
 from draftsmith.train.job.processes import keep_few_kernels
 from draftsmith.train.job.resume import newest_checkpoint, require_shared
@@ -239,7 +239,7 @@ def _finished(trainer: RecipeTrainer, checkpoint: str | None) -> TrainerState | 
 
     def found() -> TrainerState | None:
         recorded = recorded_config(output) if trainer.recipe.resume else None
-        progress = None if recorded is None else Progress.of(output)
+        progress = None if recorded is None else StepsTaken.of(output)
         if progress is None or trainer.planned_steps() > progress.max_steps:
             return None
         if checkpoint is None and not (recorded == as_json(trainer.recipe) and trainer.job.is_of(output)):

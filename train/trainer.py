@@ -1,9 +1,8 @@
-"""The Trainer of all recipes: a frozen target beside the model in training, and checkpoints that are whole.
+"""The Trainer of all recipes: a frozen target beside the model in training.
 
-Five methods that are overridden here are private in the library's Trainer. It has no public way to give a sampler
-(`_get_train_sampler`), to save a checkpoint under another name first (`_save_checkpoint`, `_get_output_dir`), to change
-the weights that are saved (`_save`), or to see the gradients' norm before the step (`_get_grad_norm`). So pyproject
-bounds the library's version from above.
+Two methods that are overridden here are private in the library's Trainer, as are some of `train/job/saving.py`. It has
+no public way to give a sampler (`_get_train_sampler`) or to see the gradients' norm before the step (`_get_grad_norm`).
+So pyproject bounds the library's version from above.
 
 Shape suffixes: B rows, T positions, H hidden.
 """
@@ -12,18 +11,14 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from huggingface_hub import HfApi
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.data import Sampler as DataSampler
 from transformers import EarlyStoppingCallback, PreTrainedModel, PreTrainedTokenizerBase, ProgressCallback
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from transformers.training_args import OptimizerNames
 
 from draftsmith.decode.draft_models.vocabulary import token_count
@@ -32,27 +27,26 @@ from draftsmith.decode.sampling import Sampler
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.data.sampler import EpochSampler
-from draftsmith.train.files import files_written_aside, move_over, remove
-from draftsmith.train.job.checkpointed import CheckpointedTrainer
 from draftsmith.train.job.finite import require_finite
 from draftsmith.train.job.first_loss import FirstLoss, Learner
 from draftsmith.train.job.flops import Work
-from draftsmith.train.job.resume import Job
+from draftsmith.train.job.resume import JobRecord
+from draftsmith.train.job.saving import SavingTrainer
 from draftsmith.train.job.telemetry import Telemetry, TelemetryBar
 from draftsmith.train.losses.chunk_sizes import ChunkSizes
 from draftsmith.train.losses.output_head import OutputHead, head_of, last_hidden, require_split
 from draftsmith.train.losses.positions import IGNORED, LossPositions
-from draftsmith.train.models import DTYPES, load_config, stored_dtype, takes_bounds
+from draftsmith.train.models import load_config, takes_bounds
 from draftsmith.train.optimizer import MuonAdamW
 from draftsmith.train.recipe import RecipeConfig
-from draftsmith.train.runs import argument_errors, declare_dtype, full_disk_reported, in_dtype
+from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
 
 READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What a model reads of a batch."""
 
 
-class RecipeTrainer(CheckpointedTrainer, ABC):
+class RecipeTrainer(SavingTrainer, ABC):
     """`transformers.Trainer` with a frozen target, whole checkpoints, and errors that name the samples.
 
     Losses are sums over the completion tokens of a part ÷ the token count of the whole global batch: accumulation steps
@@ -123,17 +117,16 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
         self._step_tokens: Tensor | int | None = None
         self._first_loss: FirstLoss | None = FirstLoss()
         """Until the first step has ended."""
-        self._checkpoints: Path | None = None
-        """Where a checkpoint is being written."""
-
         if not rate_given and self.is_world_process_zero():
             name = "Muon" if self.muon else OptimizerNames(self.args.optim).value
             print(f"optimizer: {name}, learning rate {self.args.learning_rate:g}", file=sys.stderr)
 
     @property
-    def job(self) -> Job:
+    def job(self) -> JobRecord:
         """What another run must be to go on from a checkpoint of this one."""
-        return Job.of(self.args, self.accelerator, len(self.data), self.data.fingerprint(self.recipe.source_weights))
+        return JobRecord.of(
+            self.args, self.accelerator, len(self.data), self.data.fingerprint(self.recipe.source_weights)
+        )
 
     def create_accelerator_and_postprocess(self) -> None:
         """Check precision and what shards the draft, with messages that name our fields."""
@@ -227,91 +220,6 @@ class RecipeTrainer(CheckpointedTrainer, ABC):
 
     def _samples_of_step(self) -> list[str]:
         return self.data.sample_ids(torch.cat(self._step_samples).tolist())
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""
-        directory = Path(str(self.args.output_dir))
-        aside = directory / ".checkpoint.partial"
-        if self.args.should_save:
-            remove(aside)
-        self.accelerator.wait_for_everyone()
-        self._checkpoints = aside
-        try:
-            with full_disk_reported(directory), self.clock.phase("saving"):
-                super()._save_checkpoint(model, trial)
-        finally:
-            self._checkpoints = None
-        self.accelerator.wait_for_everyone()
-        name = f"checkpoint-{self.state.global_step}"
-        if self.state.best_model_checkpoint == str(aside / name):
-            self.state.best_model_checkpoint = str(directory / name)
-        if self.args.should_save:
-            self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
-            self.job.write(aside / name)
-            move_over(aside / name, directory / name)
-            remove(aside)
-            rotate_checkpoints(
-                str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
-            )
-        self.accelerator.wait_for_everyone()
-
-    def upload(self) -> None:
-        """Upload what is in `output_dir`, but for checkpoints; `push_to_hub` would save the weights anew, unfinished.
-
-        Raises:
-            InputError: the hub refuses; what was trained is on the disk.
-        """
-        if not self.is_world_process_zero():
-            return
-        with argument_errors():
-            HfApi().upload_folder(
-                repo_id=str(self.hub_model_id),
-                folder_path=str(self.args.output_dir),
-                commit_message="End of training",
-                token=self.args.hub_token,
-                revision=self.args.hub_revision,
-                ignore_patterns=["_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*"],
-            )
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the model whole; in checkpoints FSDP keeps it in shards where its `state_dict_type` says so."""
-        fsdp = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled and self._checkpoints is None else None
-        if fsdp is None:
-            return super().save_model(output_dir, _internal_call)
-        kind = fsdp.state_dict_type
-        fsdp.set_state_dict_type("FULL_STATE_DICT")  # the library saves nothing otherwise, and says nothing
-        super().save_model(output_dir, _internal_call)
-        fsdp.set_state_dict_type(kind)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Write the model: aside, then each file renamed, so that no reader sees half of one."""
-        directory = Path(output_dir or str(self.args.output_dir))
-        if not self.args.should_save:
-            return  # the weights are gathered already
-        with full_disk_reported(Path(str(self.args.output_dir))), files_written_aside(directory) as aside:
-            self.write_model(str(aside), state_dict)
-
-    def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
-        """Write the model into a directory: as it trains in a checkpoint, otherwise as it is deployed."""
-        if self._checkpoints is not None:
-            return super()._save(directory, state_dict)
-        super()._save(directory, in_dtype(self.deployed_state(state_dict), self.save_dtype))
-        declare_dtype(Path(directory), self.save_dtype)
-
-    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the weights to deploy; a recipe overrides this where checkpoints hold others."""
-        return self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
-
-    @cached_property
-    def save_dtype(self) -> torch.dtype:
-        """The dtype of the weights to deploy."""
-        name, config = self.recipe.save_dtype, self.recipe
-        if name == "auto":
-            name = stored_dtype(load_config(config.stored_as, trust_remote_code=config.trust_remote_code))
-        return DTYPES[name]
 
     def compute_loss(
         self,

@@ -18,7 +18,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import phase
 from draftsmith.medusa.eagle.config import SHAPE, EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import Seen, seen_by, states_of_steps
+from draftsmith.medusa.eagle.unrolled import TargetStates, seen_by, states_of_steps
 from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_of_scales
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.losses.output_head import last_hidden
@@ -139,7 +139,7 @@ def begin_as_last_layer(heads: EagleHeads, target: PreTrainedModel) -> None:
 @torch.no_grad()
 def quieten(
     heads: EagleHeads,
-    seen_of: Callable[[Text], Seen],
+    seen_of: Callable[[Text], TargetStates],
     texts: Sequence[Text],
     steps: int,
     tokens: int,
@@ -182,17 +182,17 @@ def quieten(
     heads.norm.weight.mul_(scale)
 
 
-def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> Seen:
+def seen_now(target: PreTrainedModel, depths: Sequence[int], text: Text) -> TargetStates:
     """Run the target on a text; `depths` are those of `seen_by`."""
     ids_1T = text.ids_T[None].to(target.device)
     return seen_by(target, depths, partial(last_hidden, target, input_ids=ids_1T))
 
 
-def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> Seen:
+def seen_before(target: PreTrainedModel, index: FeatureIndex, text: Text) -> TargetStates:
     """Look up what a cache has of a text; `target` has its embeddings."""
     states = index.states_of(text.sample)
     hidden, features = (states[name][:, text.start : text.start + len(text.ids_T)] for name in ("hidden", "features"))
-    return Seen(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)
+    return TargetStates(hidden, target.get_input_embeddings()(text.ids_T[None].to(target.device)), features)
 
 
 @contextmanager

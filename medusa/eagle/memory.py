@@ -20,7 +20,7 @@ from draftsmith.decode.errors import at_most
 from draftsmith.medusa.eagle.config import EaglePlanConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.initial import new_heads
-from draftsmith.medusa.eagle.unrolled import Seen, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.eagle.unrolled import TargetStates, seen_by, states_of_steps, work_of_steps
 from draftsmith.medusa.memory import HeadsPlan, trace_losses
 from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import head_of, last_hidden
@@ -121,7 +121,7 @@ class EaglePlan(HeadsPlan):
         """Return the most bytes of the target's forward, with what it leaves for the heads."""
         depths = self.drafter(self.setting).layer_ids
 
-        def forward(target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[Seen, None]:
+        def forward(target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[TargetStates, None]:
             return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
 
         return trace_forward(self.mode, self.target(dtype), self.batch, "float32", forward)
@@ -181,11 +181,11 @@ def forward_of_steps(target: PreTrainedModel, num_steps: int, batch: BatchShape)
         batch: what the target is fed.
     """
 
-    def forward(heads: EagleHeads, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], Seen]:
+    def forward(heads: EagleHeads, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], TargetStates]:
         of_target, rows, length = head_of(target).weight, len(inputs["input_ids"]), batch.length
         wide, depths = of_target.shape[1], len(heads.layer_ids)
         shapes = (rows, length, wide), (rows, length, wide), (rows, length, depths * wide)
-        seen = Seen(*(torch.zeros(shape, dtype=of_target.dtype) for shape in shapes))
+        seen = TargetStates(*(torch.zeros(shape, dtype=of_target.dtype) for shape in shapes))
         position_ids = batch.inputs(rows).get("position_ids")
         places = torch.zeros(rows * max(length - 2, 1), dtype=torch.long)
         return states_of_steps(heads, seen, position_ids, places, num_steps), seen

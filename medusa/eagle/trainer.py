@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftsmith.medusa.chains import ChainPlaces
 from draftsmith.medusa.eagle.config import EagleTrainingConfig
 from draftsmith.medusa.eagle.heads import EagleHeads
-from draftsmith.medusa.eagle.unrolled import Seen, seen_by, states_of_steps, work_of_steps
+from draftsmith.medusa.eagle.unrolled import TargetStates, seen_by, states_of_steps, work_of_steps
 from draftsmith.medusa.trainer import FeaturesOf, HeadsTrainer
 from draftsmith.train.data.examples import TrainingData
 from draftsmith.train.job.flops import Work
@@ -91,15 +91,15 @@ class EagleTrainer(HeadsTrainer):
 
         return model(inside=sums)  # type: ignore[no-any-return]
 
-    def _seen(self, inputs: dict[str, Any]) -> Seen:
+    def _seen(self, inputs: dict[str, Any]) -> TargetStates:
         """Run the target once on a batch, or look up what a cache has of it."""
         if "teacher" in inputs:
             states = cached_states(inputs["teacher"])
             hidden = states["hidden"].to(self.target_head.weight.dtype)
-            return Seen(hidden, self.embed(inputs["input_ids"]), states["features"])
+            return TargetStates(hidden, self.embed(inputs["input_ids"]), states["features"])
         return seen_by(self.target, self.heads.layer_ids, lambda: self.target_hidden(inputs))
 
-    def _states(self, seen: Seen, inputs: dict[str, Any], at: ChainPlaces) -> list[Tensor]:
+    def _states(self, seen: TargetStates, inputs: dict[str, Any], at: ChainPlaces) -> list[Tensor]:
         """Return what the head sees of each step at the places where it learns, (N, H)."""
         return states_of_steps(self.heads, seen, inputs.get("position_ids"), at.flat, self.count)
 

@@ -151,7 +151,7 @@ def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Atte
     return attend
 
 
-class Seen(NamedTuple):
+class TargetStates(NamedTuple):
     """What a forward of the target leaves of a batch, or a cache has of it, without gradients."""
 
     hidden: Tensor
@@ -162,7 +162,7 @@ class Seen(NamedTuple):
     """What the heads fuse, (B, T, F)."""
 
 
-def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> Seen:
+def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[], Tensor]) -> TargetStates:
     """Run a target once on a batch.
 
     Args:
@@ -178,11 +178,11 @@ def seen_by(target: PreTrainedModel, depths: Sequence[int], forward: Callable[[]
             hidden = forward()
     finally:
         hook.remove()
-    return Seen(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
+    return TargetStates(hidden, embeddings[0].to(hidden.device), features[0].to(hidden.device))
 
 
 def states_of_steps(
-    heads: EagleHeads, seen: Seen, position_ids: Tensor | None, places_N: Tensor, num_steps: int
+    heads: EagleHeads, seen: TargetStates, position_ids: Tensor | None, places_N: Tensor, num_steps: int
 ) -> list[Tensor]:
     """Return what the head sees of each step at the places where it learns, (N, H) each; anything at others.
 

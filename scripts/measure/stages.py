@@ -19,7 +19,7 @@ from draftsmith.scripts.measure.side_by_side import decode_side_by_side
 from draftsmith.scripts.measure.state import Measured, Method
 from draftsmith.scripts.measure.unfinished import Unfinished
 from draftsmith.train.data.decoding import complete
-from draftsmith.train.data.samples import Batch, Sample, make_batches, mixed_seed
+from draftsmith.train.data.samples import Sample, ShardBatch, make_batches, mixed_seed
 from draftsmith.train.models import default_device
 
 COMPLETED_TOGETHER = 64
@@ -101,7 +101,7 @@ def _completions(measured: Measured, temperature: float, first: int, unfinished:
     return [written[prompt.id] for prompt in prompts]
 
 
-def _fit(completions: Sequence[Sequence[int]], batch: Batch, vocab_size: int) -> bool:
+def _fit(completions: Sequence[Sequence[int]], batch: ShardBatch, vocab_size: int) -> bool:
     """Say whether kept completions are as many as the batch has prompts, in tokens of the target's."""
     most = max((max(ids, default=0) for ids in completions), default=0)
     return len(completions) == len(batch.samples) and most < vocab_size

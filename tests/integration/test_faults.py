@@ -59,7 +59,7 @@ from draftsmith.train.data.shards import completion_files, read_completions, rea
 from draftsmith.train.endpoint.answers import WholeCompletion, WholeGeneration
 from draftsmith.train.endpoint.completions import native_answer, openai_answer
 from draftsmith.train.endpoint.http import ServerFailure
-from draftsmith.train.job.resume import Job as TrainingJob
+from draftsmith.train.job.resume import JobRecord
 from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.teacher.cache_reader import CachedCollator, find_distributions
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
@@ -280,7 +280,7 @@ READERS: dict[str, Reader] = {
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),
     "learning_curve.json": Reader(lines(CURVE), lambda path: read(Known, path)),
-    "a checkpoint's job": Reader(lines(JOB), lambda path: TrainingJob.left_in(path.parent)),
+    "a checkpoint's job": Reader(lines(JOB), lambda path: JobRecord.left_in(path.parent)),
     "prompts.jsonl": Reader(lines(*PROMPTS), lambda path: read_prompts(str(path), answers="kept")),
     "a config": Reader(YAML, config_of, faults=(damaged, misworded, misworded)),
 }  # fmt: skip

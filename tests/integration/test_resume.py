@@ -17,14 +17,16 @@ from processes import forked
 from draftsmith.decode.errors import InputError
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.config import DraftInit
-from draftsmith.train.job.resume import RECORD, Job
+from draftsmith.train.job.resume import RECORD, JobRecord
 from draftsmith.train.options import LoraOptions
 from draftsmith.train.runs import save_model
 
 STEPS = 8  # of 4 samples out of 20: the second epoch begins at step 6
 CHECKPOINT = 6
 
-JOB = Job(samples=20, data="abc", seed=42, sampling="random", processes=8, batch=4, accumulation=2, strategy="DDP")
+JOB = JobRecord(
+    samples=20, data="abc", seed=42, sampling="random", processes=8, batch=4, accumulation=2, strategy="DDP"
+)
 
 
 def training(steps: int, **options) -> dict:

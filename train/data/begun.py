@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from draftsmith.decode.clock import speed
 from draftsmith.decode.progress import Phase
-from draftsmith.train.data.samples import Batch
+from draftsmith.train.data.samples import ShardBatch
 from draftsmith.train.data.shards import read_shard, write_shard
 from draftsmith.train.files import remove
 
@@ -23,7 +23,7 @@ COLUMNS = pa.schema([("id", pa.string()), ("input_ids", pa.list_(pa.int32()))])
 class BegunShard:
     """The tokens behind the prompts of a shard, those of an interrupted run at first."""
 
-    def __init__(self, output: Path, batch: Batch):
+    def __init__(self, output: Path, batch: ShardBatch):
         """Take up what is kept of a shard in a directory of completions; a damaged file is none."""
         self.file, self.names = output / f"begun-{batch.index:05d}.parquet", batch.names
         stored = read_shard(self.file, COLUMNS)
@@ -46,7 +46,7 @@ class BegunShard:
         remove(self.file)
 
 
-class Counted:
+class WritingProgress:
     """How much is written: tokens of those that there may be at most, and texts that have ended."""
 
     def __init__(self, phase: Phase, texts: int, most: int):

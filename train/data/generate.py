@@ -26,13 +26,13 @@ from draftsmith.decode.draft_models.vocabulary import token_count
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.train.checkpoint import load_generation_config
-from draftsmith.train.data.begun import BegunShard, Counted
+from draftsmith.train.data.begun import BegunShard, WritingProgress
 from draftsmith.train.data.chat.masks import ClosingTokens, mask_conversation
 from draftsmith.train.data.decoding import complete, end_of_sequence_ids, set_generation_config
 from draftsmith.train.data.prepare_config import SHARD_BATCHES, decisive_settings
 from draftsmith.train.data.prepare_config import PrepareConfig as PrepareConfig
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
-from draftsmith.train.data.samples import Batch, Completion, Sample, make_batches, mixed_seed
+from draftsmith.train.data.samples import Completion, Sample, ShardBatch, make_batches, mixed_seed
 from draftsmith.train.data.samples import CompletionsSummary as CompletionsSummary
 from draftsmith.train.data.shards import (
     MANIFEST,
@@ -243,14 +243,14 @@ def _complete(
     tokenizer: PreTrainedTokenizerBase,
     model_config: PretrainedConfig,
     served: str | None,
-    missing: list[Batch],
+    missing: list[ShardBatch],
     summary: CompletionsSummary,
     processes: Processes,
 ) -> None:
     """Write the shards that are missing: of given conversations, or completed by a server or by the target here."""
     start, texts, most = time.perf_counter(), sum(len(batch.samples) for batch in missing), config.new_tokens()
 
-    def write(batch: Batch, shard: pa.Table) -> None:
+    def write(batch: ShardBatch, shard: pa.Table) -> None:
         before = summary.tokens
         write_shard(summary.output / batch.shard, shard)
         summary.add(shard)
@@ -258,7 +258,7 @@ def _complete(
         summary.tokens_written += summary.tokens - before
         summary.seconds = time.perf_counter() - start
 
-    def finished(batch: Batch, completions: list[Completion]) -> None:
+    def finished(batch: ShardBatch, completions: list[Completion]) -> None:
         summary.uncertain += sum(completion.uncertain for completion in completions)
         summary.padded += sum(completion.padded for completion in completions)
         write(batch, batch.completed(completions))
@@ -273,7 +273,7 @@ def _complete(
         ends = end_of_sequence_ids(stored, tokenizer)
         vocabulary = Vocabulary(tokenizer, tokens, size, ends)
         with phase(processes.title("prepare"), texts * most, "tokens") as writing:
-            counted = Counted(writing, texts, most)
+            counted = WritingProgress(writing, texts, most)
             complete_remotely(config, served, vocabulary, missing, finished, lambda count: counted.add(count, count))
         return
     model = load_model(
@@ -285,7 +285,7 @@ def _complete(
         quantization=config.target_quantization,
     )
     with phase(processes.title("prepare"), texts * most, "tokens") as writing:
-        counted = Counted(writing, texts, most)
+        counted = WritingProgress(writing, texts, most)
         for batch in missing:
             temperature = batch.samples[0].temperature
             sampling = config if temperature is None else config.at(temperature)
@@ -304,9 +304,9 @@ def _completed(
     config: PrepareConfig,
     model: PreTrainedModel,
     generation: GenerationConfig,
-    batch: Batch,
+    batch: ShardBatch,
     begun: BegunShard,
-    counted: Counted,
+    counted: WritingProgress,
 ) -> list[Completion]:
     """Complete a shard's prompts here, from where an interrupted run has left them."""
     there = [list(text) for text in begun.texts]

@@ -119,7 +119,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ShardBatch:
     """Samples that are completed together, at one temperature, and become one shard."""
 
     index: int
@@ -156,7 +156,7 @@ def _shard(samples: Sequence[Sample], reasons: Sequence[str]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=MIXED if mixed else COLUMNS)
 
 
-def make_batches(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
+def make_batches(samples: Sequence[Sample], batch_size: int) -> list[ShardBatch]:
     """Put samples of similar length together, to pad little; the longest come first, to run out of memory at once.
 
     Those of one temperature are apart from others.
@@ -166,7 +166,7 @@ def make_batches(samples: Sequence[Sample], batch_size: int) -> list[Batch]:
     for temperature in dict.fromkeys(sample.temperature for sample in samples):
         alike = [sample for sample in ordered if sample.temperature == temperature]
         parts += [alike[at : at + batch_size] for at in range(0, len(alike), batch_size)]
-    return [Batch(n, part) for n, part in enumerate(parts)]
+    return [ShardBatch(n, part) for n, part in enumerate(parts)]
 
 
 def mixed_seed(*parts: int | str) -> int:

@@ -52,7 +52,7 @@ SOURCE_FLAGS = {"answers": "answers", "model": "endpoint_model"}
 logger = logging.getLogger(__name__)
 
 
-class Part(TypedDict):
+class CompletionsRef(TypedDict):
     """Completions that a cache is of."""
 
     path: str
@@ -89,7 +89,7 @@ class Manifest(BaseManifest):
     """One whose settings are compared, and not read."""
 
     settings: dict[str, Any]
-    completions: NotRequired[list[Part]]
+    completions: NotRequired[list[CompletionsRef]]
 
 
 @with_config(ConfigDict(extra="allow"))

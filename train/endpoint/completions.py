@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftsmith.decode.errors import InputError
 from draftsmith.train.data.prepare_config import PrepareConfig
-from draftsmith.train.data.samples import Batch, Completion, Sample
+from draftsmith.train.data.samples import Completion, Sample, ShardBatch
 from draftsmith.train.endpoint.answers import ModelList, WholeCompletion, WholeGeneration
 from draftsmith.train.endpoint.retries import RetryingServer
 from draftsmith.train.endpoint.sampling import request_seed, sampling_fields
@@ -83,8 +83,8 @@ def complete_remotely(
     config: PrepareConfig,
     model: str,
     vocabulary: Vocabulary,
-    batches: Sequence[Batch],
-    finished: Callable[[Batch, list[Completion]], None],
+    batches: Sequence[ShardBatch],
+    finished: Callable[[ShardBatch, list[Completion]], None],
     ended: Callable[[int], None],
 ) -> None:
     """Complete batches of prompts on the server, as many at once as its `Window` allows, whatever batch they are of.
@@ -107,7 +107,7 @@ def complete_remotely(
     async def run() -> None:
         begun: dict[int, dict[int, Completion]] = {}
 
-        async def work(batch: Batch, row: int) -> None:
+        async def work(batch: ShardBatch, row: int) -> None:
             done = begun.setdefault(batch.index, {})
             completion = await target.complete(batch.samples[row])
             window.leave()

@@ -33,7 +33,7 @@ WAY_OUT = "remove it, to go on from what is before it, or give resume false and 
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepsTaken:
     """How far a run was when it wrote this."""
 
     global_step: Count
@@ -43,7 +43,7 @@ class Progress:
     log_history: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, directory: Path) -> "Progress | None":
+    def of(cls, directory: Path) -> "StepsTaken | None":
         """Read what a checkpoint, or a run that has ended, says; None where there is nothing.
 
         Raises:
@@ -69,7 +69,7 @@ class CheckpointedTrainer(Trainer):
         """
         if resume_from_checkpoint is not None:
             with _told(resume_from_checkpoint):
-                progress = Progress.of(Path(resume_from_checkpoint))
+                progress = StepsTaken.of(Path(resume_from_checkpoint))
                 if progress is None:
                     raise InputError(f"expected {TRAINER_STATE_NAME}, found none")
                 self._reached = progress.global_step

@@ -29,10 +29,10 @@ LONGEST = 10.0
 FINE, SPEAK = "fine", "speak"
 """Beside these, what is sent is the exit code of a process that failed."""
 
-_watch: "Watch | None" = None
+_watch: "RankWatch | None" = None
 
 
-class Watch:
+class RankWatch:
     """A socket between each process of a job and the first, and threads that read them."""
 
     def __init__(self, rank: int, count: int, device: Any):
@@ -155,7 +155,7 @@ def watch(device: Any) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized() and dist.get_world_size() > 1:
-        _watch = Watch(dist.get_rank(), dist.get_world_size(), device)
+        _watch = RankWatch(dist.get_rank(), dist.get_world_size(), device)
 
 
 def finish() -> None:

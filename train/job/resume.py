@@ -21,7 +21,7 @@ AGAIN = "give that, or resume false and another training.output_dir"
 
 
 @dataclass(frozen=True)
-class Job:
+class JobRecord:
     """What a run must share with the one that it resumes: data and their order, samples a step, and who holds what."""
 
     samples: int
@@ -39,7 +39,7 @@ class Job:
     """What holds the optimizer's state: DDP (or one process), FSDP, ZeRO-1, …"""
 
     @classmethod
-    def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str) -> "Job":
+    def of(cls, args: TrainingArguments, accelerator: Accelerator, samples: int, data: str) -> "JobRecord":
         """Return what this job is."""
         zero = getattr(accelerator.state, "deepspeed_plugin", None)
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
@@ -59,7 +59,7 @@ class Job:
         write_json(checkpoint / RECORD, dataclasses.asdict(self))
 
     @classmethod
-    def left_in(cls, directory: Path) -> "Job | None":
+    def left_in(cls, directory: Path) -> "JobRecord | None":
         """Return what was left there; None where nothing was, or by an earlier version with other fields.
 
         Raises:
@@ -75,7 +75,7 @@ class Job:
 
     def is_of(self, directory: Path) -> bool:
         """Say whether this job left its record there."""
-        return Job.left_in(directory) == self
+        return JobRecord.left_in(directory) == self
 
     def require_goes_on(self, checkpoint: Path) -> None:
         """Require that this job sees what is left of the checkpoint's data: no sample twice, and none left out.
@@ -86,7 +86,7 @@ class Job:
         Raises:
             InputError: it does not, or cannot read the optimizer's state; says what to give.
         """
-        record = Job.left_in(checkpoint)
+        record = JobRecord.left_in(checkpoint)
         if record is None:
             return  # of an earlier version: it is the user who knows
         name = checkpoint.name

@@ -144,7 +144,7 @@ class Objective:
             total_N = total_N + self.terms["cross_entropy"] * ce_N
         if not self.needs_target:
             return total_N[:, None]
-        pair = Comparison(self, p, q_logits_NV)
+        pair = DistributionPair(self, p, q_logits_NV)
         for name in self.terms:
             if name in UNBOUNDED:
                 log_p_NE, log_q_NE = pair.in_acceptance() if name in ACCEPTANCE else pair.among_drafted()
@@ -211,7 +211,7 @@ class Objective:
         return scores_NV
 
 
-class Comparison:
+class DistributionPair:
     """p and q of some positions, as logarithms over the outcomes that terms compare.
 
     These are the V tokens, or of cached distributions k tokens and their tail. Of a draft with a cut vocabulary they

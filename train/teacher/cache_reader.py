@@ -19,7 +19,7 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.validation import Amount, Count, Share
 from draftsmith.train.data.mapped import Texts, map_completions
-from draftsmith.train.data.shards import BaseManifest, Part, read_manifest, read_shard
+from draftsmith.train.data.shards import BaseManifest, CompletionsRef, read_manifest, read_shard
 from draftsmith.train.losses.distributions import CachedDistributions
 from draftsmith.train.losses.positions import IGNORED
 from draftsmith.train.recipe import RecipeConfig
@@ -33,7 +33,7 @@ class CacheManifest(BaseManifest):
     """What a cache says of itself."""
 
     vocab_size: Size
-    completions: list[Part]
+    completions: list[CompletionsRef]
 
 
 @dataclass(frozen=True)

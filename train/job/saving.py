@@ -1,0 +1,111 @@
+"""A Trainer whose checkpoints and models are whole on disk, whatever stops it while it writes."""
+
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from torch import nn
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from draftsmith.train.files import files_written_aside, move_over, remove
+from draftsmith.train.job.checkpointed import CheckpointedTrainer
+from draftsmith.train.models import DTYPES, load_config, stored_dtype
+from draftsmith.train.runs import argument_errors, declare_dtype, full_disk_reported, in_dtype
+
+
+class SavingTrainer(CheckpointedTrainer):
+    """Writes aside and renames; what is deployed has a dtype of its own. Subclasses set `recipe`, `job`, `clock`."""
+
+    recipe: Any
+    job: Any
+    clock: Any
+    _checkpoints: Path | None = None
+    """Where a checkpoint is being written."""
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save aside, then rename: every `checkpoint-N` is whole, even after a kill."""
+        directory = Path(str(self.args.output_dir))
+        aside = directory / ".checkpoint.partial"
+        if self.args.should_save:
+            remove(aside)
+        self.accelerator.wait_for_everyone()
+        self._checkpoints = aside
+        try:
+            with full_disk_reported(directory), self.clock.phase("saving"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            self._checkpoints = None
+        self.accelerator.wait_for_everyone()
+        name = f"checkpoint-{self.state.global_step}"
+        if self.state.best_model_checkpoint == str(aside / name):
+            self.state.best_model_checkpoint = str(directory / name)
+        if self.args.should_save:
+            self.state.save_to_json(str(aside / name / TRAINER_STATE_NAME))
+            self.job.write(aside / name)
+            move_over(aside / name, directory / name)
+            remove(aside)
+            rotate_checkpoints(
+                str(directory), self.args.save_total_limit, self.state.best_model_checkpoint, use_mtime=True
+            )
+        self.accelerator.wait_for_everyone()
+
+    def upload(self) -> None:
+        """Upload what is in `output_dir`, but for checkpoints; `push_to_hub` would save the weights anew, unfinished.
+
+        Raises:
+            InputError: the hub refuses; what was trained is on the disk.
+        """
+        if not self.is_world_process_zero():
+            return
+        with argument_errors():
+            HfApi().upload_folder(
+                repo_id=str(self.hub_model_id),
+                folder_path=str(self.args.output_dir),
+                commit_message="End of training",
+                token=self.args.hub_token,
+                revision=self.args.hub_revision,
+                ignore_patterns=["_*", ".*", f"{PREFIX_CHECKPOINT_DIR}-*"],
+            )
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self._checkpoints) if self._checkpoints else super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model whole; in checkpoints FSDP keeps it in shards where its `state_dict_type` says so."""
+        fsdp = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled and self._checkpoints is None else None
+        if fsdp is None:
+            return super().save_model(output_dir, _internal_call)
+        kind = fsdp.state_dict_type
+        fsdp.set_state_dict_type("FULL_STATE_DICT")  # the library saves nothing otherwise, and says nothing
+        super().save_model(output_dir, _internal_call)
+        fsdp.set_state_dict_type(kind)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model: aside, then each file renamed, so that no reader sees half of one."""
+        directory = Path(output_dir or str(self.args.output_dir))
+        if not self.args.should_save:
+            return  # the weights are gathered already
+        with full_disk_reported(Path(str(self.args.output_dir))), files_written_aside(directory) as aside:
+            self.write_model(str(aside), state_dict)
+
+    def write_model(self, directory: str, state_dict: dict[str, Any] | None) -> None:
+        """Write the model into a directory: as it trains in a checkpoint, otherwise as it is deployed."""
+        if self._checkpoints is not None:
+            return super()._save(directory, state_dict)
+        super()._save(directory, in_dtype(self.deployed_state(state_dict), self.save_dtype))
+        declare_dtype(Path(directory), self.save_dtype)
+
+    def deployed_state(self, state_dict: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the weights to deploy; a recipe overrides this where checkpoints hold others."""
+        return self.accelerator.unwrap_model(self.model).state_dict() if state_dict is None else state_dict
+
+    @cached_property
+    def save_dtype(self) -> torch.dtype:
+        """The dtype of the weights to deploy."""
+        name, config = self.recipe.save_dtype, self.recipe
+        if name == "auto":
+            name = stored_dtype(load_config(config.stored_as, trust_remote_code=config.trust_remote_code))
+        return DTYPES[name]
