@@ -31,7 +31,6 @@ from draftsmith.train.memory.activations import (
     Forward,
     precision_of,
     trace_forward,
-    trace_step,
 )
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.setting import MemorySetting, Precision
@@ -43,8 +42,7 @@ class EaglePlan(HeadsPlan):
     def __init__(self, config: EaglePlanConfig):
         super().__init__(config)
         self._looking = lru_cache(self._looked)
-        self._steps = lru_cache(self._stepped)
-        self._evaluation = lru_cache(self._evaluated)
+        self._forward_of_steps = lru_cache(self._forward)
         self.drafter(self.setting)  # what the recipe refuses is refused at once
 
     def build(self, lm_heads: str) -> EagleHeads:
@@ -71,8 +69,7 @@ class EaglePlan(HeadsPlan):
 
     def moments(self, setting: MemorySetting) -> list[Moment]:
         """Return the times at which memory may be at its most."""
-        heads, dtype, precision, rows = self.drafter(setting), setting.target_dtype, setting.precision, setting.rows
-        steps = self._steps(heads, dtype, precision, setting.checkpointing)
+        steps, rows = self.steps(setting), setting.rows
         losses = self.loss_bytes(setting, self._places(rows))
         copies, p = max(0.0, steps.in_loss.constant), self._teacher_bytes(setting, rows)
         kept = "steps: activations"
@@ -96,11 +93,12 @@ class EaglePlan(HeadsPlan):
             self.optimizer_step(setting),
         ]
         if rows := self.eval_rows:
+            forward = self._forward_of_steps(setting.target_dtype)
+            evaluated = self.forward_bytes(self.drafter(setting), self.batch, setting.precision, forward)(rows)
             before = sum(self.target_forward(replace(setting, rows=rows)).values())
             # What its losses hold is no more than in training, where gradients come to it.
             losses_alone = self.loss_bytes(setting, self._places(rows))[0] + self._teacher_bytes(setting, rows)
-            most = max(before, self._evaluation(heads, dtype, precision)(rows) + losses_alone)
-            moments.append(Moment("evaluation", {"target, steps and losses": most}))
+            moments.append(Moment("evaluation", {"target, steps and losses": max(before, evaluated + losses_alone)}))
         return moments
 
     def _places(self, rows: int) -> int:
@@ -126,13 +124,13 @@ class EaglePlan(HeadsPlan):
 
         return trace_forward(self.mode, self.target(dtype), self.batch, "float32", forward)
 
-    def _stepped(self, heads: EagleHeads, dtype: str, precision: Precision, checkpointing: bool) -> Activations:
-        forward = forward_of_steps(self.target(dtype), self.config.num_steps, self.batch)
-        return trace_step(self.mode, heads, self.batch, precision, checkpointing, forward)
+    def steps(self, setting: MemorySetting) -> Activations:
+        """Return the bytes of the K steps of a batch; what the target left of it is there until the loss is taken."""
+        forward = self._forward_of_steps(setting.target_dtype)
+        return self.step_bytes(self.drafter(setting), self.batch, setting.precision, setting.checkpointing, forward)
 
-    def _evaluated(self, heads: EagleHeads, dtype: str, precision: Precision) -> Affine:
-        forward = forward_of_steps(self.target(dtype), self.config.num_steps, self.batch)
-        return trace_forward(self.mode, heads, self.batch, precision, forward)
+    def _forward(self, dtype: str) -> Forward:
+        return forward_of_steps(self.target(dtype), self.config.num_steps, self.batch)
 
     def traced_losses(
         self, heads: EagleHeads, target: PreTrainedModel, precision: Precision, positions: int

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from listening import listened
+from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -42,6 +43,7 @@ from draftsmith.train.memory.activations import (
     trace_forward,
     trace_step,
 )
+from draftsmith.train.memory.setting import GIB
 from draftsmith.train.memory.states import Weights
 from draftsmith.train.models import load_model
 from draftsmith.train.runs import save_model
@@ -252,50 +254,50 @@ def test_a_whole_step_of_the_trainer_takes_what_is_planned(pipeline, pair, token
     assert held["draft: gradients"] == nbytes(p.grad for p in draft.parameters())
 
 
-def test_the_largest_micro_batch_fits_and_the_next_does_not(pair):
-    planner = planned(pair, gpu_memory=3.05)  # 51 MiB beside the reserve
-    largest = planner.largest(planner.setting)
-    assert largest > 1
-    at, over = (planner.total(replace(planner.setting, rows=rows)) for rows in (largest, largest + 1))
-    assert at <= planner.capacity < over
-
-
 @pytest.fixture(scope="module")
-def needed(pair) -> float:
-    """GiB that the plan of `flags` takes, the reserve included."""
-    planner = planned(pair, gpus=2)
-    return planner.total(planner.setting) / 2**30 + planner.config.reserve
+def plan(pair) -> DraftPlan:
+    """Of two GPUs; what is traced for one test serves the others."""
+    return planned(pair, gpus=2, loss_chunk=2**14, **{"training.gradient_accumulation_steps": 3})
 
 
-@pytest.mark.parametrize(("spare", "found"), [(1e-3, 0), (-1e-3, 3)])
-def test_the_verdict_is_the_exit_code(pair, needed, capsys, spare, found):
-    options = {"gpu_memory": needed + spare, "gpus": 2, "training.gradient_accumulation_steps": 3}
+def test_the_verdict_is_the_exit_code(pair, plan, capsys):
+    needed = plan.total(plan.setting) / GIB + plan.config.reserve
+    options = {"gpu_memory": needed - 1e-3, "gpus": 2, "loss_chunk": 2**14, "training.gradient_accumulation_steps": 3}
     with listened() as heard:
-        assert run(lambda: command.main(flags(pair, **options))) == found
+        assert run(lambda: command.main(flags(pair, **options))) == command.DOES_NOT_FIT
     heard.require("plan")
     out = capsys.readouterr().out
     assert f"4 rows × 3 accumulated × 2 GPUs = 24 samples, at most {24 * LENGTH:,} tokens" in out
     assert "k = 32: 200 bytes a completion token" in out
-    assert "the largest micro batch that does" in out
-    assert ("does not fit" in out) == ("→" in out) == (found == 3)
+    assert "does not fit; the largest micro batch that does" in out and "→" in out
 
 
-def test_each_change_that_is_proposed_makes_it_fit(pair, needed):
-    planner = planned(pair, gpu_memory=needed - 1e-3, gpus=2)
-    changes = list(planner.changes())
+def test_a_run_that_fits_gets_no_advice(plan, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "capacity", plan.total(plan.setting))
+    assert command.report(plan, Console())
+    out = capsys.readouterr().out
+    assert f"fits; the largest micro batch that does: {ROWS} rows" in out and "→" not in out
+    over = replace(plan.setting, rows=ROWS + 1)
+    assert plan.total(over) > plan.capacity
+
+
+def test_each_change_that_is_proposed_makes_it_fit(plan, monkeypatch):
+    monkeypatch.setattr(plan, "capacity", plan.total(plan.setting) - 1e-3 * GIB)
+    changes = list(plan.changes())
     expected = {"training.bf16 true", "target_dtype bfloat16", "strategy zero3"}
     assert expected <= {name for name, _ in changes}
-    assert all(planner.fits(change) and change != planner.setting for _, change in changes)
+    assert all(plan.fits(change) and change != plan.setting for _, change in changes)
 
 
-def test_where_no_change_is_enough_several_are(pair):
-    planner = planned(pair, gpu_memory=3.006, gpus=2)
-    ((names, change),) = planner.changes()
-    assert names.count(",") >= 1 and planner.fits(change)
+def test_where_no_change_is_enough_several_are(plan, monkeypatch):
+    monkeypatch.setattr(plan, "capacity", 0.003 * GIB)
+    ((names, change),) = plan.changes()
+    assert names.count(",") >= 1 and plan.fits(change)
 
 
-def test_nothing_helps_a_pair_that_is_too_large(pair, capsys):
-    assert run(lambda: command.main(flags(pair, gpu_memory=3.0001))) == 3
+def test_nothing_helps_a_pair_that_is_too_large(plan, capsys, monkeypatch):
+    monkeypatch.setattr(plan, "capacity", 0.0001 * GIB)
+    assert not command.report(plan, Console())
     out = capsys.readouterr().out
     assert "not even one row" in out and "no change of this plan's makes it fit" in out
 
