@@ -85,12 +85,12 @@ class DraftPlan(TrainingPlan):
 
     @property
     def draft_batch(self) -> BatchShape:
-        """What the draft is fed in training."""
+        """The draft's input in training."""
         return self.batch
 
     @property
     def evaluated_batch(self) -> BatchShape:
-        """What it is fed in evaluation."""
+        """Its input in evaluation."""
         return self.batch
 
     def positions(self, rows: int) -> int:
@@ -152,7 +152,7 @@ class DraftPlan(TrainingPlan):
             ),
             Moment(
                 "the head's backward",
-                {"draft: activations": parts.kept(rows), "loss: gradients of head and hidden states": loss[1]},
+                {"draft: activations": parts.after_loss(rows), "loss: gradients of head and hidden states": loss[1]},
             ),
             Moment("the backward", {"draft: activations, one layer's backward": parts.backward(rows)}),
             self.optimizer_step(setting),

@@ -72,37 +72,37 @@ class EaglePlan(HeadsPlan):
         steps, rows = self.steps(setting), setting.rows
         losses = self.loss_bytes(setting, self._places(rows))
         copies, p = max(0.0, steps.in_loss.constant), self._teacher_bytes(setting, rows)
-        kept = "steps: activations"
+        activations = "steps: activations"
         moments = [
             Moment("the target's forward", self.target_forward(setting)),
-            Moment("the steps' forward", {f"{kept}, and what the target left": steps.forward(rows)}),
+            Moment("the steps' forward", {f"{activations}, and what the target left": steps.forward(rows)}),
             Moment(
                 "the losses",
                 {
                     "steps: copies of weights for autocast": copies,
-                    f"{kept}, and what the target left": steps.in_loss(rows) - copies,
+                    f"{activations}, and what the target left": steps.in_loss(rows) - copies,
                     "p's hidden states": p,
                     "losses: logits of a chunk, gradients of head and states": losses[0],
                 },
             ),
             Moment(
                 "the losses' backward",
-                {kept: steps.kept(rows), "losses: gradients of head and states": losses[1]},
+                {activations: steps.after_loss(rows), "losses: gradients of head and states": losses[1]},
             ),
-            Moment("the steps' backward", {f"{kept}, one step's backward": steps.backward(rows)}),
+            Moment("the steps' backward", {f"{activations}, one step's backward": steps.backward(rows)}),
             self.optimizer_step(setting),
         ]
         if rows := self.eval_rows:
             forward = self._forward_of_steps(setting.target_dtype)
             evaluated = self.forward_bytes(self.drafter(setting), self.batch, setting.precision, forward)(rows)
             before = sum(self.target_forward(replace(setting, rows=rows)).values())
-            # What its losses hold is no more than in training, where gradients come to it.
+            # Its losses hold no more than those of training, which have gradients besides.
             losses_alone = self.loss_bytes(setting, self._places(rows))[0] + self._teacher_bytes(setting, rows)
             moments.append(Moment("evaluation", {"target, steps and losses": max(before, evaluated + losses_alone)}))
         return moments
 
     def _places(self, rows: int) -> int:
-        """Return the places that are learned at, where all tokens but each row's first are a completion's."""
+        """Return the places with a loss, where all tokens but each row's first are a completion's."""
         return rows * max(self.batch.length - 2, 1)
 
     def _teacher_bytes(self, setting: MemorySetting, rows: int) -> float:
@@ -139,9 +139,10 @@ class EaglePlan(HeadsPlan):
         with self.mode, precision_of(precision):
             dtype, size = computing_dtype(heads.lm_head.weight), heads.config.hidden_size
             states = [torch.zeros(positions, size, dtype=dtype) for _ in range(self.config.num_steps)]
-        learned = [state.requires_grad_(True) for state in states]
-        args = heads, target, self.config.objective, lambda _: learned, lambda _: heads.head, positions
-        return trace_losses(self.mode, *args, precision, self.sizes, learned)
+        for state in states:
+            state.requires_grad_(True)
+        args = heads, target, self.config.objective, lambda _: states, lambda _: heads.head, positions
+        return trace_losses(self.mode, *args, precision, self.sizes, given=states)
 
     def work(self, setting: MemorySetting) -> Work:
         """Return the arithmetic of the K steps."""

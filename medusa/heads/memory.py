@@ -82,9 +82,9 @@ class MedusaPlan(HeadsPlan):
         parts = [Moment("the target's forward", self.target_forward(setting))]
         held: dict[str, float] = {}
         if self.joint:
-            kept = self.step_bytes(target, self.batch, setting.precision, setting.checkpointing)
-            parts.append(Moment("the backbone's backward", {"backbone: activations": kept.backward(setting.rows)}))
-            held = {"backbone: activations": kept.in_loss(setting.rows)}
+            backbone = self.step_bytes(target, self.batch, setting.precision, setting.checkpointing)
+            parts.append(Moment("the backbone's backward", {"backbone: activations": backbone.backward(setting.rows)}))
+            held = {"backbone: activations": backbone.in_loss(setting.rows)}
         held["target: hidden states"] = hidden * (1 + self.joint)
         return [
             *parts,

@@ -248,7 +248,7 @@ def test_a_plan_counts_masks_and_what_attention_is_told_of_them():
     for name, options in kinds.items():
         plan = parse_config(DistillPlanConfig, [*argv, *options]).memory_plan()
         step = plan.step_bytes(plan.drafter(plan.setting), plan.draft_batch, plan.setting.precision, False)
-        held[name] = step.kept(16)
+        held[name] = step.after_loss(16)
         assert getattr(plan.draft_batch, "masks", 0) == (
             0 if name == "plain" else most_masks(512, kept_shares(4, 0.5, 0.05))
         )

@@ -104,7 +104,7 @@ def really_saved(model: PreTrainedModel, amp: bool, checkpointing: bool) -> int:
 def test_activations_are_what_autograd_saves(amp, checkpointing):
     planned = trace_step(*faked(DEEP), BatchShape(LENGTH, ROWS), "autocast" if amp else "float32", checkpointing)
     saved = really_saved(LlamaForCausalLM(DEEP), amp, checkpointing)
-    kept = planned.kept(ROWS)
+    kept = planned.after_loss(ROWS)
     # Beyond what autograd saves are a few tables of cosines and a mask that checkpointed layers take as arguments.
     assert saved <= kept <= saved + (0.06 if checkpointing else 0.001) * saved
     assert kept > 2**21
@@ -133,7 +133,7 @@ def test_activations_are_what_a_real_step_allocates(fake, amp, checkpointing):
         kept = live.now
         live.restart()
         total.backward()
-    assert (planned.in_loss(ROWS), planned.kept(ROWS)) == (in_loss, pytest.approx(kept, abs=8))
+    assert (planned.in_loss(ROWS), planned.after_loss(ROWS)) == (in_loss, pytest.approx(kept, abs=8))
     # The gradient of a sum is one number, and not as many as there are hidden states.
     states = ROWS * (LENGTH - 1) * 256 * 4
     assert live.peak - 8 <= planned.backward(ROWS) <= live.peak + states + 8
@@ -161,7 +161,7 @@ def test_a_layer_in_half_precision_is_that_of_the_formula():
             )  # fmt: skip
             model = GPT2LMHeadModel(config)
         shadow(mode, model, half=True)
-        kept.append(trace_step(mode, model, BatchShape(LENGTH, ROWS), "half", False).kept(ROWS))
+        kept.append(trace_step(mode, model, BatchShape(LENGTH, ROWS), "half", False).after_loss(ROWS))
     found = (kept[1] - kept[0]) / (ROWS * LENGTH * h)
     # Moments of the norms, and the log of the sums that attention keeps.
     assert 32 <= found <= 32.5

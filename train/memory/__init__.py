@@ -1,1 +1,1 @@
-"""What a training run holds in GPU memory, counted without weights."""
+"""GPU memory of a training run, counted without weights."""

@@ -100,15 +100,15 @@ class Activations:
     """The most at any time of its forward."""
     in_loss: Affine
     """While the loss is taken: what is kept for the backward, and the copies of weights that autocast made."""
-    kept: Affine
-    """After it."""
+    after_loss: Affine
+    """After it: what is kept for the backward."""
     backward: Affine
-    """The most at any time of its backward, of which `kept` is a part."""
+    """The most at any time of its backward, of which `after_loss` is a part."""
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The shape of what a model is fed."""
+    """The shape of a model's input."""
 
     length: int
     """Tokens of a row."""
@@ -120,7 +120,7 @@ class BatchShape:
 
     @property
     def entries(self) -> int:
-        """What a model is fed of a row: its tokens, and what a kind of drafter puts beside them."""
+        """Entries of a row that a model is fed: its tokens, and what a kind of drafter puts beside them."""
         return self.length
 
     def affine(self, bytes_of: Callable[[int], list[int]]) -> list[Affine]:
@@ -134,7 +134,7 @@ class BatchShape:
         return {"input_ids": ids} | ({"position_ids": torch.ones_like(ids)} if self.packed else {})
 
     def hidden(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Tensor:
-        """Return what a model's decoder makes of a batch, (B, L, H)."""
+        """Return the last hidden states of a batch, (B, L, H)."""
         return last_hidden(model, **inputs)
 
     def decoded(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Sequence[Tensor], Tensor]:
@@ -156,16 +156,15 @@ def shadow(mode: FakeTensorMode, model: nn.Module, half: bool = False) -> None:
         model: with any tensors; tied ones stay tied.
         half: make its weights half precision, whatever they were.
     """
-    made: dict[int, Tensor] = {}
+    empty: dict[int, Tensor] = {}
     with mode:
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                if id(parameter) not in made:
-                    empty = torch.empty(
-                        parameter.shape, dtype=torch.bfloat16 if half else parameter.dtype, device="cpu"
-                    )
-                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-                setattr(module, name, made[id(parameter)])
+                if id(parameter) not in empty:
+                    dtype = torch.bfloat16 if half else parameter.dtype
+                    data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                    empty[id(parameter)] = nn.Parameter(data, parameter.requires_grad)
+                setattr(module, name, empty[id(parameter)])
             for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu"))
 
@@ -177,7 +176,7 @@ def precision_of(precision: Precision) -> torch.autocast:
 
 
 Forward = Callable[[Any, dict[str, Tensor]], tuple[Sequence[Tensor], Any]]
-"""From a model and a batch to what the loss takes, and to what is there besides while it is taken."""
+"""From a model and a batch to the states that the loss takes, and to whatever else is there while it is taken."""
 
 
 def trace_forward(
@@ -253,13 +252,13 @@ def trace_step(
                     peak, in_loss = live.peak, live.now
                     total = StandInLoss.apply(*states)
                     del states, beside
-                kept = live.now
+                after_loss = live.now
                 live.restart()
                 total.backward()
             if checkpointing:
                 model.activation_checkpointing_disable()
             model.zero_grad()
-        return [peak, in_loss, kept, live.peak]
+        return [peak, in_loss, after_loss, live.peak]
 
     return Activations(*batch.affine(trace))
 

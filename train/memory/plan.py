@@ -62,7 +62,7 @@ class MemoryPlan(ABC):
         self.setting = setting
         """As the run's config says."""
         self.batch = BatchShape(length, setting.rows, packed)
-        """What the target is fed."""
+        """The target's input."""
         self.capacity = (machines.gpu_memory - machines.reserve) * GIB
         """Bytes beside the reserve."""
         self.target = lru_cache(self._target)

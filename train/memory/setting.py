@@ -35,7 +35,7 @@ class Machines:
     """Planner-only settings: the machines."""
 
     plan_class: ClassVar[str]
-    """What makes the plan of these settings, as "module:name"."""
+    """The class of the plan, or a function that returns one, as "module:name"."""
 
     recipe: str = "distill"
     """The command that is planned: one that trains drafters, cache or prepare. All its fields are read as there."""
@@ -46,7 +46,7 @@ class Machines:
     gpu_memory: float = 80.0
     """Memory of each, in GiB."""
     device: str = "H100"
-    """What they are, for the hours: one of the names of `draftsmith.train.job.flops.DEVICES`."""
+    """Their model, for the hours: one of the names of `draftsmith.train.job.flops.DEVICES`."""
     mfu: float = 0.35
     """The share of the device's bfloat16 arithmetic that the run will reach: an assumption, to be replaced by the `mfu`
     that a first run logs."""
@@ -122,7 +122,7 @@ def configured_strategy(training: Any) -> Strategy:
 
 @dataclass(frozen=True)
 class MemorySetting:
-    """What a plan may change of a run."""
+    """The part of a run that a plan may change."""
 
     strategy: Strategy
     half: bool

@@ -28,7 +28,7 @@ class TrainingPlan(MemoryPlan):
     most_rows = 1024
     batch_name, row_name, dtype_field = "micro batch", "row", "target_dtype"
     label: ClassVar[str] = "drafter"
-    """What the table calls what is trained."""
+    """The drafter's name in the table."""
 
     def __init__(self, config: Any):
         training = config.training
@@ -48,7 +48,7 @@ class TrainingPlan(MemoryPlan):
         self._held = lru_cache(self._computed_held)
         self.step_bytes = lru_cache(partial(trace_step, self.mode))
 
-    # What a kind of drafter says of itself.
+    # For a kind of drafter to say.
 
     @abstractmethod
     def build(self, lm_heads: str) -> nn.Module:
@@ -97,7 +97,7 @@ class TrainingPlan(MemoryPlan):
         """Return what is to be said of this kind of drafter beside the table."""
         return []
 
-    # What follows from it.
+    # The same for all kinds.
 
     @property
     def joint(self) -> bool:
