@@ -24,17 +24,17 @@ from draftsmith.scripts.report.types import Comparison, Gate, GatePart, Recommen
 Gains = Mapping[tuple[float, str, int], tuple[Estimate, Interval | None]]
 """By temperature, drafter and γ: the gain of τ over the stock draft, and its interval at the level of each setting."""
 Settings = Mapping[tuple[str, int], Sequence[Run]]
-"""By drafter and γ, which is what a server is given, the runs at each temperature and batch size."""
+"""The runs at each temperature and batch size, by drafter and γ: by what a server is configured with."""
 MOST_PROMPTS = 100_000
 POWER = ((norm.ppf(0.975) + norm.ppf(0.8)) / norm.ppf(0.975)) ** 2
 """How many times the prompts whose 95 % interval would end at zero: with these it excludes zero in 80 % of cases."""
 
 
 def more_prompts(difference: Estimate, prompts: int) -> int | None:
-    """Return how many further prompts would tell two drafters apart, in four of five cases were the difference true.
+    """Return how many further prompts would separate two drafters in four of five cases, if the difference is true.
 
-    An interval narrows with the root of the prompts. 0 where they are told apart already; None where they are equal, or
-    too nearly so for any number to do.
+    An interval narrows with the square root of the prompts. 0 if the interval excludes zero already; None if the
+    drafters are equal, or more than `MOST_PROMPTS` would be needed.
     """
     value, bounds = difference.value, difference.ci95
     if not value or bounds is None:
@@ -53,7 +53,7 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparis
         by_name = {name: r for (t, name, v), r in replays.items() if (t, v) == (temperature, verifier)}
         for name, other in combinations(by_name, 2):
             if name == STOCK:
-                name, other = other, name  # what is ahead of the stock draft reads as a gain
+                name, other = other, name  # being ahead of the stock draft reads as a gain
             first, second = by_name[name], by_name[other]
             alpha = ratio_difference(*first.overlaps_and_contexts(), *second.overlaps_and_contexts())
             for k in draft_lengths:
@@ -65,10 +65,7 @@ def comparisons(replays: Replays, draft_lengths: Sequence[int]) -> list[Comparis
 
 
 def candidates(runs: Sequence[Run], min_gain: float | None) -> Settings:
-    """Return the settings that may be deployed.
-
-    The stock draft is what is to be beaten, not what is to be deployed, wherever a gain over it is asked for.
-    """
+    """Return the settings that may be deployed: not the stock draft where a gain over it is asked for."""
     settings: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         if min_gain is None or run.proposer.kind != "baseline_draft":
@@ -88,10 +85,10 @@ def judge(
 ) -> tuple[Gate | None, Recommendation]:
     """Return the gate, None where none was asked for, and the recommendation.
 
-    A setting is a drafter with one γ, for that is what a server is given. It must hold at every temperature and batch
-    size that was measured: its speed-up's lower bound above `min_speedup` (1 if None), its gain's above `min_gain`. One
-    setting of several is enough, so each is judged at a level at which the bounds of all hold together; and the
-    speed-up of the one that is taken is of prompts that it was not chosen on.
+    A setting is a drafter with one γ: a server takes exactly these. It passes if, at every temperature and batch size
+    that was measured, the lower bound of its speed-up is above `min_speedup` (1 if None) and that of its gain above
+    `min_gain`. One setting of several is enough. So each is judged at a level at which the bounds of all hold together,
+    and the speed-up of the best is reported on prompts that did not choose it.
 
     Args:
         runs: the report's.
@@ -101,7 +98,7 @@ def judge(
         min_gain: what the gain of τ over the stock draft must exceed; no gate on it if None.
         confidence: level at which all intervals hold together.
         advice: a sentence to end the reason with.
-        require_law: recommend nothing whose text was sampled, and its law not tested.
+        require_law: recommend no setting whose text was sampled without a test of its law.
     """
     settings = candidates(runs, min_gain)
     least, level = 1.0 if min_speedup is None else min_speedup, confidence_of_each(confidence, len(settings))
@@ -127,8 +124,8 @@ def judge(
     where = f"T = {run.temperature:g}, batch size {run.batch_size}"
     if len(settings[best]) > 1:
         where += f", the least of {len(settings[best])} measured"
-    # Where something else than speed decides, the best is the fastest of those that have it. A law that was not tested
-    # decides nothing: it waits for speed to choose.
+    # If the gain or the text decides, the best is the fastest of the settings that are alike in them. A law that was
+    # not tested decides nothing: speed alone chooses.
     departs = {s: any(run.lossless.passed is False for run in of) for s, of in settings.items()}
     alike = {s: of for s, of in settings.items() if bool(less[s] or departs[s]) == bool(less[best] or departs[best])}
     speedup = _unbiased(run, alike, observations, len(settings))
@@ -174,7 +171,7 @@ def _speed(run: Run) -> float:
 
 
 def _unbiased(run: Run, settings: Settings, observations: Observations, count: int) -> Estimate:
-    """Return the speed-up of a run that was taken for the best of so many settings, without the luck of the best."""
+    """Return the speed-up of a run that is the best of `count` settings, without the luck of the best."""
 
     def timed(own: Run) -> Timed:
         methods = Method(own.proposer.name, own.draft_length), Method()

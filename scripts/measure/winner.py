@@ -1,8 +1,8 @@
-"""What the best of several settings is worth: its speed-up on prompts that it was not chosen on.
+"""The speed-up of the best of several settings, on prompts that did not choose it.
 
-Of many settings the best is best in part by luck, so that its own figure promises too much (the winner's curse): of 24
-that are all 1.20 times as fast, the best of 16 prompts reads 1.30. Therefore prompts are held out in turn: the fastest
-by all others is taken, and its times on those that were held out are kept. What they come to together has no such luck.
+The best of many settings is best in part by luck, so its own figure promises too much (the winner's curse). Of 24
+settings that are all 1.20 times as fast, the best on 16 prompts reads 1.30. So prompts are held out in turn: the others
+choose the fastest setting, and its times on the prompts held out are added up. The sum has no such luck.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from draftsmith.decode.measurement.intervals import Values
 from draftsmith.scripts.measure.state import Group
 
 FOLDS = 10
-"""Parts that are held out in turn, as far as there are batches."""
+"""Parts that are held out in turn; no more than there are batches."""
 Setting = TypeVar("Setting", bound=Hashable)
 Condition = TypeVar("Condition", bound=Hashable)
 
@@ -32,7 +32,7 @@ class Timed:
 
     @classmethod
     def of(cls, groups: Sequence[Group], plain: Sequence[Group]) -> "Timed":
-        """Return what was seen of batches and of plain decoding's."""
+        """Return the times of a setting's batches and of plain decoding's."""
         columns = [[float(group.tokens) for group in groups], [group.seconds for group in groups]]
         columns += [[float(group.tokens) for group in plain], [group.seconds for group in plain]]
         return cls([[row.prompt for row in group.rows] for group in groups], np.array(columns))
@@ -45,11 +45,11 @@ class Timed:
 def held_out_speedup(
     settings: Mapping[Setting, Mapping[Condition, Timed]], shown: Condition, folds: int = FOLDS
 ) -> float | None:
-    """Return the speed-up under one condition of whichever setting is the fastest, on prompts that did not choose it.
+    """Return the speed-up of the fastest setting under one condition, on prompts that did not choose it.
 
     Args:
-        settings: those that may be chosen, and what was timed under each condition, the one that is shown among them.
-        shown: the condition.
+        settings: those to choose from, with their times under each condition.
+        shown: the condition; one of them.
         folds: parts of the prompts that are held out in turn.
 
     Returns:
