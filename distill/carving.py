@@ -18,7 +18,7 @@ from draftsmith.train.data.first_look import SCALES, Text, chosen_once, losses_o
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.provenance import write_json
 
-CHOICE = "carving.json"
+CHOICE = ".carving.json"
 """The file beside a run's checkpoints that says what was chosen."""
 
 

@@ -41,7 +41,7 @@ def continued(
         generation: says how to sample; `eos_token_id` is a list, or None.
         max_length: of prompt and continuation together.
         seed: of the sampling, which depends on nothing else.
-        synced: go on with empty forwards until every process is done, for a draft that is sharded over them.
+        synced: continue with empty forwards until every process is done, for a draft that is sharded over them.
 
     Returns:
         `input_ids` and `labels` of B samples; labels are −100 on prompts.

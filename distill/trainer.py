@@ -117,7 +117,7 @@ class DistillTrainer(RecipeTrainer):
 
     @property
     def forbidden_tokens(self) -> list[int]:
-        """The tokens that the draft must not write: rows of its head that are none, and those that it can't propose."""
+        """The tokens that the draft must not write: padding rows of its head, and tokens that it can't propose."""
         rows: int = self.draft.config.get_text_config().vocab_size
         written = range(self.vocab_size) if self.cut is None else self.cut.tokens_D.tolist()
         return sorted(set(range(rows)) - set(written))

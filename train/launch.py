@@ -181,7 +181,7 @@ class TrainingRun(ABC, Generic[Config]):
 
 
 def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None = None) -> None:
-    """Train, or go on; measure; and leave in `output_dir` what was trained, and the record of the run.
+    """Train, or resume; measure; and leave in `output_dir` what was trained, and the record of the run.
 
     Args:
         trainer: with everything it needs.
@@ -189,8 +189,8 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
     """
     config, args = trainer.recipe, trainer.args
     output = Path(str(args.output_dir))
-    with phase("looking for what to go on from"):
-        checkpoint = _checkpoint_to_go_on_from(trainer)
+    with phase("looking for a checkpoint"):
+        checkpoint = _checkpoint_to_resume(trainer)
         state = _finished(trainer, checkpoint)
     if state is not None:
         trainer.state = state
@@ -220,7 +220,7 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
             trainer.upload()
 
 
-def _checkpoint_to_go_on_from(trainer: RecipeTrainer) -> str | None:
+def _checkpoint_to_resume(trainer: RecipeTrainer) -> str | None:
     require_shared(trainer.args, trainer.accelerator)
     checkpoint = newest_checkpoint(str(trainer.args.output_dir)) if trainer.recipe.resume else None
     if checkpoint is None:

@@ -136,7 +136,9 @@ class RecipeConfig(TargetOptions):
         self._select_on_acceptance()
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
         self.training.use_cache = True  # the saved config says so to all who load it; forwards of training ask for none
-        self.training.logging_nan_inf_filter = False  # waits for the device in each part; a loss that is none ends all
+        self.training.logging_nan_inf_filter = (
+            False  # it waits for the device in each part, and a loss that is not finite ends the run anyway
+        )
         if self.training.save_on_each_node:
             raise InputError(
                 "training.save_on_each_node: expected false, as the library writes weights on the first machine alone, "

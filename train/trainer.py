@@ -123,7 +123,7 @@ class RecipeTrainer(SavingTrainer, ABC):
 
     @property
     def job(self) -> JobRecord:
-        """What another run must be to go on from a checkpoint of this one."""
+        """What a run must share with this one to resume from its checkpoints."""
         return JobRecord.of(
             self.args, self.accelerator, len(self.data), self.data.fingerprint(self.recipe.source_weights)
         )

@@ -34,7 +34,7 @@ def make_parallel(
 ) -> None:
     """Give a draft a mask token, and say so in its config, in place.
 
-    The token's embedding becomes the mean of all tokens'. A parallel draft goes on with what it has learned. The tree
+    The token's embedding becomes the mean of all tokens'. A parallel draft keeps the one that it has. The tree
     that was searched for it is dropped, for it will not fit what it learns.
 
     Args:

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: one decoder layer that drafts from the target's features, and from its own where there are none yet.
+"""EAGLE-3 heads: one decoder layer that drafts from the target's features, or from its own last state.
 
 EAGLE-3 (Li et al. 2025, arXiv 2503.01840, section 3): at place i the layer sees the embedding of token i + 1 beside a
 state of token i, and guesses token i + 2. The state is `fuse`d from the target's features of token i where the target
@@ -158,8 +158,12 @@ def attention(before: KeysValues | None, mask: Tensor | None) -> Attend:
             and those before.
     """
 
-    def attend(queries: Tensor, own: KeysValues) -> Tensor:
-        seen = own if before is None else KeysValues(*(torch.cat(pair, 2) for pair in zip(before, own, strict=True)))
+    def attend(queries: Tensor, current: KeysValues) -> Tensor:
+        seen = (
+            current
+            if before is None
+            else KeysValues(*(torch.cat(pair, 2) for pair in zip(before, current, strict=True)))
+        )
         return fused_attention(queries, *seen, mask, is_causal=mask is None)
 
     return attend
@@ -187,9 +191,9 @@ class EagleLayer(GradientCheckpointingLayer):
         normed = self.hidden_norm(states_BTH)
         residual = normed if self.norm_before_residual else states_BTH
         seen_BTE = torch.cat([self.input_layernorm(embeddings_BTH), normed], dim=-1)
-        queries, own = self.self_attn.project(seen_BTE, rotation)
-        hidden = residual + self.self_attn.o_proj(attend(queries, own).transpose(1, 2).flatten(2))
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), own
+        queries, current = self.self_attn.project(seen_BTE, rotation)
+        hidden = residual + self.self_attn.o_proj(attend(queries, current).transpose(1, 2).flatten(2))
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), current
 
 
 class Step(NamedTuple):
@@ -367,6 +371,6 @@ class EagleHeads(DraftingHeads):
         Under autocast accelerate's would turn it into float32, which K steps then keep.
         """
         rotation = self.rotary(embeddings, positions)
-        raw, own = self.midlayer(embeddings, states, rotation, attend)
+        raw, current = self.midlayer(embeddings, states, rotation, attend)
         hidden = self.norm(raw)
-        return Step(hidden if self.config.norm_output else raw, hidden, own)
+        return Step(hidden if self.config.norm_output else raw, hidden, current)

@@ -83,16 +83,16 @@ class FeatureKeys:
     whose score is the logarithm of the other part's sum, and whose value says what weight it got.
 
     Args:
-        own: of step 0, (B, key heads, T, width).
+        current: keys and values of step 0, (B, key heads, T, width).
         heads: that query them.
         visible: of `same_text`; None: causal.
     """
 
-    def __init__(self, own: KeysValues, heads: int, visible: Tensor | None):
+    def __init__(self, current: KeysValues, heads: int, visible: Tensor | None):
         # The score passes through the queries' precision: what bfloat16 rounds off of it goes through another entry.
-        self.keys = nn.functional.pad(own.keys, (0, SPARE, 1, 0))
+        self.keys = nn.functional.pad(current.keys, (0, SPARE, 1, 0))
         self.keys[:, :, 0, -2:] = 1.0
-        self.values = nn.functional.pad(own.values, (0, SPARE, 1, 0))
+        self.values = nn.functional.pad(current.values, (0, SPARE, 1, 0))
         self.values[:, :, 0, -1] = 1.0
         if not flash_takes(self.keys, visible is not None):  # once for all steps
             self.keys, self.values = repeated(self.keys, heads), repeated(self.values, heads)
@@ -100,7 +100,7 @@ class FeatureKeys:
         if visible is not None:  # the sink's own query sees it alone
             visible = nn.functional.pad(visible, (1, 0, 1, 0))
             visible[..., 0] = True
-            self.mask = additive_mask(visible, computing_dtype(own.keys))
+            self.mask = additive_mask(visible, computing_dtype(current.keys))
 
     def attend(self, queries: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the rounds' queries attend to, times its weight, and the weight of the sink.
@@ -136,10 +136,10 @@ def round_attention(of_features: FeatureKeys, drafted: list[KeysValues]) -> Atte
         drafted: keys and values of the steps 1 … k − 1.
     """
 
-    def attend(queries: Tensor, own: KeysValues) -> Tensor:
+    def attend(queries: Tensor, current: KeysValues) -> Tensor:
         rounds, width = queries.shape[2:]
-        made = [KeysValues(*(each[:, :, None, :rounds] for each in part)) for part in (*drafted, own)]
-        grouped = queries.unflatten(1, (own.keys.shape[1], -1))
+        made = [KeysValues(*(each[:, :, None, :rounds] for each in part)) for part in (*drafted, current)]
+        grouped = queries.unflatten(1, (current.keys.shape[1], -1))
         scores = torch.stack([(grouped * part.keys).sum(-1, dtype=torch.float32) for part in made]) * width**-0.5
         seen, weight = of_features.attend(queries, scores.logsumexp(0).flatten(1, 2))
         shares = scores.softmax(0).to(queries.dtype)

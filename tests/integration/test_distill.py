@@ -24,10 +24,13 @@ from draftsmith.decode.errors import InputError
 from draftsmith.decode.replay.rounds import expected_rounds
 from draftsmith.distill import __main__ as command
 from draftsmith.distill.card import authors
+from draftsmith.distill.carving import CHOICE, Carving
+from draftsmith.distill.config import DraftInit
 from draftsmith.distill.trainer import DistillTrainer
 from draftsmith.train.cli import run
 from draftsmith.train.data.collator import CompletionCollator
 from draftsmith.train.data.examples import training_examples
+from draftsmith.train.data.first_look import SCALES
 from draftsmith.train.data.shards import write_shard
 from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.job.telemetry import PHASES
@@ -45,6 +48,16 @@ def trained(pipeline, tmp_path_factory):
     training["per_device_eval_batch_size"] = 2  # 2 + 2 + 1: an incomplete last batch
     options = {"temperature": 0.8, "draft_length": 3, "heldout": [str(pipeline / "heldout")]}
     return command.distill(configured(pipeline, output, training=training, **options)), output
+
+
+def test_a_resumed_run_keeps_the_layers_that_were_chosen_and_looks_no_second_time(pipeline, tmp_path, capsys):
+    for steps, looks in ((1, True), (2, False)):
+        training = {"max_steps": steps, "save_strategy": "steps", "save_steps": 1}
+        config = configured(pipeline, tmp_path, draft=None, init=DraftInit(layers=1), training=training)
+        trainer = command.distill(config)
+        assert ("init: layers" in capsys.readouterr().err) == looks
+    assert trainer.state.global_step == 2
+    assert Carving.read(tmp_path / CHOICE) in (Carving([layer], scale) for layer in (0, 1) for scale in SCALES)
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "tvd", "expected_length", "cross_entropy", "lk_hybrid", "nla"])

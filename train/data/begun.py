@@ -1,7 +1,7 @@
 """A shard that is being written: how far its texts are, and what is kept of them where the run is interrupted.
 
 All tokens are kept, those of texts that have not ended too. To keep whole texts alone, and write the others anew, would
-favour short ones where a forward of other rows rounds otherwise. The next run goes on behind each text's last token
+favour short ones where a forward of other rows rounds otherwise. The next run continues behind each text's last token
 with the random numbers that it would have had: in float32 the texts are those of an uninterrupted run.
 """
 

@@ -83,7 +83,7 @@ def ahead_positions(predicted_BT: Tensor, ahead: int) -> tuple[Tensor, ...]:
 
 
 def text_bounds(position_ids: Tensor) -> dict[str, Any]:
-    """Return what flash attention is told of a batch, (B, T): where texts, at position 0, begin and end."""
+    """Return flash attention's sequence bounds of a batch, (B, T); texts begin at position 0."""
     starts = (position_ids.flatten() == 0).nonzero()[:, 0]
     bounds = torch.cat([starts, starts.new_tensor([position_ids.numel()])]).int()
     longest = int(bounds.diff().max())

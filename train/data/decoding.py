@@ -37,7 +37,7 @@ def complete(
         seed: of the sampling.
         rows: prompts that are decoded at a time; all if None.
         device: where the model computes; where its weights are if None.
-        synced: go on with empty forwards until every process is done, for a model that is sharded over them.
+        synced: continue with empty forwards until every process is done, for a model that is sharded over them.
         begun: what an earlier call with the same arguments had written behind each prompt when it was stopped.
         observer: called with a prompt's place, tokens that were written behind it, and whether its text has ended.
 
@@ -94,7 +94,7 @@ def by_library(
     device: torch.device,
     synced: bool = False,
 ) -> list[list[int]]:
-    """Complete prompts by the library's `generate`, which goes on until the longest has ended."""
+    """Complete prompts by the library's `generate`, which runs until the longest has ended."""
     input_ids, attention_mask = _left_padded(prompt_ids, generation, device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

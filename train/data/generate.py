@@ -3,7 +3,7 @@
 The target writes them here or on a server, or they were written before and are given. An output directory holds
 `manifest.json` (`"draftsmith.completions/1"`: the settings and inputs that determine every token) and Parquet shards.
 The prompts of a shard are completed in one process, as one queue that its index seeds, and it is written aside and
-renamed. So a run that was killed goes on where it stopped, by any number of processes, and ends with the bytes that an
+renamed. So a run that was killed resumes where it stopped, by any number of processes, and ends with the bytes that an
 uninterrupted run of one process writes (those of a server as far as it repeats itself). One that is interrupted or
 terminated keeps the texts of the shard that it was at, too (`begun.py`).
 """

@@ -2,7 +2,7 @@
 
 `.mapped`, beside the shards of a directory, holds an Arrow file for each thousand of them. A file's name has a digest
 of its shards' names, sizes and times, so that shards that changed are read again and no others. It is written aside,
-then renamed: a run that was killed goes on with the files that are not there. What a run chooses (length, packing,
+then renamed: a run that was killed resumes with the files that are not there. What a run chooses (length, packing,
 weights, what is held out) decides which samples are read, and nothing of what is written.
 """
 

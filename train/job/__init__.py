@@ -1,1 +1,1 @@
-"""One job of several processes: how it ends, how it goes on, and what it alone writes."""
+"""One job of several processes: how it ends and resumes, and files that it alone writes."""

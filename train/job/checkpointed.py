@@ -1,4 +1,4 @@
-"""A Trainer that goes on from a checkpoint as it is: it takes no step beyond the last, and says what is wrong with it.
+"""A Trainer that resumes from a checkpoint: it takes no step beyond the last, and says what is wrong with it.
 
 The library takes one step more from a checkpoint in the middle of the last epoch, and fails on a damaged one in many
 ways, or passes over weights that are missing. It also saves weights under the names that an architecture's files have
@@ -56,13 +56,13 @@ class StepsTaken:
 
 
 class CheckpointedTrainer(Trainer):
-    """`transformers.Trainer`, but for where it goes on from."""
+    """`transformers.Trainer`, but for how it resumes."""
 
     _reached = -1
-    """Steps of the checkpoint that is gone on from."""
+    """Steps of the checkpoint that it resumes from."""
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Train, or go on from a checkpoint.
+        """Train, or resume from a checkpoint.
 
         Raises:
             InputError: a checkpoint that is damaged, or of another model.

@@ -47,7 +47,7 @@ class FirstLoss:
             count: the tokens of the whole step, that the logged loss is divided by.
             cause: what the reason may be, and what to do.
         """
-        if self._sums is None:  # the run goes on from a checkpoint
+        if self._sums is None:  # the run resumed from a checkpoint
             return
         sums: Any = accelerator.reduce(self._sums, "sum")
         loss, uniform = (sums / count).tolist()

@@ -36,7 +36,7 @@ class Stopwatch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count what the block does as a phase; afterwards goes on what was going on before."""
+        """Count what the block does as a phase; afterwards the phase before it continues."""
         if self._phases[-1] in APART:
             yield
             return

@@ -169,7 +169,7 @@ class CachedDistributions:
 
 @dataclass(frozen=True)
 class CutDistributions(CachedDistributions):
-    """Cached distributions over the D tokens of a cut vocabulary; of a token that is none of them the id is D."""
+    """Cached distributions over the D tokens of a cut vocabulary; the id of any other token is D."""
 
     log_mass: Tensor
     """The log-probability of the D tokens together, (N,), which the others, but for that of the text, lack."""

@@ -2,7 +2,7 @@
 
 A directory holds `manifest.json` (what determines every number) and one Parquet shard for each shard of completions.
 What is in a shard `distribution_shards` and `feature_shards` say. A shard is written aside and renamed, so that a run
-that was killed goes on where it stopped.
+that was killed resumes where it stopped.
 """
 
 import hashlib

@@ -104,7 +104,7 @@ class DistributionShards:
             done: told of how many samples more have been computed.
 
         Raises:
-            InputError: distributions that are none.
+            InputError: numbers that are no distributions.
             OSError: the disk is full, or cannot be written; nothing is left behind.
         """
         config = self.config
