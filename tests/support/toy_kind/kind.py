@@ -1,0 +1,45 @@
+"""The kind: what commands ask."""
+
+import shutil
+from pathlib import Path
+
+from draftsmith.train.kinds.export import put_in_place
+from draftsmith.train.kinds.kind import DrafterKind, Recipe
+
+
+class Toy(DrafterKind):
+    name, title = "toy", "toy table"
+    recipe = Recipe("toy", "a table", "toy_kind", "toy_kind.__main__:ToyConfig", "toy_kind.__main__:ToyPlanConfig")
+    formats = ("own",)
+    by_token = True
+
+    def recognises(self, config):
+        return config.get("model_type") == "toy_table"
+
+    def load(self, spec, loading):
+        from toy_kind.table import TableProposer
+
+        table = self.reload(str(spec.path), "float32", False).to(loading.target.device)
+        return self.drafter(spec, TableProposer(table), model=table)
+
+    def reload(self, path, dtype, trust_remote_code):
+        from toy_kind.table import Table
+
+        return Table.from_pretrained(path, dtype=dtype).eval()
+
+    def forward(self, model):
+        return lambda: model(model.dummy_inputs["input_ids"] % 2)
+
+    def inspect(self, spec, trust_remote_code):
+        from draftsmith.train.kinds.parts import load_part
+        from toy_kind.table import Table, TableConfig
+
+        def empty(path: str) -> Table:
+            return Table(TableConfig.from_pretrained(path)).to("meta")
+
+        return load_part(spec, empty, lambda table: "a table of pairs", "train one: draftsmith toy")
+
+    def export(self, config, path):
+        with put_in_place(Path(config.output)) as output:
+            shutil.copytree(path, output, dirs_exist_ok=True)
+        return [f"# wrote {config.output}"]
