@@ -26,7 +26,7 @@ from draftsmith.scripts.configs import GenerateConfig
 from draftsmith.scripts.kinds import KINDS, NONE, drafter_specs, kind_named
 from draftsmith.scripts.live_view import STYLES, Detokenizer, Plain, Progress, Terminal
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.cli import INTERRUPTED, parse_config, run
+from draftsmith.train.cli import INTERRUPTED, parse_config
 from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
@@ -188,7 +188,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Decode the prompt as the flags say; 130 where the user interrupted the text."""
     config = parse_config(GenerateConfig, argv, prog="draftsmith generate")
     return generate(config, Console(), Console(stderr=True))
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

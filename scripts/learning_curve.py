@@ -28,7 +28,7 @@ from draftsmith.scripts.kinds import drafter_specs, recipe_of
 from draftsmith.scripts.pair import load_pair
 from draftsmith.scripts.report.charts import value_of
 from draftsmith.scripts.summary import print_summary
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.data.shards import read_manifest
 from draftsmith.train.files import require_writable
@@ -242,7 +242,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows |= {f"{law}: forecast {number}": words for number, words in enumerate(curve["says"], 1)}
     print_summary(rows, "learning curve", Path(config.output))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -1,6 +1,5 @@
 """`draftsmith profile`: where a round's time goes, as a table and a trace for chrome://tracing or ui.perfetto.dev."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from draftsmith.decode.progress import each
 from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.kinds import drafter_specs, kind_named
 from draftsmith.scripts.pair import left_padded, load_pair
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
@@ -90,7 +89,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(profile_table(profiles))
     print(f"trace, for ui.perfetto.dev: {Path(config.output) / 'trace.json'}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

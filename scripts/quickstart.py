@@ -1,7 +1,6 @@
 """`draftsmith quickstart`: the whole way on the embedded target, on any CPU, in minutes."""
 
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.tree import print_tree, search
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import stdlib_prompts, write_prompts
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.files import require_writable
@@ -120,7 +119,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         console.print(f"  {Path(config.output) / name}  {what}", highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -1,6 +1,5 @@
 """`draftsmith tree`: the tree that a drafter of several tokens should draft, searched on target text."""
 
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_named
 from draftsmith.scripts.report.tree_chart import draw_tree
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.scripts.summary import figures_table
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.generate import load_completions
 from draftsmith.train.files import require_writable
 from draftsmith.train.losses.output_head import head_of, require_split, text_states
@@ -322,7 +321,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{found} nodes, not {config.nodes}: in these texts no more would be accepted")
     print(f"tree: {Path(config.output or report['drafter']['path']) / 'tree.json'}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -17,7 +17,7 @@ from draftsmith.scripts.certify.servers import Servers, target_identity
 from draftsmith.scripts.certify.verdicts import GreedyVerdict, SampledVerdict, judge_greedy, judge_sampled
 from draftsmith.scripts.kinds import drafter_specs
 from draftsmith.scripts.pair import load_pair
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.decoding import end_of_sequence_ids
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.endpoint.http import ServerFailure
@@ -186,7 +186,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}; what was answered is kept, and the same command goes on", file=sys.stderr)
         return 1
     return 0 if report["passed"] else 3
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

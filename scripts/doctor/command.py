@@ -1,6 +1,5 @@
 """`draftsmith doctor`: will this target work with these drafters? One line a check, weights unloaded."""
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -15,7 +14,7 @@ from draftsmith.scripts.doctor.checks import check_setup
 from draftsmith.scripts.doctor.config import DoctorConfig
 from draftsmith.scripts.doctor.costs import check_costs, check_memory
 from draftsmith.scripts.kinds import drafter_specs, run_of, stored_as
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
 from draftsmith.train.kinds.findings import SYMBOLS, Finding, report
@@ -135,7 +134,3 @@ def _write(config: DoctorConfig, findings: list[Finding], code: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check as the flags say; 0 where all is well or only worth a warning, 2 where something cannot be used."""
     return doctor(parse_config(DoctorConfig, argv, prog="draftsmith doctor"), Console(), Console(stderr=True))
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

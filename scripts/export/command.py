@@ -14,7 +14,7 @@ from draftsmith.scripts.configs import ExportConfig
 from draftsmith.scripts.engine.offline import EngineFailure, engine_python
 from draftsmith.scripts.engine.verification import room, verify
 from draftsmith.scripts.kinds import drafter_specs, foreign_kind, stored_as
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.corpus import encoded_prompts
 from draftsmith.train.kinds.export import check_format, check_output
 from draftsmith.train.kinds.kind import DrafterKind
@@ -109,7 +109,3 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr)
             return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -25,7 +25,7 @@ from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.settings import load_fastest
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import require_writable, write_aside
@@ -116,7 +116,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if report.failures:
         return min(failure.exit_code for failure in report.failures)
     return 3 if report.gate is not None and not report.gate.passed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from draftsmith.decode.progress import phase
 from draftsmith.scripts.plan.config import plan_config
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.plan import MemoryPlan
 from draftsmith.train.memory.setting import GIB, Machines, TrainingMachines, gib
@@ -94,7 +94,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     with phase("plan"):
         fits = report(config.memory_plan(), Console())
     return 0 if fits else DOES_NOT_FIT
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

@@ -1,7 +1,6 @@
 """`draftsmith tune`: lossy rules at many levels, what they gain in speed and how far they depart from the target."""
 
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +32,7 @@ from draftsmith.scripts.tune.tradeoff import (
     level_between,
     print_tradeoff,
 )
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.data.prompts import encode_prompt, read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Pair
@@ -183,7 +182,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print_tradeoff(tune(config))
     print(f"curve: {Path(config.output) / 'tune.svg'}, figures: {Path(config.output) / 'tune.json'}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))

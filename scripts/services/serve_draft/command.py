@@ -19,7 +19,7 @@ from draftsmith.scripts.services.serve_draft.config import ServeDraftConfig
 from draftsmith.scripts.services.serve_draft.metrics import ServiceMetrics
 from draftsmith.scripts.services.serve_draft.texts import DraftTexts
 from draftsmith.scripts.services.serve_draft.worker import Worker
-from draftsmith.train.cli import parse_config, run
+from draftsmith.train.cli import parse_config
 from draftsmith.train.endpoint.http import api_key
 from draftsmith.train.models import load_draft
 
@@ -121,7 +121,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse_config(ServeDraftConfig, argv, prog="draftsmith serve-draft")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     return serve(config)
-
-
-if __name__ == "__main__":
-    sys.exit(run(main))
