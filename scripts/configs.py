@@ -28,7 +28,7 @@ from draftsmith.train.options import (
     DRAFT_LENGTH,
     TREE_NODES,
     ModelOptions,
-    PromptOptions,
+    PromptedTarget,
     TemplateOptions,
 )
 
@@ -82,13 +82,9 @@ class GenerateConfig(Sampling, TemplateOptions):
 
 
 @dataclass
-class ProfileConfig(Sampling, PromptOptions):
+class ProfileConfig(Sampling, PromptedTarget):
     """Profile the rounds of one drafter with a target: how much of their time is drafting, verifying and the rest."""
 
-    target: str
-    """The target: a model directory or hub id."""
-    prompts: str
-    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `trace.json` and `profile.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())

@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from draftsmith.decode.progress import each
 from draftsmith.scripts.kinds import kind_named
+from draftsmith.train.data.prompts import Prompt, encode_prompt
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading, Pair
-from draftsmith.train.models import check_head, load_model, resolve_dtype
+from draftsmith.train.models import check_head, load_model, load_tokenizer, resolve_dtype, vocabulary_size
+from draftsmith.train.options import TemplateOptions
 
 
 def load_pair(
@@ -44,6 +47,20 @@ def load_pair(
     target.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     loading.model = target
     return Pair(target, tokenizer, loading.dtype, [k.load(s, loading) for k, s in zip(kinds, drafters, strict=True)])
+
+
+def read_tokens(
+    target: str, config: TemplateOptions, prompts: Sequence[Prompt]
+) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
+    """Return a target's tokenizer, and prompts in its tokens, through its chat template as the config says.
+
+    Raises:
+        InputError: no tokenizer there, or a prompt that it cannot encode.
+    """
+    tokenizer = load_tokenizer(target, field="target", trust_remote_code=config.trust_remote_code)
+    size = vocabulary_size(target, trust_remote_code=config.trust_remote_code)
+    counted = each(prompts, "prompts", "texts")
+    return tokenizer, [encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding) for prompt in counted]
 
 
 def left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -12,11 +12,11 @@ from draftsmith.decode.measurement.profiler import Profile, chrome_trace, profil
 from draftsmith.decode.progress import each
 from draftsmith.scripts.configs import ProfileConfig
 from draftsmith.scripts.kinds import drafter_specs, kind_named
-from draftsmith.scripts.pair import left_padded, load_pair
+from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable
-from draftsmith.train.models import default_device, load_tokenizer, vocabulary_size
+from draftsmith.train.models import default_device
 from draftsmith.train.provenance import environment, write_json
 
 
@@ -29,13 +29,7 @@ def profile(config: ProfileConfig) -> tuple[dict[str, Any], list[Profile]]:
     output = require_writable(config.output, "trace.json", "profile.json")
     if config.threads:
         torch.set_num_threads(config.threads)
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
-    prompts = read_prompts(config.prompts, limit=config.limit)
-    encoded = [
-        encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)
-        for prompt in each(prompts, "prompts", "texts")
-    ]
+    tokenizer, encoded = read_tokens(config.target, config, read_prompts(config.prompts, limit=config.limit))
     if max(config.batch_size) > len(encoded):
         raise InputError(f"batch_size: expected at most the {len(encoded)} prompts, found {max(config.batch_size)}")
     specs = drafter_specs(config.drafter, [config.draft_length])

@@ -134,6 +134,16 @@ class PromptOptions(TemplateOptions):
         require(self, at_least(0), "seed")
 
 
+@dataclass
+class PromptedTarget(PromptOptions):
+    """A target, and the prompts that it completes."""
+
+    target: str
+    """The target: a model directory or hub id."""
+    prompts: str
+    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
+
+
 def checked_url(url: str, name: str, example: str = "http://127.0.0.1:8000") -> str:
     """Return the root of a server's URL, without a trailing slash or /v1.
 

@@ -10,21 +10,19 @@ import torch
 from rich.console import Console
 
 from draftsmith.decode.measurement.uniformity import detectable
-from draftsmith.decode.progress import each
 from draftsmith.scripts.certify.collect import SentPrompt, stages
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.certify.servers import Servers, target_identity
 from draftsmith.scripts.certify.verdicts import GreedyVerdict, SampledVerdict, judge_greedy, judge_sampled
 from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import load_pair
+from draftsmith.scripts.pair import load_pair, read_tokens
 from draftsmith.train.cli import parse_config
 from draftsmith.train.data.decoding import end_of_sequence_ids
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.endpoint.http import ServerFailure
 from draftsmith.train.files import remove, require_writable
 from draftsmith.train.job.lock import locked
 from draftsmith.train.kinds.drafter import Pair
-from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import environment, git_sha, write_json
 from draftsmith.train.runs import note_on_interrupt
 
@@ -105,15 +103,10 @@ def _load(config: CertifyConfig) -> tuple[list[SentPrompt], Pair | None]:
     prompts = read_prompts(config.prompts, limit=config.limit)
     if config.target is None:
         return [SentPrompt(prompt, None) for prompt in prompts], None
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
-    questions = [
-        SentPrompt(prompt, encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding))
-        for prompt in each(prompts, "prompts", "texts")
-    ]
-    return questions, load_pair(
-        config.target, tokenizer, drafter_specs(config.drafter), config.dtype, config.trust_remote_code
-    )
+    tokenizer, encoded = read_tokens(config.target, config, prompts)
+    specs = drafter_specs(config.drafter)
+    pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
+    return list(map(SentPrompt, prompts, encoded)), pair
 
 
 def _announce(config: CertifyConfig, console: Console, prompts: int, pair: Pair | None) -> None:

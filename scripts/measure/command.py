@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.costs import CostTable
-from draftsmith.decode.progress import each, phase
+from draftsmith.decode.progress import phase
 from draftsmith.distill.kind import DraftModel
 from draftsmith.scripts.kinds import BASELINE, STOCK, drafter_specs
 from draftsmith.scripts.measure.build import build_report
@@ -20,18 +20,18 @@ from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.scripts.measure.stages import observe
 from draftsmith.scripts.measure.state import Measured
 from draftsmith.scripts.measure.unfinished import SETTINGS, Unfinished
+from draftsmith.scripts.pair import read_tokens
 from draftsmith.scripts.report.page import write_page
 from draftsmith.scripts.report.summary import append_summary, markdown
 from draftsmith.scripts.report.table import print_report
 from draftsmith.scripts.report.types import Report
 from draftsmith.scripts.settings import load_fastest
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.data.shards import output_directory
 from draftsmith.train.files import require_writable, write_aside
 from draftsmith.train.kinds.drafter import DrafterSpec
 from draftsmith.train.kinds.untrained import PromptLookup
-from draftsmith.train.models import load_tokenizer, vocabulary_size
 from draftsmith.train.provenance import write_json
 
 FILES = ("report.json", "report.html", "summary.md", "costs.json", ROUNDS)
@@ -47,13 +47,8 @@ def measure(config: MeasureConfig) -> Report:
         InputError: bad input, settings that are not those of the unfinished run there, or a full disk.
     """
     output = require_writable(config.output, *FILES)
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
-    size = vocabulary_size(config.target, trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.replay_limit or config.limit)
-    encoded = [
-        encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)
-        for prompt in each(prompts, "prompts", "texts")
-    ]
+    tokenizer, encoded = read_tokens(config.target, config, prompts)
     count = len(encoded[: config.limit])
     if max(config.batch_size) > count:
         raise InputError(

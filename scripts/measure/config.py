@@ -11,19 +11,15 @@ from draftsmith.decode.options import Filters
 from draftsmith.scripts.kinds import Drafters, aliases, drafter_texts
 from draftsmith.scripts.measure.server.config import MeasureServerConfig
 from draftsmith.train.cli import Floats, Ints, keys_of, numbers
-from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
+from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 TEST_TOKENS = Range(f"0 or at least {LEAST_TOKENS}", lambda tokens: tokens == 0 or tokens >= LEAST_TOKENS)
 
 
 @dataclass
-class MeasureConfig(Filters, PromptOptions):
+class MeasureConfig(Filters, PromptedTarget):
     """Measure on your prompts how drafters agree with a target, how much faster it decodes, and whether that pays."""
 
-    target: str
-    """The target: a model directory or hub id."""
-    prompts: str
-    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `report.json`, `report.html`, `summary.md` and `costs.json`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())

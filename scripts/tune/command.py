@@ -17,7 +17,7 @@ from draftsmith.decode.measurement.repetition import count_repeated_ngrams
 from draftsmith.decode.progress import each, phase
 from draftsmith.decode.rows import Departure
 from draftsmith.scripts.kinds import drafter_specs
-from draftsmith.scripts.pair import left_padded, load_pair
+from draftsmith.scripts.pair import left_padded, load_pair, read_tokens
 from draftsmith.scripts.tune.config import TuneConfig
 from draftsmith.scripts.tune.tradeoff import (
     EXACT,
@@ -33,10 +33,9 @@ from draftsmith.scripts.tune.tradeoff import (
     print_tradeoff,
 )
 from draftsmith.train.cli import parse_config
-from draftsmith.train.data.prompts import encode_prompt, read_prompts
+from draftsmith.train.data.prompts import read_prompts
 from draftsmith.train.files import require_writable
 from draftsmith.train.kinds.drafter import Pair
-from draftsmith.train.models import load_tokenizer
 from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.tune/1"
@@ -126,17 +125,12 @@ def _report(task: Task) -> dict[str, Any]:
 
 
 def _load(config: TuneConfig) -> Task:
-    tokenizer = load_tokenizer(config.target, field="target", trust_remote_code=config.trust_remote_code)
     prompts = read_prompts(config.prompts, limit=config.limit)
     if len(prompts) < 2:  # of which no interval can be told
         raise InputError(f"prompts: expected at least 2 in {config.prompts}, found {len(prompts)}")
+    tokenizer, ids = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter, [config.draft_length])
     pair = load_pair(config.target, tokenizer, specs, config.dtype, config.trust_remote_code)
-    size = pair.target.config.get_text_config().vocab_size
-    ids = [
-        encode_prompt(prompt, tokenizer, vocab_size=size, **config.encoding)
-        for prompt in each(prompts, "prompts", "texts")
-    ]
     pair.check_positions(max(map(len, ids)), config.max_new_tokens)
     return Task(config, pair, ids)
 

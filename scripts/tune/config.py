@@ -6,7 +6,7 @@ from draftsmith.decode.errors import InputError, Range, at_least, less_than, mor
 from draftsmith.decode.options import Sampling
 from draftsmith.scripts.kinds import Drafters, aliases, only_drafter
 from draftsmith.train.cli import Floats, numbers
-from draftsmith.train.options import DRAFT_LENGTH, PromptOptions
+from draftsmith.train.options import DRAFT_LENGTH, PromptedTarget
 
 BELOW_ONE = Range("levels of at least 0 and less than 1", lambda level: 0 <= level < 1)
 UP_TO_ONE = Range("levels of at least 0 and at most 1", lambda level: 0 <= level <= 1)
@@ -14,13 +14,9 @@ LEVELS = {"typical_levels": BELOW_ONE, "threshold_levels": BELOW_ONE, "cascade_l
 
 
 @dataclass
-class TuneConfig(Sampling, PromptOptions):
+class TuneConfig(Sampling, PromptedTarget):
     """Decode prompts by lossy rules at several levels, and find the fastest that departs less than you allow."""
 
-    target: str
-    """The target: a model directory or hub id."""
-    prompts: str
-    """A .jsonl, .json, .parquet or text file of prompts, a directory, or a hub id."""
     output: str
     """The directory that receives `tune.json` and `tune.svg`."""
     drafter: Drafters = field(default_factory=list, metadata=aliases())
