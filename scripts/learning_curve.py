@@ -41,29 +41,30 @@ from draftsmith.train.runs import note_on_interrupt
 SCHEMA = "draftsmith.learning_curve/3"
 
 
-class Replayed(TypedDict):
-    """What replay says of one law's held-out texts: tokens and expected rounds of each."""
+class ReplayedTexts(TypedDict):
+    """Tokens and expected rounds of each held-out text that was sampled by one law."""
 
     tokens: list[Amount]
     rounds: list[Amount]
 
 
 class Point(TypedDict):
-    """What training on a share left."""
+    """One share: the tokens learned from and, by law, the replay of the drafter that was trained on it."""
 
     share: Share
     tokens_learned: Count
-    replayed: dict[str, Replayed]
+    replayed: dict[str, ReplayedTexts]
 
 
-class Known(TypedDict):
-    """What `learning_curve.json` keeps."""
+class CurveFile(TypedDict):
+    """`learning_curve.json`, as far as a second run goes on from it."""
 
     schema: str
     settings: dict[str, Any]
     points: list[Point]
 
 
+NO_INTERVAL = "without an interval: of three amounts none is left to tell how far the curve is off"
 LAW = ("temperature", "top_k", "top_p")
 """The settings that held-out text was sampled by, as far as replay knows them; it refuses text of another law."""
 
@@ -79,46 +80,55 @@ def measure_curve(config: LearningCurveConfig) -> dict[str, Any]:
     path = output / "learning_curve.json"
     settings = {**asdict(config), "run": Path(config.run).read_text("utf-8") if Path(config.run).is_file() else ""}
     settings = {name: settings[name] for name in ("run", "drafter", "flags", "draft_length")}
-    known: dict[str, Any] = {"schema": SCHEMA, "settings": settings, "points": []}
-    if path.is_file():
-        known = dict(read(Known, path))
-    if known.get("schema") != SCHEMA:
-        raise InputError(
-            f"output: expected schema {SCHEMA!r} in {path}, found {known.get('schema')!r}; remove that file, and what "
-            "was trained is replayed again"
-        )
-    if known["settings"] != settings:
-        name = next(name for name in settings if known["settings"].get(name) != settings[name])
-        raise InputError(f"output: expected {path} of the same {name}, found it of another; give another directory")
-    points = {point["share"]: point for point in known["points"]}
-    with note_on_interrupt(
-        lambda: f"{len(points)} of {len(config.shares)} shares are kept in {output}" if points else None
-    ):
+    points = _earlier_points(path, settings)
+    report: dict[str, Any] = {"schema": SCHEMA, "settings": settings}
+
+    def note() -> str | None:
+        return f"{len(points)} of {len(config.shares)} shares are kept in {output}" if points else None
+
+    with note_on_interrupt(note):
         for share in config.shares:
             if share not in points:
                 points[share] = _point(config, share, output / f"share-{share:g}")
-                known["points"] = list(points.values())
-                write_json(path, known)
+                write_json(path, report | {"points": list(points.values())})
     chosen = [points[share] for share in config.shares]
-    curves = {
-        law: learning_curve(
-            [point["tokens_learned"] for point in chosen],
-            [point["replayed"][law]["tokens"] for point in chosen],
-            [point["replayed"][law]["rounds"] for point in chosen],
-            config.times,
-            config.luck,
-            config.draft_length + 1,
-        )
-        for law in chosen[0]["replayed"]
-    }
-    known["curves"] = {law: asdict(curve) | {"says": says(curve)} for law, curve in curves.items()}
-    write_json(path, known)
+    curves = {law: _curve(config, chosen, law) for law in chosen[0]["replayed"]}
+    report["points"] = list(points.values())
+    report["curves"] = {law: asdict(curve) | {"says": says(curve)} for law, curve in curves.items()}
+    write_json(path, report)
     draw(curves, output / "learning_curve.svg")
-    return known
+    return report
 
 
-def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[str, Any]:
-    """Train on a share, and return what was learned from and, by law and held-out text, tokens and expected rounds."""
+def _earlier_points(path: Path, settings: dict[str, Any]) -> dict[float, Point]:
+    """Return by share the points that an earlier run of the same settings left; none where there is no file.
+
+    Raises:
+        InputError: a file of another schema or of other settings.
+    """
+    if not path.is_file():
+        return {}
+    earlier = read(CurveFile, path)
+    if earlier["schema"] != SCHEMA:
+        raise InputError(
+            f"output: expected schema {SCHEMA!r} in {path}, found {earlier['schema']!r}; remove that file, and what "
+            "was trained is replayed again"
+        )
+    for name, value in settings.items():
+        if earlier["settings"].get(name) != value:
+            raise InputError(f"output: expected {path} of the same {name}, found it of another; give another directory")
+    return {point["share"]: point for point in earlier["points"]}
+
+
+def _curve(config: LearningCurveConfig, points: Sequence[Point], law: str) -> LearningCurve:
+    """Return the curve through the τ of these points under one law."""
+    sizes, replayed = [point["tokens_learned"] for point in points], [point["replayed"][law] for point in points]
+    tokens, rounds = ([texts["tokens"] for texts in replayed], [texts["rounds"] for texts in replayed])
+    return learning_curve(sizes, tokens, rounds, config.times, config.luck, config.draft_length + 1)
+
+
+def _point(config: LearningCurveConfig, share: float, directory: Path) -> Point:
+    """Train on a share, and replay the drafter that came of it."""
     given = ["--config", config.run, *config.flags, f"--share={share}", f"--training.output_dir={directory}"]
     command = recipe_of(*config.drafter)
     recipe: RecipeConfig = parse_config(command.config_class(), launcher_flags(given)[1])
@@ -144,7 +154,7 @@ def _point(config: LearningCurveConfig, share: float, directory: Path) -> dict[s
         noted = _law_of(path, recipe)
         for sample in load_completions(path):
             by_law.setdefault(_law(noted | sample), []).append(sample)
-    replayed = {}
+    replayed: dict[str, ReplayedTexts] = {}
     for law, samples in by_law.items():
         texts = [torch.tensor(sample["input_ids"], device=target.device) for sample in samples]
         lengths = [sample["prompt_length"] for sample in samples]
@@ -196,17 +206,12 @@ def says(curve: LearningCurve) -> list[str]:
     """Return the forecast in words, one sentence for each multiple of the text."""
     if not curve.grows:
         return ["τ does not rise with the text: more of it is not what this draft lacks"]
-    words = {2.0: "twice"}
-    said = [
-        f"τ at {words.get(times, f'{times:g} times')} the text: {format_estimate(found, spread='interval')}"
+    unsure = "" if curve.residual is not None else f", {NO_INTERVAL}"
+    return [
+        f"τ at {'twice' if times == 2 else f'{times:g} times'} the text: "
+        f"{format_estimate(found, spread='interval')}{unsure}"
         for times, found in curve.forecasts.items()
     ]
-    if curve.residual is None:
-        return [
-            f"{sentence}, without an interval: of three amounts none is left to tell how far the curve is off"
-            for sentence in said
-        ]
-    return said
 
 
 def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
@@ -214,16 +219,14 @@ def draw(curves: Mapping[str, LearningCurve], path: Path) -> None:
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.add_subplot(xscale="log", xlabel="tokens learned from", ylabel="τ, tokens per forward of the target")
     for number, (law, curve) in enumerate(curves.items()):
-        ahead = {curve.sizes[-1] * times: found for times, found in curve.forecasts.items()}
-        shown: tuple[tuple[str, dict[float, Estimate], str], ...] = (
-            ("replayed", dict(zip(curve.sizes, curve.lengths, strict=True)), "o"),
-            ("forecast", ahead, "s"),
-        )
-        for label, estimates, marker in shown:
-            arms = list(zip(*(found.arms() for found in estimates.values()), strict=True)) or None
-            values = [value_of(found) for found in estimates.values()]
+        ahead = [curve.sizes[-1] * times for times in curve.forecasts]
+        for label, marker, face, sizes, lengths in (
+            ("replayed", "o", None, curve.sizes, curve.lengths),
+            ("forecast", "s", "none", ahead, list(curve.forecasts.values())),
+        ):
+            arms = list(zip(*(found.arms() for found in lengths), strict=True)) or None
             look: dict[str, Any] = {"fmt": marker, "color": f"C{number}", "capsize": 3, "label": f"{law}, {label}"}
-            axes.errorbar(list(estimates), values, yerr=arms, markerfacecolor="none" if marker == "s" else None, **look)
+            axes.errorbar(sizes, list(map(value_of, lengths)), yerr=arms, markerfacecolor=face, **look)
     axes.legend(frameon=False)
     figure.savefig(path)
 

@@ -92,26 +92,22 @@ def search(config: TreeConfig) -> dict[str, Any]:
     target, drafter = pair.target, cast(TreeProposer, pair.drafter.proposer)
     require_split(target, "target")
     texts, median = replayed_texts(config, target, drafter, token_count(tokenizer, target.config))
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(config.seed)).tolist()
-    ends = (-(-len(texts) // 2), -(-7 * len(texts) // 10))
-    searched_on, selection, check = (
-        [texts[i] for i in part] for part in (order[: ends[0]], order[ends[0] : ends[1]], order[ends[1] :])
-    )
+    parts = _dealt_out(texts, config.seed)
     budgets: list[Budget] = []
     if config.nodes is None:
         costs = partial(round_costs, target, drafter, calibration_text(config), config.rows, median, settings.compiled)
         with phase("trees of each size, and what they cost"):
-            budgets = search_budgets(searched_on, LADDER, costs, selection)
+            budgets = search_budgets(parts["search"], LADDER, costs, parts["selection"])
         tree = max(budgets, key=lambda budget: budget.speedup).tree
     else:
         with phase("search"):
-            tree = search_tree(searched_on, config.nodes, selection)
-    count = drafter.depth
+            tree = search_tree(parts["search"], config.nodes, parts["selection"])
+    depth, check = drafter.depth, parts["check"]
     trees = {
-        "chain": Tree.chain(count),
-        "reference": reference_tree(count),
-        "reference_cut": reference_tree(count, len(tree)),
-        "independence": independence_tree(searched_on, len(tree)),
+        "chain": Tree.chain(depth),
+        "reference": reference_tree(depth),
+        "reference_cut": reference_tree(depth, len(tree)),
+        "independence": independence_tree(parts["search"], len(tree)),
         "searched": tree,
     }
     report = {
@@ -119,14 +115,11 @@ def search(config: TreeConfig) -> dict[str, Any]:
         "environment": environment(target.device, pair.dtype),
         "choices": choices_of(tree),
         "target": config.target,
-        "drafter": {"kind": kind.name, "path": path, "depth": count},
+        "drafter": {"kind": kind.name, "path": path, "depth": depth},
         "calibration": {
             "completions": config.completions,
-            "texts": {"search": len(searched_on), "selection": len(selection), "check": len(check)},
-            "tokens": {
-                name: sum(map(len, part))
-                for name, part in (("search", searched_on), ("selection", selection), ("check", check))
-            },
+            "texts": {name: len(part) for name, part in parts.items()},
+            "tokens": {name: sum(map(len, part)) for name, part in parts.items()},
             "seed": config.seed,
         },
         "rank_accuracies": rank_accuracies(check).tolist(),
@@ -135,16 +128,7 @@ def search(config: TreeConfig) -> dict[str, Any]:
         "costs": None,
     }
     if budgets:
-        rows = [
-            {
-                "nodes": len(budget.tree),
-                "mean_acceptance_length": budget.acceptance_length,
-                "verification_seconds": budget.verification,
-                "rest_seconds": budget.costs.overhead,
-                "predicted_speedup": budget.speedup,
-            }
-            for budget in budgets
-        ]
+        rows = [_budget_row(budget) for budget in budgets]
         report["costs"] = {"rows": config.rows, "context": median, "compiled": settings.compiled, "budgets": rows}
     _write(Path(config.output or path), report, tree)
     if config.output is None:
@@ -153,11 +137,26 @@ def search(config: TreeConfig) -> dict[str, Any]:
     return report
 
 
+def _dealt_out(texts: Sequence[TextRanks], seed: int) -> dict[str, list[TextRanks]]:
+    """Deal texts out at random: half to search on, a fifth to select on, the rest to check what was found."""
+    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+    half, most = -(-len(texts) // 2), -(-7 * len(texts) // 10)
+    places = {"search": order[:half], "selection": order[half:most], "check": order[most:]}
+    return {name: [texts[place] for place in part] for name, part in places.items()}
+
+
+def _budget_row(budget: Budget) -> dict[str, Any]:
+    return {
+        "nodes": len(budget.tree),
+        "mean_acceptance_length": budget.acceptance_length,
+        "verification_seconds": budget.verification,
+        "rest_seconds": budget.costs.overhead,
+        "predicted_speedup": budget.speedup,
+    }
+
+
 def replayed_texts(
-    config: TreeConfig,
-    target: PreTrainedModel,
-    drafter: TreeProposer,
-    size: int,
+    config: TreeConfig, target: PreTrainedModel, drafter: TreeProposer, size: int
 ) -> tuple[list[TextRanks], int]:
     """Return the ranks of every different text's tokens, and the median length to a text's middle.
 
