@@ -1,4 +1,4 @@
-"""What `draftsmith doctor` checks of draft models alone: that they are small, and read text as their target does."""
+"""Checks of `draftsmith doctor` for draft models: that they are small, and read text as their target does."""
 
 from collections.abc import Iterator
 

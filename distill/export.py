@@ -1,4 +1,4 @@
-"""What `draftsmith export` does with draft models: servers load their directories as they are."""
+"""`draftsmith export` of draft models: servers load their directories as they are."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,10 +27,10 @@ GAMMA = 4
 
 
 def check(kind: Draft, config: ExportOptions) -> None:
-    """Check what is asked for a draft model, which stays as it is.
+    """Check the options for a draft model, which stays as it is.
 
     Raises:
-        InputError: what would change it, or what its kind refuses.
+        InputError: an option that would change it, or that its kind refuses.
     """
     if config.dtype is not None:
         raise InputError("dtype: expected none with a draft model, which stays as it is, found one")

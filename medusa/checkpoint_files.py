@@ -27,8 +27,8 @@ def matched(
     Args:
         directory: in messages.
         what: they are of, in messages.
-        empty: what must be there, by our names: shapes, and floating-point or not.
-        tensors: what is there.
+        empty: the expected tensors by our names: their shapes, and whether they are floating-point.
+        tensors: of the file.
         names: theirs by ours, where they differ.
 
     Raises:
@@ -143,7 +143,7 @@ def shards(directory: Path) -> list[Path]:
 
 
 def read_safetensors(paths: list[Path], keep: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
-    """Return the tensors of some files whose names are to be kept.
+    """Return the tensors of some files, those whose names pass `keep`.
 
     Raises:
         InputError: a file that is missing or damaged.

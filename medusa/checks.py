@@ -1,4 +1,4 @@
-"""What `draftsmith doctor` checks of all kinds of heads: whether they fit the target, and their tree them."""
+"""Checks of `draftsmith doctor` for all kinds of heads: whether heads fit the target, and the tree the heads."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from draftsmith.train.kinds.parts import SEARCH, Part, Side
 def unfit(
     name: str, kind: str, target: Side, heads: Part, tree: Tree | None, tokens: int, remedy: str
 ) -> Finding | None:
-    """Return what is wrong with heads for this target, or with their tree; None if nothing is.
+    """Return why heads do not fit this target, or the tree the heads; None if all fits.
 
     Args:
         name: of the finding.

@@ -1,4 +1,4 @@
-"""What `draftsmith doctor` checks of parallel drafts: the mask token, and how many tokens they draft."""
+"""Checks of `draftsmith doctor` for parallel drafts: the mask token, and how many tokens they draft."""
 
 from draftsmith.decode.errors import InputError
 from draftsmith.distill.parallel.layout import is_unused, length_of, mask_token_of, tree_of

@@ -1,4 +1,4 @@
-"""What `draftsmith export` says of parallel drafts, in vLLM's speculative config and beside it."""
+"""`draftsmith export` of parallel drafts: vLLM's speculative config, and notes."""
 
 from typing import Any
 

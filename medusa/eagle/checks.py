@@ -1,4 +1,4 @@
-"""What `draftsmith doctor` checks of EAGLE-3 heads: their files, their target, a run that trains them."""
+"""Checks of `draftsmith doctor` for EAGLE-3 heads: their files, their target, a run that trains them."""
 
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def compare(target: Side, heads: Part) -> Finding:
 
 
 def check_run(target: Side, config: EagleTrainingConfig) -> tuple[str, list[Finding]]:
-    """Return what a run trains, in words, and what is found of it beside.
+    """Return in words what a run trains, and further findings.
 
     Args:
         target: without weights.

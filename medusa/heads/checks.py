@@ -1,4 +1,4 @@
-"""What `draftsmith doctor` checks of Medusa heads: whether their files are whole, and whether they fit the target."""
+"""Checks of `draftsmith doctor` for Medusa heads: whether their files are whole, and whether they fit the target."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `draftsmith doctor` checks without loading weights: whether a target and its drafters fit each other."""
+"""Checks of `draftsmith doctor` without weights: whether a target and its drafters fit each other."""
 
 import platform
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a setup costs on this machine: the memory that it takes, and the acceptance from which drafting pays."""
+"""The costs of a setup on this machine: memory, and the acceptance from which drafting pays."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -22,7 +22,7 @@ from draftsmith.train.kinds.parts import Setup
 
 
 @dataclass(frozen=True)
-class Sample:
+class MaskedSample:
     """A sample to train on."""
 
     name: str
@@ -38,7 +38,7 @@ class Sample:
 class Samples:
     """All samples, and those that cannot be encoded."""
 
-    all: list[Sample] = field(default_factory=list)
+    all: list[MaskedSample] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     """The error of each sample that is refused."""
 
@@ -59,7 +59,7 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
         rows = load_completions(config.completions, vocab_size)
         chosen = rows.select(range(min(len(rows), config.limit or len(rows))))
         for row in each(chosen, "samples", "texts"):
-            samples.all.append(Sample(row["id"], row["input_ids"], row["loss_mask"]))
+            samples.all.append(MaskedSample(row["id"], row["input_ids"], row["loss_mask"]))
     elif config.prompts is not None:
         prompts = read_prompts(config.prompts, split=config.split, limit=config.limit, answers="kept")
         for prompt in each(prompts, "samples", "texts"):
@@ -74,11 +74,11 @@ def read(config: DoctorConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: i
                     )
                     prompt.require_logits(masked.ids, tokenizer, vocab_size)
                     samples.all.append(
-                        Sample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
+                        MaskedSample(prompt.id, masked.ids, masked.mask, True, tuple(masked.left_out.values()))
                     )
                 else:
                     ids = encode_prompt(prompt, tokenizer, vocab_size=vocab_size, **config.encoding)
-                    samples.all.append(Sample(prompt.id, ids, [0] * len(ids), answered=False))
+                    samples.all.append(MaskedSample(prompt.id, ids, [0] * len(ids), answered=False))
             except InputError as error:
                 samples.refused.append(str(error))
     return samples
@@ -125,7 +125,7 @@ def check_masks(samples: Samples) -> Iterator[Finding]:
         yield Finding("ok", "loss masks", text)
 
 
-def check_lengths(samples: Sequence[Sample], setup: Setup) -> Finding | None:
+def check_lengths(samples: Sequence[MaskedSample], setup: Setup) -> Finding | None:
     """Compare the samples with the context lengths; None where there is nothing to compare."""
     limits = setup.positions
     if not samples or not limits:
@@ -143,7 +143,7 @@ def check_lengths(samples: Sequence[Sample], setup: Setup) -> Finding | None:
     return Finding("ok", "lengths", f"{longest} tokens at most, of the {role}'s {limit}")
 
 
-def coloured(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> Text:
+def coloured(sample: MaskedSample, tokenizer: PreTrainedTokenizerBase) -> Text:
     """Return a sample's text: in green the tokens that count, the rest dimmed, special tokens bold, line ends marked.
 
     A character whose tokens differ in their masks goes with its last one.

@@ -35,7 +35,7 @@ class EngineFailure(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """What vLLM is asked to decode; ends of text are ignored."""
+    """A task for vLLM: prompts to decode; ends of text are ignored."""
 
     target: str
     prompts: Sequence[Sequence[int]]
@@ -67,7 +67,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Run:
+class EngineRun:
     """What became of some jobs."""
 
     version: str
@@ -89,8 +89,8 @@ class Result(Said):
     num_accepted_tokens_per_pos: list[Count] = Field(default_factory=list)
 
 
-class Told(Said):
-    """What the engine's process says."""
+class EngineOutput(Said):
+    """The output of the engine's process."""
 
     vllm: str
     device: str
@@ -126,13 +126,13 @@ def engine_python(given: str | None = None) -> Path:
 def _has_vllm(python: Path) -> bool:
     question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     try:
-        asked = subprocess.run([str(python), "-P", "-c", question], capture_output=True, timeout=ANSWER, check=False)
+        done = subprocess.run([str(python), "-P", "-c", question], capture_output=True, timeout=ANSWER, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return asked.returncode == 0
+    return done.returncode == 0
 
 
-def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> Run:
+def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> EngineRun:
     """Decode jobs in one process of the engine's Python, one after the other.
 
     Args:
@@ -144,15 +144,17 @@ def run_jobs(python: Path, jobs: Sequence[Job], timeout: float = 1800.0) -> Run:
         EngineFailure: the process ended before its first answer.
     """
     with tempfile.TemporaryDirectory(prefix="draftsmith-engine-") as scratch:
-        asked, answered, log = (Path(scratch) / name for name in ("jobs.json", "answers.json", "log"))
-        asked.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
-        ended = _run([str(python), "-P", str(Path(driver.__file__).resolve()), str(asked), str(answered)], log, timeout)
-        if not answered.exists():
+        requests, responses, log = (Path(scratch) / name for name in ("jobs.json", "answers.json", "log"))
+        requests.write_text(json.dumps([asdict(job) for job in jobs]), encoding="utf-8")
+        ended = _run(
+            [str(python), "-P", str(Path(driver.__file__).resolve()), str(requests), str(responses)], log, timeout
+        )
+        if not responses.exists():
             raise EngineFailure(f"engine: expected answers from {python}, found {ended}")
-        return run_of(answered.read_bytes(), jobs, ended)
+        return run_of(responses.read_bytes(), jobs, ended)
 
 
-def run_of(said: bytes, jobs: Sequence[Job], ended: str) -> Run:
+def run_of(said: bytes, jobs: Sequence[Job], ended: str) -> EngineRun:
     """Return what became of jobs, as the engine's process says.
 
     Args:
@@ -164,17 +166,17 @@ def run_of(said: bytes, jobs: Sequence[Job], ended: str) -> Run:
         EngineFailure: it says nothing that can be an answer.
     """
     try:
-        told = parsed(Told, said, "engine")
+        output = parsed(EngineOutput, said, "engine")
     except InputError as error:
         raise EngineFailure(str(error)) from error
-    if not told.results or len(told.results) > len(jobs):
-        raise EngineFailure(f"engine: expected answers to {len(jobs)} jobs, found {len(told.results)}: {ended}")
-    answers = [_answer(result, job) for result, job in zip(told.results, jobs, strict=False)]
-    return Run(told.vllm, told.device, [*answers, *[EngineFailure(ended)] * (len(jobs) - len(answers))])
+    if not output.results or len(output.results) > len(jobs):
+        raise EngineFailure(f"engine: expected answers to {len(jobs)} jobs, found {len(output.results)}: {ended}")
+    answers = [_answer(result, job) for result, job in zip(output.results, jobs, strict=False)]
+    return EngineRun(output.vllm, output.device, [*answers, *[EngineFailure(ended)] * (len(jobs) - len(answers))])
 
 
 def _run(command: list[str], log: Path, timeout: float) -> str:
-    """Run a process with all that it starts, and return how it ended, with the last line that it wrote."""
+    """EngineRun a process with all that it starts, and return how it ended, with the last line that it wrote."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:

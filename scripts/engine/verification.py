@@ -22,7 +22,7 @@ from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, run_jo
 from draftsmith.train.kinds.export import Served
 
 BATCH = 8
-"""Prompts decoded together, here and there."""
+"""Prompts decoded together, by vLLM and by this decoder."""
 WRONG_SAMPLED = (
     "vLLM 0.32 on CPU writes wrong sampled text with any draft at any T > 0 "
     "(it verifies drafts at a temperature that nobody set)"
@@ -63,10 +63,10 @@ def verify(
         overrides: fields that vLLM adds to the target's config.
 
     Returns:
-        What was found, a line each.
+        The findings, a line each.
 
     Raises:
-        EngineFailure: vLLM does not load it, writes another text, or counts otherwise: one line, the first of these.
+        EngineFailure: vLLM does not load it, writes another text, or counts differently; one line of the first.
         InputError: models that cannot be loaded.
     """
     gamma = max(each.draft_length for each in served)
@@ -113,12 +113,12 @@ class Checks:
         self.plain = self._texts(plain_texts(target, prompts, BATCH, max_new_tokens=tokens))
 
     def same(self, name: str, of: str, expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]) -> str:
-        """Compare texts, token for token; where they part at a tie, that is told."""
+        """Compare texts, token for token, and say where they part at a tie."""
         certificate = certify_greedy(self.target, expected, found, self.prompts)
         if not certificate.passed:
             raise EngineFailure(f"verify: expected {name} to write {of}, found {certificate.reason}")
-        told = f"{name}: {certificate.prompts_identical} of {len(self.prompts)} texts are {of}"
-        return told if certificate.reason is None else f"{told}; {certificate.reason}"
+        line = f"{name}: {certificate.prompts_identical} of {len(self.prompts)} texts are {of}"
+        return line if certificate.reason is None else f"{line}; {certificate.reason}"
 
     def decoded_here(self, draft_length: int) -> str:
         """Compare this decoder's text with the drafter with its own without."""
@@ -129,12 +129,12 @@ class Checks:
     def counted(self, served: Served, answer: Answer) -> str:
         """Compare what vLLM counted with what replay on its texts says that it must count."""
         expected, found = self.expected_counts(answer.token_ids, served.draft_length), answer.counters
-        told = f"{served.name}, γ = {served.draft_length}: {_words(found)}"
+        line = f"{served.name}, γ = {served.draft_length}: {_words(found)}"
         if not expected.same_as(found):
             raise EngineFailure(
                 f"verify: expected vLLM with {served.name} to count {_words(expected)}, found {_words(found)}"
             )
-        return f"{told}, as replay says that vLLM counts"
+        return f"{line}, as replay says that vLLM counts"
 
     def expected_counts(self, texts: Sequence[Sequence[int]], draft_length: int) -> ServerCounts:
         """Return what vLLM counts while it writes texts: replay on them and on γ tokens behind them, drafted too."""
@@ -146,7 +146,7 @@ class Checks:
         )
         counts = []
         for text, replayed in zip(texts, replay[""].texts, strict=True):
-            assert replayed.rounds is not None  # of chains at T=0 there always are
+            assert replayed.rounds is not None  # chains at T=0 always have rounds
             counts.append(vllm_counts(replayed.rounds, len(text), draft_length))
         return pooled(counts)
 

@@ -21,14 +21,14 @@ from draftsmith.train.kinds.kind import DrafterKind
 from draftsmith.train.models import load_config, load_model, load_tokenizer
 
 PROMPT_TOKENS = 128
-"""Kept of a prompt that is verified with."""
+"""The last N tokens of a prompt that verifies."""
 
 
 def check(config: ExportConfig) -> None:
     """Check what can be checked before any work.
 
     Raises:
-        InputError: what a kind of drafters cannot be asked.
+        InputError: an option that does not go with this kind of drafter.
     """
     if config.import_from is None:
         kind, _ = drafter_of(config)
@@ -40,7 +40,7 @@ def check(config: ExportConfig) -> None:
 
 
 def export(config: ExportConfig) -> list[str]:
-    """Do what the config says and return what to tell: the launch line is the last that is no comment.
+    """Export or import, and return the lines to print: the launch line is the last that is no comment.
 
     Raises:
         InputError: anything that cannot be read, written, or held by the format.
@@ -58,11 +58,11 @@ def drafter_of(config: ExportConfig) -> tuple[DrafterKind, str]:
 
 
 def verified(config: ExportConfig, python: Path) -> list[str]:
-    """Decode with what was exported in a real engine, and return what was compared, a line each.
+    """Decode with the export in a real engine, and return the comparisons, a line each.
 
     Raises:
         InputError: prompts or models that cannot be read.
-        EngineFailure: the engine does not load it, or decodes otherwise: one line.
+        EngineFailure: the engine does not load it, or decodes differently: one line.
     """
     target, code = str(config.target), config.trust_remote_code
     tokenizer = load_tokenizer(target, field="target", trust_remote_code=code)
@@ -89,10 +89,10 @@ def verified(config: ExportConfig, python: Path) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Export as the flags say, and print what there is to know, the launch line last of what is no comment.
+    """Export as the flags say, and print comments and the launch line.
 
     Returns:
-        0, or 1 where the engine that it is verified in fails or decodes otherwise; what was exported stays.
+        0, or 1 where the engine that verifies the export fails or decodes differently; the export stays.
     """
     config = parse_config(ExportConfig, argv, prog="draftsmith export")
     check(config)

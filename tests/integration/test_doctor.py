@@ -32,7 +32,7 @@ from draftsmith.scripts import cli
 from draftsmith.scripts.doctor import checks as pair_checks
 from draftsmith.scripts.doctor import costs as pair_costs
 from draftsmith.scripts.doctor.command import main
-from draftsmith.scripts.doctor.loss_masks import Sample, Samples, bracketed, check_masks, coloured, show
+from draftsmith.scripts.doctor.loss_masks import MaskedSample, Samples, bracketed, check_masks, coloured, show
 from draftsmith.train.data.generate import PrepareConfig, prepare
 from draftsmith.train.data.tokenizer import train_bpe
 from draftsmith.train.kinds import costs as round_costs
@@ -645,8 +645,8 @@ def test_answers_that_the_template_rewrites_are_counted_or_refused(chat, tmp_pat
 
 
 def test_empty_masks_are_counted_and_named_and_nothing_but_them_is_an_error():
-    full, empty = Sample("full", [1, 2], [0, 1]), Sample("empty", [1, 2], [0, 0])
-    prompt = Sample("prompt", [1], [0], answered=False)
+    full, empty = MaskedSample("full", [1, 2], [0, 1]), MaskedSample("empty", [1, 2], [0, 0])
+    prompt = MaskedSample("prompt", [1], [0], answered=False)
     said = "1 of 4 tokens count in 2 samples with an answer, 1 with an empty mask"
     remedy = "they train nothing: leave them out"
     assert list(check_masks(Samples([full, empty]))) == [Finding("warning", "loss masks", f"{said}: empty", remedy)]
@@ -673,10 +673,10 @@ def test_every_token_is_shown_once_in_its_colour_and_characters_stay_whole():
     for start in range(len(ids)):
         for stop in range(start, len(ids) + 1):
             mask = [int(start <= i < stop) for i in range(len(ids))]
-            shown = coloured(Sample("x", ids, mask), tokenizer)
+            shown = coloured(MaskedSample("x", ids, mask), tokenizer)
             assert shown.plain == text.replace("\n", "↵\n").replace("\x1b", "␛")  # and the terminal is not steered
     mask = [1] * 3 + [0] * (len(ids) - 3)
-    shown = coloured(Sample("x", ids, mask), tokenizer)
+    shown = coloured(MaskedSample("x", ids, mask), tokenizer)
     green = "".join(shown.plain[span.start : span.end] for span in shown.spans if "green" in str(span.style))
     assert green == tokenizer.decode(ids[:3]) and bracketed(shown).plain == f"⟦{green}⟧{shown.plain[len(green) :]}"
 
@@ -693,7 +693,7 @@ def test_a_terminal_gets_colours_and_a_hanging_indent():
     tokenizer = byte_level(trim_offsets=False)
     ids = tokenizer.encode(TEXTS[0])
     file.truncate(0)
-    show(Samples([Sample("x", ids, [0, 1] + [1] * (len(ids) - 2))]), 1, tokenizer, console)
+    show(Samples([MaskedSample("x", ids, [0, 1] + [1] * (len(ids) - 2))]), 1, tokenizer, console)
     assert "\x1b[32m" in file.getvalue() and "⟦" not in file.getvalue()
     assert all(cell_len(symbol) == 1 for symbol in SYMBOLS.values())
 
@@ -716,6 +716,32 @@ def test_bad_flags_are_refused(options, message, capsys):
     with pytest.raises(InputError) as error:
         check(capsys, "target", **options)
     assert message in str(error.value)
+
+
+def test_several_drafters_of_any_kind_are_checked(pair_dirs, tmp_path, capsys):
+    target, draft = pair_dirs
+    shutil.copytree(draft, tmp_path / "other")
+    given = ["--drafter", str(draft), "--drafter", f"other={tmp_path / 'other'}", "--drafter", "prompt_lookup"]
+    code = main(["--target", str(target), *given, "--dtype", "float32", "--costs", "--batch_size", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0 and "✓ prompt_lookup: n-grams: no files to check" in lines
+    for start in ("! sizes, draft: ", "! sizes, other: ", "✓ vocabulary: target 300 logits, other 300 logits"):
+        assert any(line.startswith(start) for line in lines)
+    assert "✓ positions: target 512, draft 512, other 512" in lines
+    for name in ("costs", "other", "prompt_lookup"):
+        assert any(line[2:].startswith(f"{name}, B = 1: t(1) = ") for line in lines)
+
+
+def test_runs_of_any_recipe_are_checked(plain, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text(json.dumps({"target": str(plain), "completions": ["c"]}))
+    code, lines, _, _ = check(capsys, plain, run=f"medusa:{tmp_path / 'run.yaml'}")
+    assert code == 0 and lines["medusa run"] == "✓ Medusa heads"
+    for run, message in (
+        ("lookahead:f", "a kind that is trained"),
+        ("medusa", "run: expected KIND:FILE, found medusa"),
+    ):
+        with pytest.raises(InputError, match=message):
+            check(capsys, plain, run=run)
 
 
 def test_it_is_a_command(pair_dirs, tmp_path, capsys):

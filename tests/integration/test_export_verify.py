@@ -13,7 +13,7 @@ from draftsmith.medusa import MedusaHeads
 from draftsmith.medusa.heads.formats.importing import import_heads
 from draftsmith.scripts import cli
 from draftsmith.scripts.engine import verification
-from draftsmith.scripts.engine.offline import Answer, EngineFailure, Job, Run
+from draftsmith.scripts.engine.offline import Answer, EngineFailure, EngineRun, Job
 from draftsmith.scripts.export import command
 from draftsmith.train.losses.output_head import last_hidden
 from draftsmith.train.models import load_model
@@ -31,7 +31,7 @@ class Engine:
 
     def __call__(self, python, jobs, timeout):
         self.jobs = jobs
-        return Run("0.32.0", "cpu", [self.change(i, self.answer(job)) for i, job in enumerate(jobs)])
+        return EngineRun("0.32.0", "cpu", [self.change(i, self.answer(job)) for i, job in enumerate(jobs)])
 
     def answer(self, job: Job) -> Answer | EngineFailure:
         target = load_model(job.target, dtype="float32", device="cpu")

@@ -1,4 +1,4 @@
-"""What rounds of a drafter cost on this machine, and the acceptance from which drafting pays."""
+"""The costs of a drafter's rounds on this machine, and the acceptance from which drafting pays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ HARD = 0.9  # an acceptance rate that few drafts reach
 
 @dataclass(frozen=True)
 class TimedDrafter:
-    """What a drafter's rounds cost beside forwards of its target."""
+    """A drafter whose rounds are timed beside forwards of its target."""
 
     target: PreTrainedModel
     proposer: Proposer

@@ -1,4 +1,4 @@
-"""What exports of all kinds of drafters share: options, where they are written, and how an engine is configured.
+"""Shared by exports of all kinds of drafters: options, the directory, and the config of an engine.
 
 Light: `--help` must not wait for torch.
 """
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 ENGINES = ("vllm",)
-"""What an export can be verified in."""
+"""Engines that can verify an export."""
 
 
 @dataclass
 class ExportOptions:
-    """What kinds of drafters are asked to export."""
+    """Options of an export, of whatever kind."""
 
     format: str | None = None
     """Of draft models: vllm or sglang, which load them as they are. Of heads: own, vllm, and sglang, fasterdecoding or
@@ -69,7 +69,7 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Served:
-    """A drafter as vLLM is to use it."""
+    """A drafter in vLLM."""
 
     name: str
     """In messages."""
@@ -93,7 +93,11 @@ def vocabulary_override(config: "PretrainedConfig") -> dict[str, int]:
 
 
 def check_format(format: str, expected: Sequence[str]) -> str:
-    """Return the name of a format, or raise an InputError that names those there are."""
+    """Return the name of a format.
+
+    Raises:
+        InputError: an unknown format.
+    """
     if format not in expected:
         raise InputError(f"format: expected one of {', '.join(expected)}, found {format!r}")
     return format
@@ -113,7 +117,7 @@ def check_output(directory: Path) -> None:
 
 @contextmanager
 def put_in_place(directory: Path) -> Iterator[Path]:
-    """Give a directory to write in that takes the place of another when all went well, and is removed otherwise."""
+    """Give a directory to write in; it takes the place of `directory` if the block ends well, and is removed if not."""
     check_output(directory)
     try:
         with written_aside(directory.absolute()) as aside:

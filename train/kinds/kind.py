@@ -194,10 +194,10 @@ class DrafterKind(ABC):
         return self.title, []
 
     def check_export(self, config: "ExportOptions") -> None:
-        """Check what `draftsmith export` is asked for before any work.
+        """Check the options of `draftsmith export` before any work.
 
         Raises:
-            InputError: what it cannot do with such drafters.
+            InputError: an option that does not go with such drafters.
         """
         from draftsmith.train.kinds.export import check_output
 
@@ -207,10 +207,10 @@ class DrafterKind(ABC):
         check_output(Path(config.output))
 
     def check_format(self, config: "ExportOptions") -> None:
-        """Check a format, and what is asked for beside it.
+        """Check a format, and the options that depend on it.
 
         Raises:
-            InputError: a format that there is not, or one that does not go with an option.
+            InputError: an unknown format, or an option that does not go with it.
         """
         from draftsmith.train.kinds.export import check_format
 
@@ -229,7 +229,7 @@ class DrafterKind(ABC):
                 raise InputError(f"{name}: expected {wanted}, found it with {config.format}")
 
     def export(self, config: "ExportOptions", path: str) -> list[str]:
-        """Write a drafter in a format, and return what to tell: the launch line is the last that is no comment.
+        """Write a drafter in a format, and return the lines to print: the launch line is the last that is no comment.
 
         Args:
             config: checked by `check_export`.
@@ -243,7 +243,7 @@ class DrafterKind(ABC):
     def served(
         self, config: "ExportOptions", path: str
     ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
-        """Return how vLLM is to use what was written, and what drafts the same here with a target."""
+        """Return vLLM's configs for the export, and a function from the target to the proposer that must agree."""
         raise NotImplementedError(f"{self.title}: no formats")
 
     def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
@@ -259,7 +259,7 @@ class DrafterKind(ABC):
         return False
 
     def import_from(self, config: "ExportOptions", source: str) -> list[str]:
-        """Write a drafter of another tool in the format of this one, and return what to tell.
+        """Write a drafter of another tool in our format, and return the lines to print.
 
         Raises:
             InputError: one that cannot be read.

@@ -1,4 +1,4 @@
-"""What `draftsmith export` does with EAGLE-3 heads: writes them for servers, reads those of other tools."""
+"""`draftsmith export` of EAGLE-3 heads: written for servers, or read from other tools."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ WRITTEN = "read back by another process with the same logits"
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write heads for a server, and return what to tell: the launch line is the last.
+    """Write heads for a server, and return the lines to print: the launch line is the last.
 
     Raises:
         InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
@@ -46,7 +46,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write heads of another tool in our format, and return what to tell.
+    """Write heads of another tool in our format, and return the lines to print.
 
     Raises:
         InputError: heads that cannot be read, or do not fit the target.

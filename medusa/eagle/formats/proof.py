@@ -18,11 +18,11 @@ def prove_eagle(heads: EagleHeads, directory: Path) -> None:
     """Require that a directory of EAGLE-3 heads reads as these, on features and on their own states.
 
     Args:
-        heads: on the CPU, rounded to the weights there.
+        heads: on the CPU, rounded to the written weights.
         directory: what was written.
 
     Raises:
-        RuntimeError: it reads otherwise, or not at all.
+        RuntimeError: a reader finds other logits, or fails.
     """
     config, generator = heads.config, torch.Generator().manual_seed(0)
     wide = config.target_hidden_size * len(heads.layer_ids)

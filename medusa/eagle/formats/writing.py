@@ -66,17 +66,17 @@ def export_eagle(
         heads: of any device; they stay as they are.
         directory: new, or empty.
         format: one of `EAGLE_FORMATS`.
-        dtype: of the weights there; that of the heads if None.
+        dtype: of the written weights; that of the heads if None.
         readme: a model card, written as README.md.
         layers: how many the target has, where that is known.
 
     Returns:
-        What a reader should know, a line each.
+        Notes for the reader, a line each.
 
     Raises:
         InputError: an unknown format or dtype, heads that the format cannot hold or the dtype overflows, weights that
             are not finite, or a directory that holds something or cannot be written in.
-        RuntimeError: what was written reads otherwise. Nothing is left of it.
+        RuntimeError: a reader finds other logits in what was written; the directory is removed.
     """
     directory = Path(directory)
     reason = eagle_refusal(heads, check_format(format, EAGLE_FORMATS), layers)

@@ -1,4 +1,4 @@
-"""What `draftsmith export` does with Medusa heads: writes them for other tools, reads those of other tools."""
+"""`draftsmith export` of Medusa heads: written for other tools, or read from them."""
 
 import shlex
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from draftsmith.train.runs import vllm_command
 
 
 def export(config: ExportOptions, source: str) -> list[str]:
-    """Write heads in a format, and return what to tell: the launch line is the last that is no comment.
+    """Write heads in a format, and return the lines to print: the launch line is the last that is no comment.
 
     Raises:
         InputError: heads that cannot be read or do not fit the target, or that the format cannot hold.
@@ -64,7 +64,7 @@ def export(config: ExportOptions, source: str) -> list[str]:
 
 
 def import_from(config: ExportOptions, source: str) -> list[str]:
-    """Write heads of another tool in our format, and return what to tell.
+    """Write heads of another tool in our format, and return the lines to print.
 
     Raises:
         InputError: heads that cannot be read, or do not fit the target.

@@ -24,11 +24,11 @@ def prove(heads: MedusaHeads, directory: Path, format: str, reader: str, dtype: 
         directory: what was written.
         format: in which.
         reader: whose way of reading is tried, a name of `readers.READERS`.
-        dtype: of the weights there.
+        dtype: of the written weights.
         by_rank: as in `export_heads`.
 
     Raises:
-        RuntimeError: it reads otherwise, or not at all.
+        RuntimeError: a reader finds other logits, or fails.
     """
     config, generator = heads.config, torch.Generator().manual_seed(0)
     hidden_NH = torch.randn(4, config.hidden_size, generator=generator)

@@ -38,7 +38,11 @@ VLLM_READS = ("vllm", "fasterdecoding")
 
 
 def check_format(format: str) -> str:
-    """Return the name of a format, or raise an InputError that names those there are."""
+    """Return the name of a format.
+
+    Raises:
+        InputError: an unknown format.
+    """
     if format == "sglang":
         raise InputError(f"format: expected one of {', '.join(FORMATS)}, found 'sglang'; SGLang loads no Medusa heads")
     return one_of_formats(format, FORMATS)
@@ -96,18 +100,18 @@ def export_heads(
         heads: of any device; they stay as they are.
         directory: new, or empty.
         format: one of `FORMATS`.
-        dtype: of the weights there; that of the heads if None.
+        dtype: of the written weights; that of the heads if None.
         by_rank: leave softcapping out, and outside of vLLM a positive `logit_scale`. Neither changes which tokens are
             the most likely, and these readers draft by that alone.
         readme: a model card, written as README.md.
 
     Returns:
-        What a reader should know, a line each, such as a tree that vLLM does not draft.
+        Notes for the reader, a line each, such as a tree that vLLM does not draft.
 
     Raises:
         InputError: an unknown format or dtype, heads that the format cannot hold or the dtype overflows, weights that
             are not finite, or a directory that holds something or cannot be written in.
-        RuntimeError: what was written reads otherwise. Nothing is left of it.
+        RuntimeError: a reader finds other logits in what was written; the directory is removed.
     """
     directory = Path(directory)
     reason = refusal(heads, check_format(format), by_rank)
@@ -132,7 +136,7 @@ def written_bytes(heads: MedusaHeads, format: str, dtype: str | None = None) -> 
     Args:
         heads: that the format can hold.
         format: one of `FORMATS`.
-        dtype: of the weights there; that of the heads if None.
+        dtype: of the written weights; that of the heads if None.
     """
     config, kind = heads.config, heads.dtype if dtype is None else DTYPES[check_dtype(dtype)]
     blocks = sum(p.numel() for name, p in heads.named_parameters() if not name.startswith("lm_head"))
