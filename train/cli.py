@@ -138,10 +138,12 @@ def _values(cls: type[Any], argv: Sequence[str] | None, prog: str | None, whole:
             if not isinstance(parsed.get(name, {}), jsonargparse.Namespace | dict):
                 raise InputError(f"{name}: expected fields and their values, found {parsed[name]!r}")
         values = vars(parser.instantiate(parsed) if whole else parsed)
+        words = {argument.partition("=")[0] for argument in arguments}
         for name, aliases in aliased.items():
-            values[name] = _texts(values[name]) + [
-                text for alias in aliases for text in alias.spell(_texts(values.pop(alias.name, None)))
-            ]
+            spelled = {alias.name: alias.spell(_texts(values.pop(alias.name, None))) for alias in aliases}
+            # The flag itself stands over whatever a file says; aliases add to it, or stand over their own.
+            kept = [flag for flag in spelled if f"--{name}" not in words or f"--{flag}" in words]
+            values[name] = _texts(values[name]) + [text for flag in kept for text in spelled[flag]]
         return values
     except InputError:
         raise

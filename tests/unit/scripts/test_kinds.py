@@ -1,0 +1,103 @@
+"""How `--drafter` names drafters, and its older names."""
+
+import json
+
+import pytest
+
+from draftsmith.decode.errors import InputError
+from draftsmith.scripts import cli, kinds
+from draftsmith.scripts.configs import GenerateConfig, LearningCurveConfig, TreeConfig
+from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parsed
+from draftsmith.scripts.measure.config import MeasureConfig
+from draftsmith.train.cli import parse_config
+
+CONFIGS = {
+    "draft": {"model_type": "llama"},
+    "parallel_draft": {"model_type": "llama", "pard_token": 7},
+    "medusa": {"model_type": "medusa"},
+    "eagle": {"model_type": "llama", "architectures": ["LlamaForCausalLMEagle3"]},
+}
+
+
+@pytest.fixture
+def directories(tmp_path):
+    for name, config in CONFIGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def measured(*flags: str) -> list[str]:
+    given = ["--target", "t", "--prompts", "p", "--output", "o"]
+    return parse_config(MeasureConfig, [*given, *flags]).drafter
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_directory_says_its_kind(directories, name):
+    assert kind_of(str(directories / name)).name == name
+    assert parsed(f"mine={directories / name}") == ("mine", kind_of(str(directories / name)), str(directories / name))
+
+
+def test_names_kinds_and_arguments(directories):
+    draft = str(directories / "draft")
+    for text, expected in (
+        ("prompt_lookup", (None, "prompt_lookup", None)),
+        ("short=prompt_lookup:2-5", ("short", "prompt_lookup", "2-5")),
+        ("early_exit:4", (None, "early_exit", "4")),
+        (f"draft:{directories / 'parallel_draft'}", (None, "draft", str(directories / "parallel_draft"))),
+        (f"a=run_ahead:{draft}", ("a", "run_ahead", draft)),
+    ):
+        name, kind, argument = parsed(text)
+        assert (name, kind.name, argument) == expected
+    specs = drafter_specs([draft, f"draft:{directories / 'parallel_draft'}", "prompt_lookup", f"mine={draft}"])
+    both = [f"{directories.name}/draft", f"{directories.name}/parallel_draft"]  # of one kind: told apart by their paths
+    assert [spec.name for spec in specs] == [*both, "prompt_lookup", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("oracle", "drafter: expected a directory, a hub id or one of .*prompt_lookup.*, found oracle"),
+        ("medusa", "drafter: expected medusa:DIR, found medusa without a directory"),
+        ("/nowhere", "drafter: expected a model directory or a hub id, found nothing at /nowhere"),
+    ],
+)
+def test_what_is_no_drafter_is_refused(text, refusal):
+    with pytest.raises(InputError, match=refusal):
+        parsed(text)
+
+
+def test_the_same_name_twice_is_refused():
+    with pytest.raises(InputError, match="drafter: expected each name once, found a again"):
+        drafter_specs(["a=prompt_lookup", "a=lookahead"])
+
+
+def test_older_flags_are_aliases(tmp_path):
+    for kind in KINDS:
+        for flag in kind.flags:
+            value = "true" if kind.switch else "x"
+            expected = [kind.name if kind.switch else f"{kind.name}:x"]
+            assert measured(f"--{flag.replace('_', '-')}", value) == expected
+    assert measured("--draft", '["a", "b"]', "--medusa", "h") == ["draft:a", "draft:b", "medusa:h"]
+    file = tmp_path / "config.yaml"
+    file.write_text("target: t\nprompts: p\noutput: o\ndraft: a\nprompt_lookup: true\n")
+    assert parse_config(MeasureConfig, ["--config", str(file)]).drafter == ["draft:a", "prompt_lookup"]
+    assert parse_config(MeasureConfig, ["--config", str(file), "--draft", "b"]).drafter == ["draft:b", "prompt_lookup"]
+    assert parse_config(MeasureConfig, ["--config", str(file), "--drafter", "b"]).drafter == ["b"]
+    assert measured("--drafter", "a", "--drafter=b", "--prompt_lookup") == ["a", "b", "prompt_lookup"]
+    heads = ["--target", "t", "--completions", "[c]", "--heads", "h"]
+    assert parse_config(TreeConfig, heads).drafter == ["h"]
+    given = ["--target", "t", "--prompt", "p", "--draft", "d", "--medusa", "h"]
+    assert parse_config(GenerateConfig, [*given, "--proposer", "medusa"]).drafter == ["medusa:h"]
+    assert parse_config(GenerateConfig, [*given, "--proposer", "none"]).drafter == [kinds.NONE]
+    curve = ["--run", "r", "--output", "o"]
+    assert parse_config(LearningCurveConfig, curve).drafter == ["draft"]
+    assert parse_config(LearningCurveConfig, [*curve, "--recipe", "eagle"]).drafter == ["eagle"]
+
+
+def test_older_commands_are_aliases(capsys):
+    for name in ("medusa-tree", "tree"):
+        with pytest.raises(SystemExit, match="0"):
+            cli.main([name, "--help"])
+    older, newer = capsys.readouterr().out.split("usage: draftsmith tree")[1:]
+    assert older == newer
