@@ -6,7 +6,7 @@ Nothing is sent twice: a request that is tried again would be timed twice, and c
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from draftsmith.decode.errors import InputError
 from draftsmith.decode.measurement.server_counts import ServerCounts, possible
@@ -14,8 +14,6 @@ from draftsmith.scripts.serving.counters import ServerMetrics, read_metrics
 from draftsmith.train.endpoint.answers import Delta, ModelList, StreamPart
 from draftsmith.train.endpoint.http import MOST_BYTES, HttpClient, ServerFailure, server_words
 from draftsmith.train.options import checked_url
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -129,14 +127,6 @@ class Client(HttpClient):
             raise self.broken_off(path)
         return answer
 
-    def said(self, kind: type[T], data: str, path: str) -> T:
-        """Return an event of a path's answer as an instance of a class; raises as `read`."""
-        return self.read(kind, data, f"{self.name}: {self.url}{path}")
-
-    def no_completion(self, path: str, words: str) -> ServerFailure:
-        """Return the failure of an answer that is an error, in the server's words."""
-        return ServerFailure(f"{self.name}: expected a completion from {self.url}{path}, found {self.hidden(words)}")
-
     def impossible(self, path: str, what: str) -> ServerFailure:
         """Return the failure of an answer that says what cannot be."""
         return ServerFailure(f"{self.name}: {self.url}{path}: {what}")
@@ -152,9 +142,9 @@ class Client(HttpClient):
 
     def _add(self, answer: StreamedCompletion, data: str, path: str) -> None:
         """Add one part of a stream to an answer."""
-        now, part = time.perf_counter(), self.said(StreamPart, data, path)
+        now, part = time.perf_counter(), self.read(StreamPart, data, path)
         if part.error is not None:
-            raise self.no_completion(path, server_words(data.encode()))
+            raise self.failure("a completion", f"{self.url}{path}", server_words(data.encode()))
         for choice in part.choices or ():
             delta, ids = choice.delta or Delta(), choice.token_ids
             text = choice.text or delta.text

@@ -57,7 +57,7 @@ async def recognised(client: Client) -> Engine:
     for path in ("/server_info", "/get_server_info"):  # the latter of older versions
         text, value = await _page(client, path)
         if isinstance(value, dict) and "internal_states" in value:
-            info = client.read(ServerInfo, text, f"{client.name}: {client.url}{path}")
+            info = client.read(ServerInfo, text, path)
             drafted, width = info.speculative_num_draft_tokens, info.speculative_eagle_topk or 1
             return Engine(
                 "sglang",
@@ -99,9 +99,9 @@ async def generate(client: Client, request: Mapping[str, Any]) -> StreamedComple
     answer, meta, ids = StreamedCompletion(sent=time.perf_counter()), None, list[int]()
     most = request.get("sampling_params", {}).get("max_new_tokens")
     async for data in client.events(PATH, {**request, "stream": True, "return_prompt_token_ids": True}):
-        now, part = time.perf_counter(), client.said(Generated, data, PATH)
+        now, part = time.perf_counter(), client.read(Generated, data, PATH)
         if part.error is not None:
-            raise client.no_completion(PATH, server_words(data.encode()))
+            raise client.failure("a completion", f"{client.url}{PATH}", server_words(data.encode()))
         if part.meta_info is None:
             raise client.impossible(PATH, "meta_info: expected a value, found none")
         meta, said_ids, before = part.meta_info, part.output_ids or [], len(ids)
@@ -115,7 +115,7 @@ async def generate(client: Client, request: Mapping[str, Any]) -> StreamedComple
     if meta is None or meta.finish_reason is None:
         raise client.broken_off(PATH)
     if meta.finish_reason.type == "abort":
-        raise client.no_completion(PATH, meta.finish_reason.message or "aborted")
+        raise client.failure("a completion", f"{client.url}{PATH}", meta.finish_reason.message or "aborted")
     answer.token_ids, answer.finish_reason = ids, meta.finish_reason.type
     answer.prompt_ids = answer.prompt_ids or request.get("input_ids")
     answer.prompt_tokens, answer.completion_tokens = meta.prompt_tokens, meta.completion_tokens

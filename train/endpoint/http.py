@@ -111,11 +111,9 @@ class HttpClient:
             ):
                 yield response
         except TimeoutError as error:
-            found = f"no whole answer within {seconds:.3g} s"
-            raise ServerFailure(f"{self.name}: expected {what} from {where}, found {found}", busy=True) from error
+            raise self.failure(what, where, f"no whole answer within {seconds:.3g} s", busy=True) from error
         except httpx2.RequestError as error:
-            found = self.hidden(f"{type(error).__name__} {error}")
-            raise ServerFailure(f"{self.name}: expected {what} from {where}, found {found}") from error
+            raise self.failure(what, where, f"{type(error).__name__} {error}") from error
 
     @asynccontextmanager
     async def accepted(
@@ -131,11 +129,15 @@ class HttpClient:
             status = response.status_code
             if status != 200:
                 words = server_words(await self.whole_body(response)) or response.reason_phrase
-                line = f"{self.name}: expected {what} from {self.url}{path}, found {status} {self.hidden(words)}"
-                if status < 500 and status not in TEMPORARY:
-                    raise InputError(line)
                 asked = response.headers.get("Retry-After", "")  # seconds, or a date, which is not looked at
-                raise ServerFailure(line, busy=status in BUSY, retry_after=float(asked) if asked.isdecimal() else 0.0)
+                failure = self.failure(
+                    what,
+                    f"{self.url}{path}",
+                    f"{status} {words}",
+                    busy=status in BUSY,
+                    retry_after=float(asked) if asked.isdecimal() else 0.0,
+                )
+                raise InputError(str(failure)) if status < 500 and status not in TEMPORARY else failure
             yield response
 
     async def get_text(self, path: str) -> str:
@@ -154,31 +156,26 @@ class HttpClient:
         """
         async with self.accepted(path, body, what or "an answer", timeout) as response:
             content = await self.whole_body(response)
-        where = f"{self.name}: {f'{what} from ' if what else ''}{self.url}{path}"
-        return self.read(kind, content, where, names=body is None)
+        return self.read(kind, content, path, what, names=body is None)
 
-    def read(self, kind: type[T], content: str | bytes, where: str, names: bool = False) -> T:
-        """Return what a server's JSON says, as an instance of a class.
+    def read(self, kind: type[T], content: str | bytes, path: str, what: str | None = None, names: bool = False) -> T:
+        """Return a path's JSON as an instance of a class.
 
         Args:
             kind: as of `parsed`.
             content: the JSON.
-            where: it came from, for messages.
+            path: its path, for messages.
+            what: was asked for, for messages.
             names: it holds names, which must be whole; a text may be cut within a character (`answered`).
 
         Raises:
             ServerFailure: it says something else; temporary where it is no JSON at all.
         """
+        where = f"{self.name}: {f'{what} from ' if what else ''}{self.url}{path}"
         try:
             return (parsed if names else answered)(kind, content, where, self.key)
         except InputError as error:
-            try:
-                parse_json(content)
-            except ValueError:
-                temporary = True
-            else:
-                temporary = False
-            raise ServerFailure(self.hidden(str(error)), temporary) from error
+            raise ServerFailure(self.hidden(str(error)), temporary=not _is_json(content)) from error
 
     async def whole_body(self, response: httpx2.Response) -> bytes:
         """Return an answer's body.
@@ -222,15 +219,17 @@ class HttpClient:
                 raise self.too_long(str(response.url))
         yield rest.decode("utf-8", "replace")
 
+    def failure(self, what: str, where: str, found: str, **about: Any) -> ServerFailure:
+        """Return the failure of a server that gave something else; `about` is that of `ServerFailure`."""
+        return ServerFailure(f"{self.name}: expected {what} from {where}, found {self.hidden(found)}", **about)
+
     def broken_off(self, path: str) -> ServerFailure:
         """Return the failure of an answer that ended too early."""
-        return ServerFailure(f"{self.name}: expected a whole answer from {self.url}{path}, found one that breaks off")
+        return self.failure("a whole answer", f"{self.url}{path}", "one that breaks off")
 
     def too_long(self, where: str) -> ServerFailure:
         """Return the failure of an answer that is longer than any that is asked for."""
-        return ServerFailure(
-            f"{self.name}: expected an answer of at most {MOST_BYTES} bytes from {where}, found more", temporary=False
-        )
+        return self.failure(f"an answer of at most {MOST_BYTES} bytes", where, "more", temporary=False)
 
     def hidden(self, words: str) -> str:
         """Return a server's words on one line, without the key, which some servers repeat."""
@@ -264,3 +263,11 @@ def server_words(content: bytes) -> str:
         error = body.get("error", body)
         body = (error.get("message") or error.get("detail") or body) if isinstance(error, dict) else error
     return str(body)
+
+
+def _is_json(content: str | bytes) -> bool:
+    try:
+        parse_json(content)
+    except ValueError:
+        return False
+    return True
