@@ -26,11 +26,9 @@ from draftsmith.train.job.flops import Work
 from draftsmith.train.losses.output_head import head_of, last_hidden
 from draftsmith.train.memory.activations import (
     Activations,
-    Affine,
     BatchShape,
     Forward,
     precision_of,
-    trace_forward,
 )
 from draftsmith.train.memory.moments import Moment
 from draftsmith.train.memory.setting import MemorySetting, Precision
@@ -41,7 +39,6 @@ class EaglePlan(HeadsPlan):
 
     def __init__(self, config: EaglePlanConfig):
         super().__init__(config)
-        self._looking = lru_cache(self._looked)
         self._forward_of_steps = lru_cache(self._forward)
         self.drafter(self.setting)  # what the recipe refuses is refused at once
 
@@ -113,16 +110,12 @@ class EaglePlan(HeadsPlan):
         """Return what the target's forward takes with its features; nothing here where the target is elsewhere."""
         if setting.target in (None, "elsewhere"):
             return {}
-        return {"target: activations, features": self._looking(setting.target_dtype)(setting.rows)}
+        forward = self.forward_bytes(self.target(setting.target_dtype), self.batch, "float32", self._look)
+        return {"target: activations, features": forward(setting.rows)}
 
-    def _looked(self, dtype: str) -> Affine:
-        """Return the most bytes of the target's forward, with what it leaves for the heads."""
+    def _look(self, target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[TargetStates, None]:
         depths = self.drafter(self.setting).layer_ids
-
-        def forward(target: PreTrainedModel, inputs: dict[str, Tensor]) -> tuple[TargetStates, None]:
-            return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
-
-        return trace_forward(self.mode, self.target(dtype), self.batch, "float32", forward)
+        return seen_by(target, depths, lambda: last_hidden(target, **inputs)), None
 
     def steps(self, setting: MemorySetting) -> Activations:
         """Return the bytes of the K steps of a batch; what the target left of it is there until the loss is taken."""
