@@ -1,6 +1,6 @@
-"""EAGLE-3 heads under DDP, FSDP2 and DeepSpeed ZeRO-2/3, in two real processes: what one process does, and whole heads.
+"""EAGLE-3 heads under DeepSpeed ZeRO-3, in two real processes: what one process does, and whole heads.
 
-As in `test_sharded`: the same sums in float32, in another order, which is 1e-7 a step.
+As in `test_sharded`, which has every strategy: the same sums in float32, in another order, which is 1e-7 a step.
 """
 
 from pathlib import Path
@@ -16,12 +16,7 @@ from draftsmith.medusa.eagle.heads import EagleHeads
 
 pytestmark = pytest.mark.slow
 
-WRAPPERS = {
-    "ddp": "DistributedDataParallel",
-    "fsdp2": "FSDPEagleHeads",
-    "zero2": "DeepSpeedEngine",
-    "zero3": "DeepSpeedEngine",
-}
+STRATEGY, WRAPPER = "zero3", "DeepSpeedEngine"
 METRICS = ("loss", "mean_acceptance_length", "alpha", "accuracy_1", "alpha_3")
 
 
@@ -51,10 +46,10 @@ def alone(pipeline, tmp_path_factory):
     return found, output
 
 
-@pytest.fixture(scope="module", params=list(WRAPPERS))
-def together(request, pipeline, tmp_path_factory):
-    output = tmp_path_factory.mktemp(request.param)
-    return request.param, forked(eagled, pipeline, output, planned(pipeline, 2), strategy=request.param), output
+@pytest.fixture(scope="module")
+def together(pipeline, tmp_path_factory):
+    output = tmp_path_factory.mktemp(STRATEGY)
+    return forked(eagled, pipeline, output, planned(pipeline, 2), strategy=STRATEGY), output
 
 
 def logged(run: dict, key: str) -> list[float]:
@@ -64,11 +59,11 @@ def logged(run: dict, key: str) -> list[float]:
 @pytest.mark.parametrize("name", ["plain", "cut", "copied"])
 def test_two_processes_are_one(alone, together, name):
     """Losses, gradients, what is measured, and the heads that are saved, whole."""
-    strategy, found, output = together
+    found, output = together
     one = alone[0][name]
     for rank in found:
         run = rank[name]
-        assert (run["ran"]["num_processes"], run["ran"]["wrapper"]) == (2, WRAPPERS[strategy])
+        assert (run["ran"]["num_processes"], run["ran"]["wrapper"]) == (2, WRAPPER)
         assert logged(run, "loss") == pytest.approx(logged(one, "loss"), rel=1e-5)
         assert logged(run, "grad_norm") == pytest.approx(logged(one, "grad_norm"), rel=1e-4)
         for metric in METRICS if name == "plain" else ():

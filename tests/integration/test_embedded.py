@@ -21,7 +21,7 @@ from draftsmith.decode import (
 from draftsmith.decode.clock import median_seconds
 from draftsmith.decode.measurement import costs
 from draftsmith.medusa import MedusaHeads
-from draftsmith.scripts import quickstart
+from draftsmith.scripts import quickstart, tree
 from draftsmith.scripts.measure import cost_file
 from draftsmith.train.data.corpus import stdlib_modules, stdlib_prompts
 from draftsmith.train.data.generate import load_completions
@@ -74,18 +74,19 @@ def test_speculative_output_is_plain_decoding_on_100_heldout_prompts(embedded):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Quickstart with the shipped configs, but texts of 16 tokens, and each cost measured once on as few."""
+    """Quickstart with the shipped configs, but texts of 16 tokens, and few costs, each measured once on as few."""
     configured = quickstart._config
     tokens = {
         "prepare": {"max_new_tokens": 16},
         "measure": {"max_new_tokens": 16, "compiled": "false"},
-        "medusa-tree": {"compiled": "false"},
+        "tree": {"compiled": "false", "dtype": "float32"},
     }
     monkeypatch.setattr(
         quickstart, "_config", lambda kind, folder, fields: configured(kind, folder, fields | tokens.get(folder, {}))
     )
     monkeypatch.setattr(cost_file, "measure_costs", partial(cost_file.measure_costs, repeats=1))
     monkeypatch.setattr(costs, "WRITTEN", 8)
+    monkeypatch.setattr(tree, "LADDER", tree.LADDER[:3])
     monkeypatch.setattr(planner, "median_seconds", lambda calls, repeats, device: median_seconds(calls, 1, device))
 
 

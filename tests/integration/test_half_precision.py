@@ -1,4 +1,4 @@
-"""bfloat16 and float16: every proposer under every rule decodes, and replay takes the target's own text.
+"""bfloat16 and float16: drafters of every kind decode under every rule, and replay takes the target's own text.
 
 At T=0 a text in half precision may part from plain decoding's where two tokens tie; in float32 nothing may.
 """
@@ -9,48 +9,26 @@ from functools import lru_cache
 import pytest
 import torch
 from conftest import perturbed, tiny_llama
+from specimens import TREE, case_id, proposer, rotated, shapes, specimen
 
 from draftsmith.decode import (
-    BlindProposer,
     Cascade,
     DraftModelProposer,
     DynamicTree,
-    LookaheadProposer,
-    PromptLookupProposer,
-    RunAheadProposer,
     Threshold,
-    Tree,
     Typical,
     autoregressive_generate,
-    early_exit,
     replay_acceptance,
     speculative_generate,
 )
 from draftsmith.decode.measurement.authorship import readmit
 from draftsmith.decode.measurement.exactness import first_mismatch
 from draftsmith.decode.sampling import Sampler
-from draftsmith.medusa import MedusaHeads, MedusaProposer
 
-TREE = Tree.from_choices([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-PROPOSERS = {
-    "chain": lambda target, draft: DraftModelProposer(draft),
-    "greedy chain": lambda target, draft: DraftModelProposer(draft, greedy=True),
-    "tree": lambda target, draft: DraftModelProposer(draft, TREE),
-    "dynamic tree": lambda target, draft: DraftModelProposer(draft, DynamicTree(3, 7)),
-    "medusa chain": lambda target, draft: MedusaProposer(heads_of(target), Tree.chain(3)),
-    "medusa tree": lambda target, draft: MedusaProposer(heads_of(target), TREE),
-    "hydra tree": lambda target, draft: MedusaProposer(heads_of(target, hydra=True), TREE),
-    "early exit": lambda target, draft: DraftModelProposer(early_exit(target, 1)),
-    "lookup": lambda target, draft: PromptLookupProposer(),
-    "lookahead": lambda target, draft: LookaheadProposer(),
-    "unigram": lambda target, draft: BlindProposer(),
-    "run-ahead": lambda target, draft: RunAheadProposer(draft),
-}
 LOSSY = {"typical": Typical(), "threshold": Threshold(0.05), "cascade": Cascade(0.2)}
-# Those that say how sure they are, which Cascade wants to know, and draw no siblings that nobody may verify.
-UNSURE = ("lookup", "lookahead", "medusa chain", "medusa tree", "hydra tree")
 NEW = 16
+SHAPES = shapes()
 
 
 @lru_cache
@@ -60,27 +38,26 @@ def models(dtype: torch.dtype):
     return target.to(dtype), draft.to(dtype)
 
 
-def heads_of(target, **options) -> MedusaHeads:
-    torch.manual_seed(0)
-    heads = MedusaHeads.of_target(target, 3, **options)
-    for parameter in heads.parameters():
-        parameter.data += 0.02 * torch.randn_like(parameter)
-    return heads.to(target.dtype)
-
-
 def prompts(rows: int) -> torch.Tensor:
     half = torch.randint(1, 97, (rows, 4), generator=torch.Generator().manual_seed(0))
     return half.repeat(1, 2)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_every_proposer_decodes_under_the_exact_rule(name, do_sample, dtype):
-    target, draft = models(HALVES[dtype])
-    ids = prompts(1 if name == "run-ahead" else 3)
+def prompts_for(kind: str) -> torch.Tensor:
+    return prompts(3 if specimen(kind).batched else 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "do_sample", "dtype"),
+    [*rotated(SHAPES, [False, True], HALVES), *rotated(SHAPES, [True, False], reversed(HALVES))],
+    ids=case_id,
+)
+def test_every_kind_decodes_under_the_exact_rule(case, do_sample, dtype):
+    """Each shape in both dtypes, greedily and under sampling: one pair of these, and the pair that is left."""
+    target, _ = models(HALVES[dtype])
+    ids = prompts_for(case[0])
     out = speculative_generate(
-        target, PROPOSERS[name](target, draft), ids, draft_length=3, max_new_tokens=NEW, do_sample=do_sample
+        target, proposer(*case, target), ids, draft_length=3, max_new_tokens=NEW, do_sample=do_sample
     )
     assert out.counts.num_emitted_tokens == NEW * len(ids)
     if not do_sample:
@@ -90,17 +67,17 @@ def test_every_proposer_decodes_under_the_exact_rule(name, do_sample, dtype):
             assert mismatch is None or mismatch.is_tie
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("rule", LOSSY)
-@pytest.mark.parametrize("name", PROPOSERS)
-def test_every_proposer_decodes_under_lossy_rules(name, rule, do_sample, dtype):
-    if rule == "cascade" and name in UNSURE[:2]:
-        pytest.skip("n-grams know no confidence")
-    target, draft = models(HALVES[dtype])
-    ids = prompts(1 if name == "run-ahead" else 3)
+@pytest.mark.parametrize(
+    ("case", "do_sample", "dtype", "rule"), rotated(SHAPES, [False, True], HALVES, LOSSY), ids=case_id
+)
+def test_every_kind_decodes_under_lossy_rules(case, rule, do_sample, dtype):
+    """Each shape under one rule, and each rule in both dtypes, greedily and under sampling."""
+    if rule == "cascade" and not specimen(case[0]).confident:
+        rule = "typical"
+    target, _ = models(HALVES[dtype])
+    ids = prompts_for(case[0])
     out = speculative_generate(
-        target, PROPOSERS[name](target, draft), ids, draft_length=3, rule=LOSSY[rule], max_new_tokens=NEW // 2,
+        target, proposer(*case, target), ids, draft_length=3, rule=LOSSY[rule], max_new_tokens=NEW // 2,
         do_sample=do_sample,
     )  # fmt: skip
     assert out.departure.num_tokens == out.counts.num_emitted_tokens == NEW // 2 * len(ids)
@@ -108,33 +85,31 @@ def test_every_proposer_decodes_under_lossy_rules(name, rule, do_sample, dtype):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("name", ["chain", "tree", "dynamic tree"])
-def test_a_draft_in_half_precision_serves_a_target_in_float32(name, dtype):
+@pytest.mark.parametrize("tree", [None, TREE, DynamicTree(3, 7)], ids=["chain", "tree", "dynamic tree"])
+def test_a_draft_in_half_precision_serves_a_target_in_float32(tree, dtype):
     target, draft = models(torch.float32)[0], models(HALVES[dtype])[1]
     plain = autoregressive_generate(target, prompts(3), max_new_tokens=NEW, do_sample=False).sequences
     for do_sample in (False, True):
         out = speculative_generate(
-            target, PROPOSERS[name](target, draft), prompts(3), draft_length=3, max_new_tokens=NEW, do_sample=do_sample
+            target, DraftModelProposer(draft, tree), prompts(3), draft_length=3, max_new_tokens=NEW, do_sample=do_sample
         )
         assert out.counts.num_accepted_tokens > 0
         assert do_sample or torch.equal(out.sequences, plain)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}])
-def test_replay_takes_the_targets_own_text(dtype, filters):
+@pytest.mark.parametrize(
+    ("filters", "dtype"), rotated([{"top_k": 5}, {"top_p": 0.8}, {"top_k": 20, "top_p": 0.8}], HALVES)
+)
+def test_replay_takes_the_targets_own_text(filters, dtype):
     """A token at the cut-off is kept in a forward of one block and cut off in one of the whole text."""
     target, draft = models(HALVES[dtype])
     ids = prompts(48)
     options = {"draft_length": 3, "max_new_tokens": 48, "do_sample": True, "top_k": 0} | filters
     out = speculative_generate(target, DraftModelProposer(draft), ids, **options)
     sequences, prompt_lengths = list(out.sequences), [ids.shape[1]] * len(ids)
-    for proposer in (
-        DraftModelProposer(draft),
-        MedusaProposer(heads_of(target), Tree.chain(3)),
-        PromptLookupProposer(),
-    ):
-        replay = replay_acceptance(target, proposer, sequences, prompt_lengths, [1, 3], temperature=1.0, **filters)
+    for name in ("draft", "medusa", "prompt_lookup"):
+        drafter = proposer(name, "chain", target)
+        replay = replay_acceptance(target, drafter, sequences, prompt_lengths, [1, 3], temperature=1.0, **filters)
         assert 0 <= replay.alpha.value <= 1 and replay.num_ties < 0.02 * 48 * len(sequences)
         decoded = replay.mean_acceptance_length[3]
         assert 1 <= decoded.value <= 4

@@ -1,6 +1,6 @@
-"""Medusa heads under DDP, FSDP2 and DeepSpeed ZeRO-2/3, in two real processes: what one process does, and whole heads.
+"""Medusa heads under DDP, FSDP2 and DeepSpeed ZeRO, in two real processes: what one process does, and whole heads.
 
-As in `test_sharded`: the same sums in float32, in another order, which is 1e-7 a step.
+As in `test_sharded`, which has every strategy: the same sums in float32, in another order, which is 1e-7 a step.
 """
 
 import json
@@ -21,11 +21,8 @@ pytestmark = pytest.mark.slow
 WRAPPERS = {
     "ddp": ("MULTI_CPU", "DistributedDataParallel", "Parameter", None, False),
     "fsdp2": ("FSDP", "FSDPMedusaHeads", "DTensor", None, False),
-    "zero2": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 2, False),
     "zero3": ("DEEPSPEED", "DeepSpeedEngine", "Parameter", 3, True),
 }
-STRATEGIES = ["ddp", "fsdp2", "zero3"]
-"""Of frozen backbones; joint training runs under ZeRO-2 too."""
 METRICS = ("loss", "mean_acceptance_length", "alpha", "accuracy_1", "alpha_3")
 
 
@@ -53,8 +50,7 @@ def planned_joint(pipeline: Path, strategy: str) -> dict[str, dict]:
         "cold": {"backbone": "full", **options},
     }
     runs["adapters"] = runs["lora"] | {"warmup_heads": 0.0}
-    zero = ("cold", "adapters")
-    names = {"one": tuple(runs), "zero2": zero, "zero3": zero}.get(strategy, ("lora", "full"))
+    names = {"one": tuple(runs), "zero3": ("cold", "adapters")}.get(strategy, ("lora", "full"))
     return {name: runs[name] for name in names}
 
 
@@ -65,13 +61,13 @@ def alone(pipeline, tmp_path_factory):
     return found, output
 
 
-@pytest.fixture(scope="module", params=STRATEGIES)
+@pytest.fixture(scope="module", params=["ddp"])
 def together(request, pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp(request.param)
     return request.param, forked(headed, pipeline, output, planned(pipeline, 2), strategy=request.param), output
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp2", "zero2", "zero3"])
+@pytest.fixture(scope="module", params=["fsdp2", "zero3"])
 def joined(request, pipeline, tmp_path_factory):
     output = tmp_path_factory.mktemp(f"joint-{request.param}")
     runs = planned_joint(pipeline, request.param)
@@ -167,10 +163,9 @@ def test_a_backbone_is_trained_as_in_one_process_and_saved_whole(pipeline, alone
         assert (output / name / "backbone" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_adapters_are_trained_in_float32_on_a_backbone_in_half_precision(pipeline, alone, tmp_path, strategy):
+def test_adapters_are_trained_in_float32_on_a_backbone_in_half_precision(pipeline, alone, tmp_path):
     options = planned_joint(pipeline, "one")["adapters"] | {"target_dtype": "bfloat16", "save_dtype": "bfloat16"}
-    found = forked(headed, pipeline, tmp_path, {"run": options}, strategy=strategy)
+    found = forked(headed, pipeline, tmp_path, {"run": options}, strategy="fsdp2")
     kept = load_file(tmp_path / "run" / "checkpoint-2" / "model.safetensors")
     assert {tensor.dtype for tensor in kept.values()} == {torch.float32} and any("lora_" in name for name in kept)
     saved = load_file(tmp_path / "run" / "backbone" / "model.safetensors")
@@ -179,7 +174,7 @@ def test_adapters_are_trained_in_float32_on_a_backbone_in_half_precision(pipelin
         assert logged(rank["run"], "loss") == pytest.approx(logged(alone[0]["adapters"], "loss"), rel=0.02)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero2"])
 def test_a_backbone_is_trained_under_the_launchers_that_ship(pipeline, alone, tmp_path, strategy):
     """Their sizes are "auto": the backbone's config says how many."""
     launch, options = launch_environment(*shipped(strategy)), planned_joint(pipeline, "one")["adapters"]
@@ -203,8 +198,6 @@ def test_what_cannot_be_sharded_is_refused(pipeline, tmp_path, strategy, options
 
 def test_joint_training_is_resumed_as_if_it_had_not_stopped(pipeline, joined):
     strategy, found, output = joined
-    if strategy == "ddp":
-        pytest.skip("as in one process: test_medusa_train.py")
     name, options = next(iter(planned_joint(pipeline, strategy).items()))
     checkpoint = output / name / "checkpoint-2"
     kept = load_file(checkpoint / "model.safetensors")

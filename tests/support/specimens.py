@@ -1,0 +1,204 @@
+"""A drafter of each kind for any tiny target: what the tests of every kind draft with.
+
+Tests take their cases from `KINDS`. A kind that is listed and has no specimen here fails each of them with one line.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trained_parallel import as_parallel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftsmith.decode import (
+    BlindProposer,
+    DraftModelProposer,
+    DynamicTree,
+    LookaheadProposer,
+    ParallelDraftProposer,
+    PromptLookupProposer,
+    Proposer,
+    RunAheadProposer,
+    Tree,
+    early_exit,
+)
+from draftsmith.decode.proposers.renumbered import renumbered
+from draftsmith.medusa import EagleHeads, MedusaHeads, MedusaProposer
+from draftsmith.medusa.eagle.proposer import EagleProposer
+from draftsmith.scripts import kinds
+from draftsmith.train.runs import save_model
+
+TREE = Tree.from_choices([(0,), (1,), (0, 0)])
+LENGTH = 3
+"""Tokens that heads and parallel drafts guess at once."""
+Make = Callable[[PreTrainedModel], Proposer]
+
+
+@dataclass(frozen=True)
+class Specimen:
+    """How tests make drafters of a kind."""
+
+    shapes: Mapping[str, Make]
+    """What it drafts, each in memory for a target."""
+    save: Callable[[PreTrainedModel, PreTrainedTokenizerBase, Path], None] | None = None
+    """Writes one into a directory; None where the kind is not stored."""
+    argument: str = ""
+    """What stands behind the name of a kind that is not stored."""
+    confident: bool = True
+    """Whether its drafts have a probability, which `Cascade` compares."""
+    batched: bool = True
+    """Whether it drafts for several rows."""
+
+    def named(self, kind: str, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> str:
+        """Return what `--drafter` says of it; one that is stored is written first."""
+        if self.save is None:
+            return kind + self.argument
+        self.save(target, tokenizer, directory)
+        return str(directory)
+
+
+def few(target: PreTrainedModel) -> int | None:
+    """Return how many tokens trees may name: of a tiny vocabulary, whose orders are all followed, three."""
+    return 3 if target.config.vocab_size < 10 else None
+
+
+def near(target: PreTrainedModel, names: int | None = None) -> PreTrainedModel:
+    """Return a copy of a target that is a little off, and names the first tokens alone."""
+    draft = copy.deepcopy(target)
+    weight = draft.get_output_embeddings().weight
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(weight)
+    draft.get_output_embeddings().weight = torch.nn.Parameter((weight + 0.6 * weight.std() * noise)[:names])
+    return draft.requires_grad_(False)
+
+
+def shaken(heads: Any, target: PreTrainedModel) -> Any:
+    """Return heads in a target's dtype that no longer say what the target's own head says."""
+    torch.manual_seed(4)
+    for parameter in heads.parameters():
+        parameter.data += 0.2 * parameter.data.std().nan_to_num(0.1).clamp(min=0.1) * torch.randn_like(parameter)
+    return heads.to(target.dtype).eval().requires_grad_(False)
+
+
+def named_tokens(target: PreTrainedModel) -> Tensor | None:
+    return torch.tensor([6, 0, 3]) if few(target) else None
+
+
+def medusa(target: PreTrainedModel, **options: Any) -> MedusaHeads:
+    return shaken(MedusaHeads.of_target(target, LENGTH, token_map=named_tokens(target), **options), target)
+
+
+def eagle(target: PreTrainedModel, names: Tensor | None = None, **options: Any) -> EagleHeads:
+    return shaken(EagleHeads.of_target(target, token_map=names, **options), target)
+
+
+def parallel(target: PreTrainedModel, names: int | None = None) -> PreTrainedModel:
+    return as_parallel(near(target, names), target.config.vocab_size - 2, LENGTH)
+
+
+def permuted(target: PreTrainedModel) -> PreTrainedModel:
+    """Return a draft whose tokens have other numbers, made to fit: one of them is no token of the draft's."""
+    size = target.config.vocab_size
+    return renumbered(near(target), {i: (i + 3) % size for i in range(size) if i != 5}, 5)
+
+
+def save_heads(make: Callable[[PreTrainedModel], Any]) -> Callable[..., None]:
+    return lambda target, tokenizer, directory: make(target).save_pretrained(directory)
+
+
+def save_causal(make: Callable[[PreTrainedModel], PreTrainedModel]) -> Callable[..., None]:
+    return lambda target, tokenizer, directory: save_model(make(target), tokenizer, directory)
+
+
+SPECIMENS: dict[str, Specimen] = {
+    "draft": Specimen(
+        {
+            "chain": lambda target: DraftModelProposer(near(target)),
+            "greedy chain": lambda target: DraftModelProposer(near(target), greedy=True),
+            "tree": lambda target: DraftModelProposer(near(target, few(target)), TREE),
+            "dynamic tree": lambda target: DraftModelProposer(near(target), DynamicTree(2, 5)),
+        },
+        save_causal(near),
+    ),
+    "reencoded": Specimen({"renumbered": lambda target: DraftModelProposer(permuted(target))}, save_causal(near)),
+    "run_ahead": Specimen({"chain": lambda target: RunAheadProposer(near(target))}, save_causal(near), batched=False),
+    "parallel_draft": Specimen(
+        {
+            "chain": lambda target: ParallelDraftProposer(parallel(target)),
+            "greedy chain": lambda target: ParallelDraftProposer(parallel(target), greedy=True),
+            "tree": lambda target: ParallelDraftProposer(parallel(target, few(target)), TREE),
+        },
+        save_causal(parallel),
+    ),
+    "medusa": Specimen(
+        {
+            "chain": lambda target: MedusaProposer(medusa(target), Tree.chain(LENGTH)),
+            "tree": lambda target: MedusaProposer(medusa(target), TREE),
+            "hydra tree": lambda target: MedusaProposer(medusa(target, hydra=True), TREE),
+        },
+        save_heads(medusa),
+    ),
+    "eagle": Specimen(
+        {
+            "chain": lambda target: EagleProposer(eagle(target)),
+            "normed chain": lambda target: EagleProposer(eagle(target, norm_output=True, fc_norm=True)),
+            "tree": lambda target: EagleProposer(eagle(target, named_tokens(target)), TREE),
+            "dynamic tree": lambda target: EagleProposer(eagle(target), DynamicTree(2, 5)),
+        },
+        save_heads(eagle),
+    ),
+    "prompt_lookup": Specimen({"chain": lambda target: PromptLookupProposer()}, confident=False),
+    "lookahead": Specimen({"chain": lambda target: LookaheadProposer()}, confident=False),
+    "unigram": Specimen(
+        {
+            "of the text": lambda target: BlindProposer(),
+            "given": lambda target: BlindProposer((torch.arange(target.config.vocab_size) * 5 % 7 % 3)[:-1]),
+        }
+    ),
+    "early_exit": Specimen({"chain": lambda target: DraftModelProposer(early_exit(target, 1))}, argument=":1"),
+}
+
+
+def specimen(kind: str) -> Specimen:
+    """Return the specimen of a kind, or fail the test in one line."""
+    if kind not in SPECIMENS:
+        pytest.fail(f"{kind}: expected a specimen in tests/support/specimens.py, found none", pytrace=False)
+    return SPECIMENS[kind]
+
+
+def every_kind(stored: bool = False) -> pytest.MarkDecorator:
+    """Run a test once for each kind, or for each that lies in a directory."""
+    return pytest.mark.parametrize("kind", [kind.name for kind in kinds.KINDS if kind.stored or not stored])
+
+
+def shapes() -> list[tuple[str, str]]:
+    """Return every kind with each of its shapes; a kind without a specimen has one, whose test fails."""
+    return [
+        (kind.name, shape)
+        for kind in kinds.KINDS
+        for shape in (SPECIMENS[kind.name].shapes if kind.name in SPECIMENS else ["no specimen"])
+    ]
+
+
+def case_id(value: object) -> str | None:
+    """Return the id of a case of `shapes`, for `parametrize`."""
+    return "-".join(value) if isinstance(value, tuple) else None
+
+
+every_shape = pytest.mark.parametrize(("kind", "shape"), shapes())
+
+
+def proposer(kind: str, shape: str, target: PreTrainedModel) -> Proposer:
+    """Make one in memory."""
+    return specimen(kind).shapes[shape](target)
+
+
+def rotated(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the first axis in full, and beside each of its values one combination of the others, in turn."""
+    first, *others = axes
+    return [(value, *rest) for value, rest in zip(first, cycle(product(*others)), strict=False)]
