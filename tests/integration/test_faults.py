@@ -39,7 +39,7 @@ from draftsmith.scripts.certify.collect import TextStore
 from draftsmith.scripts.certify.config import CertifyConfig
 from draftsmith.scripts.engine.offline import Answer as EngineAnswer
 from draftsmith.scripts.engine.offline import EngineFailure, Job, run_of
-from draftsmith.scripts.learning_curve import Known
+from draftsmith.scripts.learning_curve import CurveFile
 from draftsmith.scripts.measure.cost_file import CostFile
 from draftsmith.scripts.measure.reconcile.rounds import read_rounds
 from draftsmith.scripts.measure.server.load import RequestRecord
@@ -279,7 +279,7 @@ READERS: dict[str, Reader] = {
     "costs.json": Reader(lines(COST_FILE), lambda path: read(CostFile, path, "costs")),
     "report.json": Reader(lines(REPORT), rates_of, speeds),
     "rounds.jsonl": Reader(lines(*map(asdict, [SETTINGS, TEXT, TEXT])), lambda path: read_rounds(str(path)), rounds),
-    "learning_curve.json": Reader(lines(CURVE), lambda path: read(Known, path)),
+    "learning_curve.json": Reader(lines(CURVE), lambda path: read(CurveFile, path)),
     "a checkpoint's job": Reader(lines(JOB), lambda path: JobRecord.left_in(path.parent)),
     "prompts.jsonl": Reader(lines(*PROMPTS), lambda path: read_prompts(str(path), answers="kept")),
     "a config": Reader(YAML, config_of, faults=(damaged, misworded, misworded)),
