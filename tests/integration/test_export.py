@@ -258,7 +258,7 @@ def test_drafts_that_cannot_be_served(pair_dirs, tmp_path, tokenizer, capsys):
          "draft_length: expected it with vllm, found it with own"),
         (["--medusa", "H", "--output", "O", "--format", "vllm", "--dtype", "int4"], "dtype: expected one of float32"),
         (["--medusa", "a/x", "--output", "O", "--format", "vllm"], "a/x: expected a directory of Medusa heads"),
-        (["--heads", "a/x", "--output", "O", "--format", "vllm"], "drafter: expected a directory with a config.json"),
+        (["--heads", "x", "--output", "O", "--format", "vllm"], "drafter: expected a directory, a hub id or one of"),
         (["--drafter", "lookahead", "--format", "own"], "can be exported, found look-ahead: it has no files"),
         (["--drafter", "run_ahead:D", "--format", "vllm"], "found draft that runs ahead: no other tool reads"),
         (["--no_such", "1"], "no_such"),
