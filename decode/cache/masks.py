@@ -29,20 +29,27 @@ class Masks:
         self._causal: dict[int, Tensor] = {}
 
     def of_block(
-        self, block: Block, positions_BK: Tensor, cached_BS: Tensor | None, visible: Tensor | None, by_depth: bool
+        self,
+        block: Block,
+        rows: int,
+        positions: Tensor,
+        cached_BS: Tensor | None,
+        visible: Tensor | None,
+        by_depth: bool,
     ) -> Any:
         """Return a block's mask, a dictionary by layer type where there are types; None where none is needed.
 
         Args:
             block: its slots.
-            positions_BK: of its tokens.
+            rows: B.
+            positions: of its tokens, (1 or B, K).
             cached_BS: the position of the token in each slot, where layers have a window.
             visible: which of the last N slots each token attends to, (K, N) or (B, K, N) bool; causal if None.
             by_depth: positions are those of a tree's nodes, not of successive tokens.
         """
-        k = positions_BK.shape[1]
+        k = positions.shape[1]
         if visible is not None or block.start is None or (by_depth and self._window):
-            return self._by_slot(block, positions_BK, cached_BS, visible)
+            return self._by_slot(block, positions.expand(rows, k), cached_BS, visible)
         if k > 1 and not self._window:
             # Causal blocks at one length: the library's own mask would cost more than all the rest of the bookkeeping.
             if k not in self._causal:

@@ -190,9 +190,7 @@ class CachedModel:
             further = {name: self._for_all(states) for name, states in (further or {}).items()}
             rows = self._rows
         positions = self._placed(places, k, depths)
-        mask = self._masks.of_block(
-            self._block, positions.expand(rows, k), self._positions, visible, depths is not None
-        )
+        mask = self._masks.of_block(self._block, rows, positions, self._positions, visible, depths is not None)
         logits = self._run(tokens, mask, positions, k if keep is None else keep, further, self.compiled)
         if self._active is None:
             return logits
