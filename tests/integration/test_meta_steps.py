@@ -20,6 +20,7 @@ from draftsmith.distill import __main__ as distilling
 from draftsmith.distill.config import DraftInit
 from draftsmith.medusa import __main__ as heads
 from draftsmith.medusa.eagle import __main__ as eagle
+from draftsmith.train import launch
 from draftsmith.train.losses.cut_vocabulary import CutVocabulary
 from draftsmith.train.teacher.cache_writer import CacheConfig, make_cache
 from draftsmith.train.trainer import RecipeTrainer
@@ -27,10 +28,10 @@ from draftsmith.train.trainer import RecipeTrainer
 PACKED = {"packing": True, "max_length": 64}
 QWEN = {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
 CUT = {"init": DraftInit(draft_vocabulary=50)}
-RECIPES: dict[str, tuple[Callable, Callable, Any]] = {
-    "distil": (configured, distilling, distilling.distill),
-    "medusa": (heads_configured, heads, heads.train_heads),
-    "eagle": (eagle_configured, eagle, eagle.train_heads),
+RECIPES: dict[str, tuple[Callable, Callable]] = {
+    "distil": (configured, distilling.distill),
+    "medusa": (heads_configured, heads.train_heads),
+    "eagle": (eagle_configured, eagle.train_heads),
 }
 STEPS = {
     "draft": ("distil", {"divergence": "expected_length"} | QWEN),
@@ -86,11 +87,11 @@ def on_meta(pipeline: Path, tmp_path: Path, cache: str, monkeypatch) -> Callable
 
     def build(name: str) -> tuple[RecipeTrainer, dict]:
         recipe, options = STEPS[name]
-        configure, module, train = RECIPES[recipe]
+        configure, train = RECIPES[recipe]
         options = dict(options)
         if options.pop("cache", False):
             options |= {"teacher_cache": [cache]}
-        monkeypatch.setattr(module, "run_training", lambda *_: None)
+        monkeypatch.setattr(launch, "run_training", lambda *_: None)
         trainer = train(configure(pipeline, tmp_path / "out", heldout=[str(pipeline / "heldout")], **options))
         loader = iter(trainer.get_train_dataloader())
         monkeypatch.setattr(TrainingArguments, "device", torch.device("meta"))
