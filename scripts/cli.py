@@ -81,9 +81,9 @@ RENAMED = {"medusa-tree": "tree"}
 """Commands by the names that they had before."""
 LAUNCHER = ["-m", "accelerate.commands.launch"]
 MACHINES = ("num_machines", "machine_rank", "main_process_ip", "main_process_port")
-"""What `accelerate launch` is told on each of several machines."""
+"""Flags of `accelerate launch` for one of several machines."""
 VERSIONS = ("draftsmith", "torch", "transformers")
-"""What `--version` is of."""
+"""The packages of `--version`."""
 NO_FILE = "<N/A>"
 """How torch's launcher calls the file of a process that left no message."""
 USAGE = """usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]
@@ -92,7 +92,7 @@ USAGE = """usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]
 
 draftsmith COMMAND --help lists its fields; draftsmith --version says which one this is."""
 LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with
-  --processes N              so many processes, one a GPU; as accelerate is configured if not given
+  --processes N              N processes, one a GPU; as accelerate is configured if not given
   --accelerate-config FILE   a file of accelerate's, such as configs/accelerate/fsdp2.yaml
   --num-machines N, --machine-rank I, --main-process-ip HOST, --main-process-port PORT
                              of several machines, on each of which the same line is started

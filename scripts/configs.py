@@ -3,34 +3,12 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from draftsmith.decode.errors import (
-    InputError,
-    at_least,
-    at_most,
-    finite,
-    more_than,
-    require,
-    require_some,
-)
+from draftsmith.decode.errors import InputError, at_least, at_most, finite, more_than, require, require_some
 from draftsmith.decode.options import Sampling
-from draftsmith.scripts.kinds import (
-    NONE,
-    Drafters,
-    aliases,
-    aliases_of_recipes,
-    drafter_texts,
-    only_drafter,
-    recipe_of,
-)
+from draftsmith.scripts.kinds import NONE, Drafters, aliases, aliases_of_recipes, drafter_texts, only_drafter, recipe_of
 from draftsmith.train.cli import Floats, Ints, numbers
 from draftsmith.train.kinds.export import ExportOptions
-from draftsmith.train.options import (
-    DRAFT_LENGTH,
-    TREE_NODES,
-    ModelOptions,
-    PromptedTarget,
-    TemplateOptions,
-)
+from draftsmith.train.options import DRAFT_LENGTH, TREE_NODES, ModelOptions, PromptedTarget, TemplateOptions
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 
@@ -52,7 +30,7 @@ class GenerateConfig(Sampling, TemplateOptions):
     draft_length: int = 4
     """γ, drafted tokens a round; of a tree its depth."""
     width: int = 0
-    """Draft a tree grown by probability, so many children a node and `width`·γ nodes in all; 0 drafts a chain."""
+    """Draft a tree grown by probability, `width` children a node and `width`·γ nodes in all; 0 drafts a chain."""
     rule: str = "exact"
     """Which drafted tokens stand: exact, which is lossless, or the lossy typical, threshold or cascade."""
     max_new_tokens: int = 128
@@ -127,7 +105,7 @@ class TreeConfig(ModelOptions):
     rows: int = 1
     """Texts decoded together, where costs are measured."""
     limit: int | None = None
-    """Take the first so many completions only."""
+    """Completions to take, from the first; all if None."""
     seed: int = 0
     """Seeds how texts are dealt out: half to search on, a fifth to select on, the rest to report on."""
 

@@ -1,7 +1,7 @@
-"""What a machine decodes a target fastest with: threads, dtype, eager or compiled forwards; found by a short timing.
+"""The fastest settings of a target on this machine: threads, dtype, eager or compiled forwards, by a short timing.
 
 Judged by plain decoding, so that a speed-up is one over the best that the user has without a drafter. Dtypes that are
-alike there are told apart by what verifying some tokens takes, which is what drafts wait for.
+alike there are judged by the time of verifying some tokens, which drafts wait for.
 """
 
 import json
@@ -85,7 +85,7 @@ def load_fastest(
     trust_remote_code: bool = False,
     kept: Path | None = None,
 ) -> tuple[Pair, Settings]:
-    """Load a pair as it decodes fastest here, say so, and let torch run so many threads.
+    """Load a pair as it decodes fastest here, say so, and set the threads of torch.
 
     Args:
         path: the target.
@@ -256,7 +256,7 @@ def _milliseconds(seconds: Mapping[str, float]) -> str:
 def compiled_on_gpu(target: PreTrainedModel, compiled: bool | None) -> tuple[bool, str]:
     """Return whether a GPU decodes the target through `torch.compile`, and what was timed, in words.
 
-    Nobody having asked for it, a compiler that fails is told of, and done without.
+    Where `compiled` is None, a compiler that fails is named, and done without.
     """
     device, seconds, launching, failure = target.device, dict[str, float](), dict[str, float](), ""
     for name in ("eager", "compiled"):

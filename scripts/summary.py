@@ -1,4 +1,4 @@
-"""What several commands print: a summary of what they wrote, and tables of figures."""
+"""Printed by several commands: a summary of what they wrote, and tables of figures."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -205,7 +205,7 @@ def check_loaded(model: PreTrainedModel, info: Mapping[str, Any], stored: Stored
 
     Args:
         model: what `from_pretrained` returned.
-        info: what it told of the loading, with `ignore_mismatched_sizes`.
+        info: its `output_loading_info`, with `ignore_mismatched_sizes`.
         stored: the tensors of the checkpoint, as far as they are known.
         path: where the model came from.
         field: the config field or flag that named it.

@@ -39,11 +39,11 @@ KINDS = {
     "list": "a list",
     "NoneType": "null",
 }
-"""What the parser's types are in words; all others are fields and their values."""
+"""The parser's types in words; all others are fields and their values."""
 MOST_SHOWN = 200
 """Characters of a value in a message."""
 REFUSED = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG}
-"""What a disk says that cannot be written."""
+"""Errors of a disk that cannot be written."""
 
 Config = TypeVar("Config")
 
@@ -58,7 +58,7 @@ class Alias:
     kind: type
     """bool, or list for one text or several."""
     spell: Callable[[Any], list[str]]
-    """What it spells, one text for each value."""
+    """Returns the field's values, one text for each of the alias."""
 
 
 class Terminated(KeyboardInterrupt):

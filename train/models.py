@@ -352,15 +352,12 @@ def set_attention(model: PreTrainedModel, name: str | None) -> None:
 
 
 def takes_bounds(model: PreTrainedModel) -> bool:
-    """Say whether a model's attention is told where texts begin and end, in place of a mask: flash attention is."""
+    """Say whether a model's attention takes the bounds of texts in place of a mask, as flash attention does."""
     return is_flash_attention_requested(model.config.get_text_config())
 
 
 def check_head(
-    config: PretrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    field: str,
-    target: PretrainedConfig | None = None,
+    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, field: str, target: PretrainedConfig | None = None
 ) -> None:
     """Require a logit for every token that texts can have; more of them are padding and do no harm.
 

@@ -19,9 +19,9 @@ from draftsmith.decode.errors import (
 from draftsmith.decode.options import Options
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
-"""What a field `dtype` may say."""
+"""Values of a field `dtype`."""
 SAVE_DTYPES = ("float32", "bfloat16", "float16", "auto")
-"""What a field `save_dtype` may say."""
+"""Values of a field `save_dtype`."""
 QUANTIZATIONS = ("8bit", "4bit")
 DEVICE = Range(
     "auto, cpu, or a device such as cuda:1",

@@ -42,7 +42,7 @@ class Span:
     kind: str
     """One of `TRACKS`."""
     name: str
-    """What was called; of a wait, the part that was waited for."""
+    """The call; of a wait, the part that was waited for."""
     begin: int
     end: int
 

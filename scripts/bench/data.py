@@ -1,4 +1,4 @@
-"""What reading completions costs: made once into what is mapped from disk, then opened by each process of each run.
+"""The cost of reading completions: mapped on disk once, then opened by each process of each run.
 
     python -m draftsmith.scripts.bench.data --output runs/data --tokens 100000000
 

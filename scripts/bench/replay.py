@@ -66,7 +66,7 @@ class BenchReplayConfig(DecodingConfig):
 
 @dataclass
 class DecodedPrompts:
-    """What a decoder made of all prompts."""
+    """All prompts, decoded."""
 
     seconds: float
     texts: list[Tensor]

@@ -73,7 +73,7 @@ Drafts = tuple[Proposer, int | None, Sequence[PreTrainedModel]]
 
 @dataclass
 class RoundCounts:
-    """What one round does outside the models' forwards."""
+    """Work of one round outside the models' forwards."""
 
     kernels: int = 0
     synchronisations: int = 0

@@ -1,4 +1,4 @@
-"""What the Trainer costs: steps of `draftsmith.distill` against a bare PyTorch loop over the same batches.
+"""The cost of the Trainer: steps of `draftsmith.distill` against a bare PyTorch loop over the same batches.
 
     python -m draftsmith.scripts.bench.throughput --completions '[runs/quickstart/completions/sampled]'
 

@@ -77,8 +77,8 @@ def build_report(measured: Measured, require_law: bool = True) -> Report:
         reason = f"Don't deploy: the report is partial, {many} of its parts failed, first {first.what}: {first.error}."
         recommendation = replace(recommendation, go=False, reason=f"{reason} {recommendation.reason}")
         if gate is not None:
-            told = [f"{failure.what} failed" for failure in measured.failures]
-            gate = replace(gate, passed=False, failures=[*told, *gate.failures])
+            failed = [f"{failure.what} failed" for failure in measured.failures]
+            gate = replace(gate, passed=False, failures=[*failed, *gate.failures])
     return Report(
         schema=SCHEMA,
         environment=Environment(

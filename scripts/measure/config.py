@@ -39,10 +39,10 @@ class MeasureConfig(Filters, PromptedTarget):
     batch_size: Ints = field(default_factory=lambda: [1])
     """Prompts that are decoded together, several numbers with commas."""
     replay_limit: int | None = None
-    """Replay acceptance on the first so many prompts: on top of those decoded (`limit`), the target completes further
+    """Prompts to replay acceptance on, from the first: on top of those decoded (`limit`), the target completes further
     ones in batches. Acceptance needs more prompts than speed does, and so gets them at a fraction of the time."""
     repeats: int = 1
-    """Decode each prompt so many times with each method; times are medians over them."""
+    """Times that each method decodes each prompt; the median time counts."""
     min_speedup: float | None = None
     """A gate: what the speed-up over plain decoding must exceed, by its interval's lower end."""
     min_gain: float | None = None
@@ -97,7 +97,7 @@ class MeasureConfig(Filters, PromptedTarget):
 
 
 def measure_config(arguments: Sequence[str]) -> type[Any]:
-    """Return the config of the measurement that is asked for: of a server where one is named, by a flag or in a file.
+    """Return the config class of a measurement: of a server where one is named, by a flag or in a file.
 
     A file that cannot be read is left to the parser.
     """

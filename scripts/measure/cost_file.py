@@ -16,7 +16,7 @@ from draftsmith.train.provenance import environment, write_json
 
 SCHEMA = "draftsmith.costs/1"
 SAME = ("device", "dtype", "threads")
-"""What must be as it was for costs to be used again."""
+"""Costs are used again where these are as they were."""
 
 
 def measured_costs(measured: Measured) -> list[CostTable]:
@@ -63,7 +63,7 @@ def measured_costs(measured: Measured) -> list[CostTable]:
 
 @dataclass(frozen=True)
 class CostFile:
-    """What `measured_costs` wrote."""
+    """A file that `measured_costs` wrote."""
 
     schema: Literal["draftsmith.costs/1"]
     environment: dict[str, Any]

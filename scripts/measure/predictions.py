@@ -1,4 +1,4 @@
-"""What the planner says: costs times acceptance for every draft length and batch size, and how far the clock agrees."""
+"""The planner's predictions, costs times acceptance for every draft length and batch size, beside what was timed."""
 
 from collections.abc import Sequence
 from itertools import zip_longest

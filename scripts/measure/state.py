@@ -1,4 +1,4 @@
-"""What one run of `measure` has seen."""
+"""Observations of one run of `measure`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +95,7 @@ class Measured:
     rounds: list[ExpectedText] = field(default_factory=list)
     """What every round of the texts accepts, for servers to be compared with."""
     failures: Sequence[Failure] = ()
-    """What else should have been seen."""
+    """Stages that failed."""
 
     @property
     def settings(self) -> list[tuple[float, int]]:

@@ -1,4 +1,4 @@
-"""What a run of `measure` has finished, on disk until the run ends well, and what failed in it."""
+"""Finished work of a run of `measure`, on disk until the run ends well, and its failures."""
 
 import hashlib
 import json
@@ -105,9 +105,9 @@ class Unfinished(Kept):
         except OSError:
             raise
         except Exception as error:
-            told = isinstance(error, InputError) or lacks_memory(error)
-            logger.warning("%s failed: %s", what, first_line(error), exc_info=None if told else error)
-            self.failures.append(Failure(what, first_line(error), exit_code=2 if told else 1))
+            is_expected = isinstance(error, InputError) or lacks_memory(error)
+            logger.warning("%s failed: %s", what, first_line(error), exc_info=None if is_expected else error)
+            self.failures.append(Failure(what, first_line(error), exit_code=2 if is_expected else 1))
             self.errors.append(error.with_traceback(None))  # which would hold the memory that ran out
 
     def end(self) -> None:

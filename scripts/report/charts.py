@@ -103,12 +103,7 @@ def limits(estimates: Iterable[Estimate], *more: float) -> tuple[float, float]:
 
 
 def line_chart(
-    name: str,
-    series: Sequence[Series],
-    x: str,
-    y: str,
-    span: tuple[float, float],
-    level: float | None = None,
+    name: str, series: Sequence[Series], x: str, y: str, span: tuple[float, float], level: float | None = None
 ) -> Markup:
     """Draw values over γ, positions or numbers of tokens.
 

@@ -1,4 +1,4 @@
-"""What the parts of a report are made of: an entry, and the ranges of its values."""
+"""Parts of a report: entries, and the ranges of their values."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar

@@ -1,4 +1,4 @@
-"""What a report holds of a server that was compared with a local measurement."""
+"""Entries of a report on a server that was compared with a local measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a report holds of a server that was measured from outside."""
+"""Entries of a report on a server that was measured from outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

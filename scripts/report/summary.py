@@ -16,11 +16,11 @@ def markdown(report: Report) -> str:
     if report.failures:
         lines += [*(f"* Failed: {failure.what}: {failure.error}" for failure in report.failures), ""]
     if gate is not None:
-        asked = [f"speed-up above {gate.min_speedup:g}"] if gate.min_speedup is not None else []
-        asked += [f"gain of τ over stock above {gate.min_gain:g}"] if gate.min_gain is not None else []
-        asked += [f"α above {gate.min_alpha:g}"] if gate.min_alpha is not None else []
+        required = [f"speed-up above {gate.min_speedup:g}"] if gate.min_speedup is not None else []
+        required += [f"gain of τ over stock above {gate.min_gain:g}"] if gate.min_gain is not None else []
+        required += [f"α above {gate.min_alpha:g}"] if gate.min_alpha is not None else []
         result = "passed" if gate.passed else "failed"
-        lines += [f"Gate: {' and '.join(asked)}, {gate.confidence:.0%} confidence: {result}."]
+        lines += [f"Gate: {' and '.join(required)}, {gate.confidence:.0%} confidence: {result}."]
         lines += [*(f"* {failure}" for failure in gate.failures), ""]
     lines += ["| T | B | drafter | γ | α | τ | speed-up | predicted |", "|---|---|---|---|---|---|---|---|"]
     for run in report.runs:

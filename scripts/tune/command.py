@@ -43,7 +43,7 @@ SCHEMA = "draftsmith.tune/1"
 
 @dataclass(frozen=True)
 class Task:
-    """What is decoded, and how."""
+    """Prompts to decode, and the models and options to decode them with."""
 
     config: TuneConfig
     pair: Pair
@@ -64,7 +64,7 @@ class Task:
 
     @property
     def settings(self) -> list[Setting]:
-        """The levels that were asked for."""
+        """Every lossy rule at every level of the config."""
         return [self.setting(rule, level) for rule in RULES for level in getattr(self.config, f"{rule}_levels")]
 
 
@@ -89,11 +89,11 @@ def tune(config: TuneConfig) -> dict[str, Any]:
 
 
 def _report(task: Task) -> dict[str, Any]:
-    config, pair, asked = task.config, task.pair, task.settings
-    seen = _decode_all(task, [PLAIN, EXACT, *asked])
+    config, pair, settings = task.config, task.pair, task.settings
+    seen = _decode_all(task, [PLAIN, EXACT, *settings])
     plain, exact, greedy = seen[PLAIN], seen[EXACT], config.temperature == 0
-    confidence = confidence_of_each(0.95, len({setting.rule for setting in asked}))
-    levels = [figures(setting, seen[setting], plain, exact, greedy, confidence) for setting in asked]
+    confidence = confidence_of_each(0.95, len({setting.rule for setting in settings}))
+    levels = [figures(setting, seen[setting], plain, exact, greedy, confidence) for setting in settings]
     for _ in range(config.refine if config.most is not None else 0):
         between = {
             rule: level_between([row for row in levels if row["rule"] == rule], config.most or 0.0) for rule in RULES
@@ -126,7 +126,7 @@ def _report(task: Task) -> dict[str, Any]:
 
 def _load(config: TuneConfig) -> Task:
     prompts = read_prompts(config.prompts, limit=config.limit)
-    if len(prompts) < 2:  # of which no interval can be told
+    if len(prompts) < 2:  # no interval without two
         raise InputError(f"prompts: expected at least 2 in {config.prompts}, found {len(prompts)}")
     tokenizer, ids = read_tokens(config.target, config, prompts)
     specs = drafter_specs(config.drafter, [config.draft_length])

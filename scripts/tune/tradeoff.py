@@ -185,20 +185,20 @@ def choose(levels: Sequence[dict[str, Any]], most: float | None) -> tuple[dict[s
 
     Args:
         levels: entries of tune.json of all rules.
-        most: the departure that is allowed; None if none was asked for.
+        most: the departure that is allowed; None if the user sets none.
     """
     if most is None:
         return None, "no departure was asked for: give max_disagreement (T=0) or max_total_variation"
     inside = [row for rule in RULES for row in admitted([r for r in levels if r["rule"] == rule], most)]
     if not inside:
         nearest = min(levels, key=lambda row: row["departure"].upper_bound)
-        told = f"the nearest is {_name(nearest)}, {_at_most(nearest)}"
-        return None, f"none: keep exact. No level stays below {most:.2%}; {told}"
+        nearest_words = f"the nearest is {_name(nearest)}, {_at_most(nearest)}"
+        return None, f"none: keep exact. No level stays below {most:.2%}; {nearest_words}"
     gaining = [row for row in inside if (row["gain_over_exact"].ci95 or [0.0])[0] > 0]
     best = max(gaining or inside, key=lambda row: row["gain_over_exact"].value)
     if not gaining:
-        told = f"the best is {_name(best)}, {_gain(best)}"
-        return None, f"none: keep exact. No level below {most:.2%} surely gains; {told}"
+        best_words = f"the best is {_name(best)}, {_gain(best)}"
+        return None, f"none: keep exact. No level below {most:.2%} surely gains; {best_words}"
     return best, f"{_name(best)}: {_gain(best)}, {_at_most(best)}"
 
 

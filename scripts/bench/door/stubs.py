@@ -30,13 +30,13 @@ ANSWER = json.dumps(
 
 @asynccontextmanager
 async def stub(seconds: float) -> AsyncIterator[int]:
-    """Serve answers that take so long each; gives the port."""
+    """Serve answers that take this long each; gives the port."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while content := await _message(reader):
-            asked = content.startswith(b"POST")
-            await asyncio.sleep(seconds if asked else 0)
-            _send(writer, b"HTTP/1.1 200 OK", ANSWER if asked else b"")
+            is_request = content.startswith(b"POST")
+            await asyncio.sleep(seconds if is_request else 0)
+            _send(writer, b"HTTP/1.1 200 OK", ANSWER if is_request else b"")
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)

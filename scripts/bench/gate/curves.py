@@ -55,7 +55,7 @@ def _forecasts(config: BenchGateConfig, luck: float, amounts: int, b: float) -> 
     for i, times in enumerate(TIMES):
         n = config.simulations
         figures |= {f"{times:g}×": hits[i] / n, f"{times:g}× width": widths[i] / n, f"{times:g}× bias": missed[i] / n}
-    figures["limit told"] = len(limits) / config.simulations
+    figures["limit known"] = len(limits) / config.simulations
     if limits and b:
         figures["its bias"] = float(np.mean(limits))
     return figures

@@ -22,7 +22,7 @@ OVER = (1.1, 1.2, 1.3)
 PLAIN, SHARED, OWN = 0.04, 0.12, 0.12
 """Standard deviations of the logarithm of a prompt's time: plain decoding's, all drafters' alike, each one's own."""
 STALLS, STALLED = 0.03, 2.0
-"""How often a prompt takes so many times as long as it should."""
+"""How often a prompt stalls, and how many times as long it then takes."""
 
 
 @dataclass(frozen=True)
