@@ -15,7 +15,7 @@ from draftsmith.scripts.cli import main
 from draftsmith.scripts.tune import command
 from draftsmith.scripts.tune.command import TuneConfig, tune
 from draftsmith.scripts.tune.tradeoff import BoundedDeparture, choose, departure_estimate, level_between
-from draftsmith.train.models import load_model
+from draftsmith.train.models import load_model, load_tokenizer
 from draftsmith.train.runs import save_model
 
 PROMPTS = ["def f(x):", "import os", "a story of x", "for i in", "self"]
@@ -72,7 +72,7 @@ def test_the_figures_are_those_of_the_decoder(models, tuned):
     target, draft = (load_model(models / name, dtype="float32") for name in ("target", "draft"))
     rounds = wrong = exact_rounds = 0
     for text in PROMPTS:
-        ids = command.load_tokenizer(models / "target")(text, return_tensors="pt")["input_ids"]
+        ids = load_tokenizer(models / "target")(text, return_tensors="pt")["input_ids"]
         options = {"max_new_tokens": NEW, "do_sample": False, "draft_length": 3}
         out = speculative_generate(target, DraftModelProposer(draft), ids, rule=Threshold(0.1), **options)
         exact_rounds += speculative_generate(target, DraftModelProposer(draft), ids, **options).counts.num_drafts
