@@ -1,0 +1,50 @@
+"""Drafters of every kind in the list: texts at T=0 are plain decoding's, and replay counts what the decoder counts."""
+
+import pytest
+import torch
+from conftest import tiny_llama
+from specimens import every_kind, every_shape, proposer, specimen
+
+from draftsmith.decode import autoregressive_generate, replay_acceptance, speculative_generate
+
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def deep():
+    """Four layers, of which the first says most, so that drafts from it stand now and then."""
+    model = tiny_llama(0, layers=4)
+    for layer in model.model.layers[1:]:
+        for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+            weight.mul_(0.3)
+    return model
+
+
+@every_kind()
+def test_it_has_a_specimen(kind):
+    assert specimen(kind).shapes
+
+
+def test_a_kind_without_a_specimen_fails_with_one_line():
+    with pytest.raises(pytest.fail.Exception, match=r"^nothing: expected a specimen in .*, found none$"):
+        specimen("nothing")
+
+
+@every_shape
+def test_texts_are_plain_decodings_and_replay_counts_the_same(deep, kind, shape):
+    drafter, rows = proposer(kind, shape, deep), 3 if specimen(kind).batched else 1
+    prompts = torch.randint(1, 97, (rows, 4), generator=torch.Generator().manual_seed(1)).repeat(1, 2)
+    options = {"max_new_tokens": NEW, "do_sample": False}
+    plain = autoregressive_generate(deep, prompts, **options).sequences
+    decoded = {k: speculative_generate(deep, drafter, prompts, draft_length=k, **options) for k in (1, 3)}
+    assert all(torch.equal(out.sequences, plain) for out in decoded.values())
+    assert sum(out.counts.num_draft_tokens for out in decoded.values()) > 0
+    if drafter.replay_refusal(False) is not None:
+        return
+    replayed = replay_acceptance(
+        deep, drafter, list(plain), [prompts.shape[1]] * rows, list(decoded), temperature=0, max_new_tokens=NEW
+    )
+    for k, out in decoded.items():
+        for text, counts in zip(replayed.texts, out.row_counts, strict=True):
+            for name, count in counts.to_dict().items():
+                assert getattr(text.counts[k], name) == pytest.approx(count), (k, name)
