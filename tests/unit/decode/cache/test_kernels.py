@@ -11,7 +11,7 @@ from draftsmith.decode.cache.kernels import ALIGNED, AsOnCuda, additive_mask, cu
 from draftsmith.distill.parallel.model import parallel_hidden
 from draftsmith.medusa.eagle.heads import EagleHeads
 from draftsmith.medusa.eagle.proposer import EagleProposer
-from draftsmith.medusa.eagle.unrolled import Seen, states_of_steps
+from draftsmith.medusa.eagle.unrolled import TargetStates, states_of_steps
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
 VOCAB = 23
@@ -104,7 +104,7 @@ def test_no_step_of_training_falls_back(dtype, width, packed):
     target = tiny_llama(0, VOCAB, layers=4, head_dim=width)
     heads = EagleHeads.of_target(target).to("meta", dtype)
     shapes = ((2, 12, 32), (2, 12, 32), (2, 12, 96))
-    seen = Seen(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
+    seen = TargetStates(*(torch.empty(shape, dtype=dtype, device="meta") for shape in shapes))
     positions = torch.ones(2, 12, dtype=torch.long, device="meta") if packed else None
     places = torch.ones(20, dtype=torch.long, device="meta")
     with AsOnCuda() as kernels:
