@@ -7,6 +7,7 @@ from draftsmith.decode.lazy import lazy_exports
 if TYPE_CHECKING:
     from draftsmith.medusa.eagle.heads import EagleHeads as EagleHeads
     from draftsmith.medusa.eagle.proposer import EagleProposer as EagleProposer
+    from draftsmith.medusa.heads.formats.importing import import_heads as import_heads
     from draftsmith.medusa.heads.model import MedusaConfig as MedusaConfig
     from draftsmith.medusa.heads.model import MedusaHeads as MedusaHeads
     from draftsmith.medusa.heads.proposer import MedusaProposer as MedusaProposer
@@ -17,6 +18,7 @@ _MODULES = {
     "MedusaConfig": "draftsmith.medusa.heads.model",
     "MedusaHeads": "draftsmith.medusa.heads.model",
     "MedusaProposer": "draftsmith.medusa.heads.proposer",
+    "import_heads": "draftsmith.medusa.heads.formats.importing",
 }
 __all__ = list(_MODULES)
 if not TYPE_CHECKING:
