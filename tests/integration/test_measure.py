@@ -174,7 +174,6 @@ def test_the_schema_is_strict(brief):
         (("runs", 0, "alpha", "ci95"), [0.5]),
         (("runs", 0, "alpha"), {"value": 0.5, "ci95": None}),
         (("runs", 0, "counts", "num_drafts"), 1.5),
-        (("runs", 0, "proposer", "kind"), "lookup"),
         (("runs", 0, "lossless", "checked"), None),
         (("curves", 0, "mean_acceptance_length", "γ"), {"value": 1.0, "ci95": None, "n": 1}),
         (("costs", "overhead_seconds", "draft", "1"), None),
@@ -196,6 +195,7 @@ FAILED = UNCHECKED | {"checked": True, "passed": False, "p_value": 1e-9, "tokens
 NOBODY = dict.fromkeys(field.name for field in fields(Recommendation)) | {"go": False, "reason": "nothing pays"}
 RUN = ("runs", 0)
 TABLE = ("costs", "tables", 0)
+NGRAMS = {"kind": "prompt_lookup", "heads": None, "tree_nodes": None, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,8 @@ TABLE = ("costs", "tables", 0)
         ((*RUN, "lossless"), FAILED, {"passed": None}),
         ((*RUN, "lossless"), FAILED, {"p_value": 1.5}),
         ((*RUN, "lossless"), FAILED, {"tokens": -1}),
-        ((*RUN, "proposer"), {"kind": "prompt_lookup", "heads": None, "tree_nodes": None}, {"heads": 3}),
+        ((*RUN, "proposer"), NGRAMS, {"heads": 3}),
+        ((*RUN, "proposer"), NGRAMS, {"prompt_lookup_min": None}),
         ((*RUN, "proposer"), {"kind": "medusa", "heads": 3, "tree_nodes": 5}, {"heads": None}),
         ((*RUN, "proposer"), {"kind": "medusa", "heads": 3, "tree_nodes": 5}, {"tree_nodes": None}),
         ((*RUN, "counts"), {}, {"num_emitted_tokens": -1}),

@@ -245,7 +245,7 @@ def test_the_traffic_of_others_is_seen(measure, prompts):
     with simulated_server(others=7) as server:
         code, report, _ = measure(server, prompts)
     (warning,) = report["server"]["warnings"]
-    assert code == 0 and f"wrote {COUNT * (NEW + 7)} tokens, of which {COUNT * NEW} were ours" in warning
+    assert code == 0 and f"the server wrote {COUNT * (NEW + 7)} tokens; {COUNT * NEW} were ours" in warning
 
 
 def refused(measure, server, prompts, *flags) -> str:

@@ -564,7 +564,7 @@ def feeds_nodes_as_a_chain(model, tokens, starts, keep=None, visible=None, depth
 
 def without_windows(model, *args, **kwargs):
     real_cache(model, *args, **kwargs)
-    model._window = 10**6
+    model._window = model._masks._window = 10**6
 
 
 residual, real_advance = acceptance.residual, generation.TextRow.advance
