@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from draftsmith.decode.speculative import speculative_decode as speculative_decode
     from draftsmith.decode.speculative import speculative_generate as speculative_generate
     from draftsmith.decode.tree import Tree as Tree
-    from draftsmith.distill.parallel.proposer import ParallelDraftProposer as ParallelDraftProposer
+
+    ParallelDraftProposer: type[DraftModelProposer]  # an entry point of the recipe that it belongs to
 
 _MODULES = {
     "autoregressive_decode": "draftsmith.decode.autoregressive",
@@ -52,7 +53,6 @@ _MODULES = {
     "DynamicTree": "draftsmith.decode.proposers.draft_tree",
     "early_exit": "draftsmith.decode.proposers.early_exit",
     "LookaheadProposer": "draftsmith.decode.proposers.lookahead",
-    "ParallelDraftProposer": "draftsmith.distill.parallel.proposer",
     "PromptLookupProposer": "draftsmith.decode.proposers.prompt_lookup",
     "RetokenizedProposer": "draftsmith.decode.proposers.retokenized",
     "RunAheadProposer": "draftsmith.decode.proposers.run_ahead",
@@ -66,6 +66,6 @@ _MODULES = {
     "speculative_generate": "draftsmith.decode.speculative",
     "Tree": "draftsmith.decode.tree",
 }
-__all__ = list(_MODULES)
+__all__ = [*_MODULES, "ParallelDraftProposer"]
 if not TYPE_CHECKING:
     __getattr__ = lazy_exports(__name__, _MODULES)

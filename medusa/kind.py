@@ -4,13 +4,13 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 from draftsmith.train.kinds.drafter import DrafterSpec, Loading
-from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.kinds.kind import ModelKind
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
-class HeadsKind(DrafterKind):
+class HeadsKind(ModelKind):
     """Heads on a target."""
 
     @abstractmethod

@@ -164,12 +164,12 @@ def fastest_settings(
     if dtype == "auto":
         dtypes |= {fast_dtype(load_config(path, trust_remote_code=trust_remote_code), "cpu"), "float32"}
 
-    def copies(model: PreTrainedModel, load: Callable[..., PreTrainedModel], path: str) -> dict[str, PreTrainedModel]:
-        """Return a model in its own dtype and, if it is small, in the others."""
-        others = dtypes - {own} if model.num_parameters() <= SMALL else set()
-        return {own: model} | {name: load(path, dtype=name, trust_remote_code=trust_remote_code) for name in others}
+    def others(model: PreTrainedModel) -> set[str]:
+        """Return the dtypes that a model is tried in too: none of a large one."""
+        return dtypes - {own} if model.num_parameters() <= SMALL else set()
 
-    timed = _Timed(copies(target, load_model, path), [threads] if threads else sorted({1, max(1, most // 2), most}))
+    copies = {name: load_model(path, dtype=name, trust_remote_code=trust_remote_code) for name in others(target)}
+    timed = _Timed({own: target} | copies, [threads] if threads else sorted({1, max(1, most // 2), most}))
     torch.set_num_threads(timed.threads)
     if compiled is not False and (compiled or timed.tokens[timed.fastest] < COMPILED_BELOW):
         timed.compile()
@@ -178,9 +178,8 @@ def fastest_settings(
     draft_dtypes = {}
     for drafter, draft in zip(drafters, paths, strict=True):
         assert drafter.model is not None
-        models = copies(drafter.model, drafter.family.reload, draft)
-        seconds = median_seconds({name: drafter.family.forward(model) for name, model in models.items()}, REPEATS)
-        draft_dtypes[draft] = _least(seconds)
+        forwards = drafter.family.timed_forwards(drafter, others(drafter.model), trust_remote_code)
+        draft_dtypes[draft] = _least(median_seconds(forwards, REPEATS)) if forwards else own
     torch.set_num_threads(most)
     return Settings(chosen, timed.threads, bool(compiled), draft_dtypes, timed.in_words())
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from draftsmith.train.kinds.drafter import Drafter, DrafterSpec, Loading
-from draftsmith.train.kinds.kind import DrafterKind
+from draftsmith.train.kinds.kind import ModelKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from draftsmith.train.kinds.parts import Part
 
 
-class CausalKind(DrafterKind):
+class CausalKind(ModelKind):
     """A causal language model with the target's tokenizer."""
 
     cost_remedy = "take a smaller draft"

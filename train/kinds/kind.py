@@ -5,7 +5,7 @@ ask all kinds for their names, and `--help` must not wait for torch.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -121,21 +121,17 @@ class DrafterKind(ABC):
         """Return how many numbers its cache keeps for a token of the text; None where that is not known."""
         return 0
 
-    def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
-        """Load its weights in another dtype, to time a forward.
+    def timed_forwards(
+        self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool
+    ) -> dict[str, Callable[[], object]]:
+        """Return forwards that draft a token behind a short text, by dtype; none where it keeps the dtype it has.
 
-        Raises:
-            NotImplementedError: a kind without weights.
+        Args:
+            drafter: loaded, with weights.
+            others: names of further dtypes to load it in.
+            trust_remote_code: as for loading.
         """
-        raise NotImplementedError(f"{self.title}: no weights")
-
-    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
-        """Return the forward that drafts a token behind a short text, to be timed.
-
-        Raises:
-            NotImplementedError: a kind without weights.
-        """
-        raise NotImplementedError(f"{self.title}: no weights")
+        return {}
 
     def inspect(self, spec: DrafterSpec, trust_remote_code: bool) -> "tuple[Part | None, Finding]":
         """Load a drafter without its weights, and say what it is; None where it does not load, or has no files."""
@@ -215,8 +211,7 @@ class DrafterKind(ABC):
         from draftsmith.train.kinds.export import check_format
 
         if not self.formats:
-            why = "no other tool reads its files" if self.stored else "it has no files"
-            raise InputError(f"drafter: expected one that can be exported, found {self.title}: {why}")
+            raise self.no_formats()
         check_format(str(config.format), self.formats)
         if config.by_rank and not self.drops_by_rank:
             raise InputError(f"by_rank: expected none with {self.title}, which need it nowhere, found it")
@@ -228,6 +223,11 @@ class DrafterKind(ABC):
                 wanted = f"it with {' or '.join(formats)}" if formats else f"none with {self.title}"
                 raise InputError(f"{name}: expected {wanted}, found it with {config.format}")
 
+    def no_formats(self) -> InputError:
+        """Return why such drafters cannot be exported, or imported."""
+        why = "no other tool reads its files" if self.stored else "it has no files"
+        return InputError(f"drafter: expected one that can be exported, found {self.title}: {why}")
+
     def export(self, config: "ExportOptions", path: str) -> list[str]:
         """Write a drafter in a format, and return the lines to print: the launch line is the last that is no comment.
 
@@ -238,13 +238,13 @@ class DrafterKind(ABC):
         Raises:
             InputError: a drafter that cannot be read, or that the format cannot hold.
         """
-        raise NotImplementedError(f"{self.title}: no formats")
+        raise self.no_formats()
 
     def served(
         self, config: "ExportOptions", path: str
     ) -> "tuple[list[Served], Callable[[PreTrainedModel], Proposer]]":
         """Return vLLM's configs for the export, and a function from the target to the proposer that must agree."""
-        raise NotImplementedError(f"{self.title}: no formats")
+        raise self.no_formats()
 
     def overrides(self, target: "PretrainedConfig") -> dict[str, int]:
         """Return the fields that vLLM needs in a target's config beside its own."""
@@ -264,4 +264,25 @@ class DrafterKind(ABC):
         Raises:
             InputError: one that cannot be read.
         """
-        raise NotImplementedError(f"{self.title}: no formats")
+        raise self.no_formats()
+
+
+class ModelKind(DrafterKind):
+    """A kind whose drafters are models that can be loaded in several dtypes."""
+
+    @abstractmethod
+    def reload(self, path: str, dtype: str, trust_remote_code: bool) -> "PreTrainedModel":
+        """Load the model in a dtype."""
+
+    @abstractmethod
+    def forward(self, model: "PreTrainedModel") -> Callable[[], object]:
+        """Return the forward that drafts a token behind a short text."""
+
+    def timed_forwards(
+        self, drafter: Drafter, others: Iterable[str], trust_remote_code: bool
+    ) -> dict[str, Callable[[], object]]:
+        """Return the forward of the model as it is, and of a copy in each other dtype."""
+        assert drafter.model is not None
+        models = {str(drafter.model.dtype).removeprefix("torch."): drafter.model}
+        models |= {name: self.reload(str(drafter.path), name, trust_remote_code) for name in others}
+        return {name: self.forward(model) for name, model in models.items()}

@@ -17,18 +17,10 @@ class Toy(DrafterKind):
         return config.get("model_type") == "toy_table"
 
     def load(self, spec, loading):
-        from toy_kind.table import TableProposer
+        from toy_kind.table import Table, TableProposer
 
-        table = self.reload(str(spec.path), "float32", False).to(loading.target.device)
+        table = Table.from_pretrained(str(spec.path), dtype=loading.target.dtype).to(loading.target.device).eval()
         return self.drafter(spec, TableProposer(table), model=table)
-
-    def reload(self, path, dtype, trust_remote_code):
-        from toy_kind.table import Table
-
-        return Table.from_pretrained(path, dtype=dtype).eval()
-
-    def forward(self, model):
-        return lambda: model(model.dummy_inputs["input_ids"] % 2)
 
     def inspect(self, spec, trust_remote_code):
         from draftsmith.train.kinds.parts import load_part

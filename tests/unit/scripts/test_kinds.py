@@ -10,6 +10,7 @@ from draftsmith.scripts.configs import GenerateConfig, LearningCurveConfig, Tree
 from draftsmith.scripts.kinds import KINDS, drafter_specs, kind_of, parsed
 from draftsmith.scripts.measure.config import MeasureConfig
 from draftsmith.train.cli import parse_config
+from draftsmith.train.kinds.export import ExportOptions
 
 CONFIGS = {
     "draft": {"model_type": "llama"},
@@ -101,3 +102,10 @@ def test_older_commands_are_aliases(capsys):
             cli.main([name, "--help"])
     older, newer = capsys.readouterr().out.split("usage: draftsmith tree")[1:]
     assert older == newer
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.formats], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("asked", ["export", "served", "import_from"])
+def test_a_kind_without_formats_says_why(kind, asked):
+    with pytest.raises(InputError, match=f"drafter: expected one that can be exported, found {kind.title}: "):
+        getattr(kind, asked)(ExportOptions(), "directory")
