@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 DISTILL = Recipe(
     "distill",
-    "a draft model from the target's completions",
+    "trains a draft model on the target's distribution",
     "draftsmith.distill",
     "draftsmith.distill.config:DistillConfig",
     "draftsmith.distill.config:DistillPlanConfig",

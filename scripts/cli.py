@@ -17,58 +17,58 @@ from draftsmith.train.cli import INTERRUPTED, check_fields, flags, parse_config,
 from draftsmith.train.job.ranks import killed
 
 COMMANDS = {
-    "quickstart": ("the whole way on the embedded target, in minutes on a laptop CPU", "configs:QuickstartConfig"),
+    "quickstart": ("runs every stage on the embedded models, in minutes on a laptop CPU", "configs:QuickstartConfig"),
     "doctor": (
-        "will this pair work? a line a check, and which tokens of your samples count in the loss",
+        "checks whether a pair will work, and shows which tokens of your samples count in the loss",
         "doctor.config:DoctorConfig",
     ),
     "plan": (
-        "will a run fit its GPUs, and how long does it take? by arithmetic, without weights or a GPU",
+        "computes whether a training run will fit its GPUs, and how long it takes; needs no weights and no GPU",
         "plan.config:plan_config",
     ),
-    "prepare": ("prompts → completions written by the target", "train.data.prepare_config:PrepareConfig"),
+    "prepare": ("lets the target complete prompts", "train.data.prepare_config:PrepareConfig"),
     "cache": (
-        "the target's distributions or features on its completions, to train with no target in memory",
+        "stores the target's distributions or features, to train without the target in memory",
         "train.teacher.cache_config:CacheConfig",
     ),
     "learning-curve": (
-        "how much text is enough? trains on shares of it, and forecasts acceptance for more",
+        "says how much text is enough, and forecasts acceptance for more",
         "configs:LearningCurveConfig",
     ),
     "generate": (
-        "one prompt in the terminal, every token in the colour of how it came about",
+        "decodes one prompt in the terminal, with a colour for how each token came about",
         "configs:GenerateConfig",
     ),
     "measure": (
-        "go or no-go: acceptance, speed-up and costs of drafters, or of a server that runs, on one page",
+        "measures acceptance, speed-up and costs of drafters, or of a running server, and gives the verdict",
         "measure.config:measure_config",
     ),
     "certify": (
-        "does a server write what its target would? token for token at T=0, by tests of its law under sampling",
+        "tests whether a server writes what its target would",
         "certify.config:CertifyConfig",
     ),
     "profile": (
-        "where a round's time goes: draft, target, accept, sync and rest, as a table and a trace",
+        "shows where the time of a round goes, as a table and a trace",
         "configs:ProfileConfig",
     ),
     "tree": (
-        "the tree that a drafter of several tokens should draft, searched on the target's own text",
+        "finds the tree that heads or a parallel draft should draft",
         "configs:TreeConfig",
     ),
     "tune": (
-        "lossy rules at many levels: speed against departure from the target, and the level to take",
+        "compares the speed of lossy rules with their departure from the target",
         "tune.config:TuneConfig",
     ),
     "coordinate": (
-        "one door to several servers: rules, load and measured costs say which of them answers",
+        "is one door to several servers, and chooses among them for each request",
         "services.coordinate.config:CoordinatorConfig",
     ),
     "export": (
-        "heads in the formats of vLLM, SGLang and others, and what launches a draft model there",
+        "writes other formats, and launch lines for servers",
         "configs:ExportConfig",
     ),
     "serve-draft": (
-        "a draft model as a service: drafts for decoders in other processes, such as vLLM",
+        "serves a draft model to decoders in other processes, such as vLLM",
         "services.serve_draft.config:ServeDraftConfig",
     ),
 }
@@ -90,13 +90,13 @@ USAGE = """usage: draftsmith COMMAND [--config FILE.yaml] [--FIELD VALUE …]
 
 {commands}
 
-draftsmith COMMAND --help lists its fields; draftsmith --version says which one this is."""
+draftsmith COMMAND --help explains a command's fields; draftsmith --version prints versions."""
 LAUNCH_USAGE = """draftsmith {name} starts `accelerate launch` with
-  --processes N              N processes, one a GPU; as accelerate is configured if not given
-  --accelerate-config FILE   a file of accelerate's, such as configs/accelerate/fsdp2.yaml
+  --processes N              N processes, one for each GPU; by default as accelerate is configured
+  --accelerate-config FILE   a config file for accelerate, such as configs/accelerate/fsdp2.yaml
   --num-machines N, --machine-rank I, --main-process-ip HOST, --main-process-port PORT
-                             of several machines, on each of which the same line is started
-and passes everything else on:
+                             for several machines: start the same line on each, with its own rank
+All other flags are the command's own:
 """
 
 

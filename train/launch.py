@@ -44,7 +44,7 @@ from draftsmith.train.trainer import RecipeTrainer
 
 Config = TypeVar("Config", bound=RecipeConfig)
 MORE = (
-    "more training.max_steps or training.num_train_epochs go on from there, resume false begins anew; "
+    "a larger training.max_steps or training.num_train_epochs continues from there, and resume false starts again; "
     "other changes to the config train nothing"
 )
 
@@ -215,6 +215,8 @@ def run_training(trainer: RecipeTrainer, finish: Callable[[Path], None] | None =
                 trainer.job.write(output)
                 write_run_record(output, config, args.device)
             trainer.accelerator.wait_for_everyone()  # the model is whole when any process returns
+    if trainer.is_world_process_zero():
+        print(f"training: done, and what was trained is in {output}", file=sys.stderr)
     if args.push_to_hub:
         with phase("uploading"):
             trainer.upload()

@@ -134,6 +134,7 @@ class RecipeConfig(TargetOptions):
             raise InputError("max_length: expected the tokens of a packed row, found none")
         self._use_own_device()
         self._select_on_acceptance()
+        self.training.dataloader_pin_memory &= self.training.device.type != "cpu"  # torch warns otherwise
         self.training.remove_unused_columns = False  # the collator reads columns that no model does
         self.training.use_cache = True  # the saved config says so to all who load it; forwards of training ask for none
         self.training.logging_nan_inf_filter = (

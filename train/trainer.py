@@ -7,6 +7,7 @@ So pyproject bounds the library's version from above.
 Shape suffixes: B rows, T positions, H hidden.
 """
 
+import logging
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +43,8 @@ from draftsmith.train.recipe import RecipeConfig
 from draftsmith.train.runs import argument_errors
 from draftsmith.train.sharding import check_sharding
 
+# Without a GPU it warns that it found none, even if nothing uses DeepSpeed.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 READ = ("input_ids", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What a model reads of a batch."""
 

@@ -24,7 +24,7 @@ class Eagle(HeadsKind):
     flags = ("eagle",)
     recipe = Recipe(
         "eagle",
-        "EAGLE-3 heads from the target's completions",
+        "trains EAGLE-3 heads on the target's features",
         "draftsmith.medusa.eagle",
         "draftsmith.medusa.eagle.config:EagleTrainingConfig",
         "draftsmith.medusa.eagle.config:EaglePlanConfig",

@@ -25,7 +25,7 @@ class Medusa(HeadsKind):
     flags = ("medusa",)
     recipe = Recipe(
         "medusa",
-        "Medusa heads from the target's completions",
+        "trains Medusa or Hydra heads on the target's hidden states",
         "draftsmith.medusa",
         "draftsmith.medusa.heads.config:MedusaTrainingConfig",
         "draftsmith.medusa.heads.config:MedusaPlanConfig",

@@ -149,8 +149,8 @@ def _chat_template(target: Side, drafts: Sequence[Side]) -> Finding:
             "warning",
             name,
             "none in the target's tokenizer: prompts are plain text",
-            "right for a base model; for a chat model copy its chat_template.jinja there, or acceptance is that of "
-            "texts nobody asks for",
+            "right for a base model; for a chat model copy its chat_template.jinja there, because your users' prompts "
+            "go through it",
         )
     marked = has_generation_markers(target.tokenizer)
     text = "with generation markers" if marked else "without generation markers: turns are found by comparison"

@@ -332,7 +332,7 @@ def test_a_model_that_our_decoder_does_not_know_is_left_to_the_library(config, m
 def test_most_completions_cut_by_their_length_are_warned_of(config, caplog):
     summary = prepare(config(max_new_tokens=2))
     assert summary.cut > COUNT / 2
-    assert f"{summary.cut} of {COUNT} completions were cut at max_new_tokens: give more" in caplog.text
+    assert f"{summary.cut} of {COUNT} completions were cut at max_new_tokens: raise it" in caplog.text
     caplog.clear()
     assert prepare(config("long", max_new_tokens=60)).cut < COUNT / 2
     assert "were cut" not in caplog.text

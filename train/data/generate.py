@@ -78,8 +78,8 @@ def prepare(config: PrepareConfig) -> CompletionsSummary:
     done = summary.kept + summary.written
     if processes.first and summary.cut > done / 2:  # a draft would learn how texts go on, and not how they end
         logger.warning(
-            "%d of %d completions were cut at max_new_tokens: give more, or see whether the target ends its texts "
-            "(its chat template, its end-of-sequence ids)",
+            "%d of %d completions were cut at max_new_tokens: raise it, or check that the target can end its texts "
+            "(chat template, end-of-sequence ids)",
             summary.cut,
             done,
         )

@@ -30,7 +30,7 @@ class Recipe:
     command: str
     """Its name."""
     summary: str
-    """What it makes, in a few words, for `draftsmith --help`."""
+    """What it does, in a few words that begin with a verb, for `draftsmith --help`."""
     package: str
     """What `accelerate launch -m` starts."""
     config: str
