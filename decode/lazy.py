@@ -1,8 +1,9 @@
 """Packages whose names are imported when they are first used: `--help` must not wait for torch."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 
@@ -17,11 +18,15 @@ def lazy_exports(package: str, modules: Mapping[str, str]) -> Callable[[str], An
         modules: for each exported name the module that defines it.
     """
 
+    @cache  # of what is installed each distribution's files are read, and parsers ask for hundreds of names
+    def added() -> Mapping[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=package)}
+
     def get(name: str) -> Any:
         if name in modules:
             return getattr(import_module(modules[name]), name)
-        for added in entry_points(group=package, name=name):
-            return added.load()
+        if name in added():
+            return added()[name].load()
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get
