@@ -35,6 +35,8 @@ from draftsmith.train.provenance import environment
 
 SHARD = 64
 PROMPT = 32
+START = "spawn"
+"""How the processes that read begin."""
 
 
 @dataclass(kw_only=True)
@@ -61,8 +63,7 @@ class BenchDataConfig(BenchmarkConfig):
 
 def write_completions(config: BenchDataConfig, directory: Path) -> None:
     """Write samples of the standard library's tokens, as `prepare` would."""
-    encode = load_tokenizer(ASSETS / "tiny-target")
-    corpus = np.concatenate([encode(module.source, verbose=False)["input_ids"] for module in stdlib_modules()])
+    corpus = _corpus(max(config.tokens, 2 * config.sample_tokens))
     generator, written, number = np.random.default_rng(0), 0, 0
     directory.mkdir(parents=True)
     with tqdm(total=config.tokens, unit="token", unit_scale=True, desc="write") as bar:
@@ -84,6 +85,17 @@ def write_completions(config: BenchDataConfig, directory: Path) -> None:
             bar.update(len(ids))
     manifest = {"schema": SCHEMA, "settings": {}, "target": {}, "versions": {}, "shards": number}
     (directory / MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def _corpus(tokens: int) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return the tokens of the standard library, (N,): of all its modules, or of the first that have as many."""
+    encode, modules, count = load_tokenizer(ASSETS / "tiny-target"), list[list[int]](), 0
+    for module in stdlib_modules():
+        if count >= tokens:
+            break
+        modules.append(encode(module.source, verbose=False)["input_ids"])
+        count += len(modules[-1])
+    return np.concatenate(modules)
 
 
 def read(config: BenchDataConfig, directory: str) -> dict[str, float]:
@@ -123,7 +135,7 @@ def bench(config: BenchDataConfig) -> dict[str, Any]:
     remove(directory / DIRECTORY)
     figures = {}
     for name in ("first", "mapped"):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with multiprocessing.get_context(START).Pool(1) as pool:
             figures[name] = pool.apply(read, (config, str(directory)))
     tokens = config.tokens / (figures["first"]["open_seconds"] - figures["mapped"]["open_seconds"])
     return {"environment": environment(torch.device("cpu"), "int32"), **figures, "mapped_tokens_per_second": tokens}

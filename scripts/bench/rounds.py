@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from draftsmith.decode.errors import InputError, at_least, require
@@ -86,9 +86,8 @@ class _Kernels(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split(".")[0]
-        if not self.counter.paused:
-            self.counter.now.kernels += not func.is_view and name not in NO_KERNEL
-            self.counter.now.synchronisations += name in DATA_DEPENDENT
+        self.counter.now.kernels += not func.is_view and name not in NO_KERNEL
+        self.counter.now.synchronisations += name in DATA_DEPENDENT
         return func(*args, **(kwargs or {}))
 
 
@@ -101,9 +100,9 @@ class _Synchronisations(TorchFunctionMode):
         # An index that is a list becomes a tensor on the way.
         index = args[1] if func in INDEXES else None
         listed = any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
-        self.counter.now.synchronisations += not self.counter.paused and (func in SYNCHRONISES or listed)
+        self.counter.now.synchronisations += func in SYNCHRONISES or listed
         # numpy's argmax on a CPU: a kernel of torch's elsewhere.
-        self.counter.now.kernels += not self.counter.paused and func is torch.Tensor.numpy
+        self.counter.now.kernels += func is torch.Tensor.numpy
         return func(*args, **(kwargs or {}))
 
 
@@ -114,7 +113,6 @@ class RoundCounter:
         self.rounds: list[tuple[int, RoundCounts]] = []
         """The rows and the counts of each round, from one draft to the next."""
         self.now = RoundCounts()
-        self.paused = False
 
     @contextmanager
     def counting(self, proposer: Proposer, *models: PreTrainedModel) -> Iterator[None]:
@@ -129,11 +127,8 @@ class RoundCounter:
 
         def apart(forward: Callable[..., Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                self.paused = True
-                try:
+                with _disable_current_modes(), torch._C.DisableTorchFunction():
                     return forward(*args, **kwargs)
-                finally:
-                    self.paused = False
 
             return call
 
